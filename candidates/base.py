@@ -1,0 +1,104 @@
+"""The contract between the engine and whatever proposes draft tokens."""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import CandidateGenerator
+
+from ..tree import DraftTree
+
+_OWN_REQUEST = "get_candidates"
+
+
+class TreeCandidateGenerator(CandidateGenerator):
+    """
+    A candidate source for batches of requests. Subclass it, implement `start`, `propose`, `observe` and `stop`, and
+    pass an instance as `assistant=`.
+
+    The engine calls `couple` and `start` once per request, then `propose` and `observe` in turn, then `stop`; `stop`
+    comes even after an error. One source may serve several `generate` calls, so state belongs to requests. A source
+    that raises, or proposes something that is no tree over the vocabulary, is dropped for that request. Sources cannot
+    make the output wrong: the target decides about every token.
+
+    Attributes:
+        default_num_nodes (`int`): Nodes per row where the caller names no number.
+    """
+
+    default_num_nodes: int = 5
+
+    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
+        """
+        Tells how the request's target picks: through which processors, and with which noise (`seed`; None: greedy).
+        A source that can make use of it proposes the tokens that the *noisy* target would pick. Does nothing by default.
+        """
+
+    @abstractmethod
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        """A request begins. `prompt` (int64 `[prompt_len]`, no padding) stays valid and unchanged."""
+
+    @abstractmethod
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        """
+        One tree per request, for the whole batch at once, of at most `max_nodes[i]` nodes, hanging on the last
+        committed token. An empty tree means "no idea": the step then yields one token. Not every request is asked at
+        every step.
+        """
+
+    @abstractmethod
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        """Tokens (int64 `[n]`) were committed: every token of a request is shown once, in order, after verification."""
+
+    @abstractmethod
+    def stop(self, request_id: Hashable) -> None:
+        """The request has ended, or never started; its state can go. Unknown ids must be ignored."""
+
+    # transformers' own contract, for use in its assisted decoding: the best chain for one sequence.
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, length]`): The sequence so far.
+
+        Returns:
+            `torch.LongTensor` of shape `[1, length + k]`, the sequence and k draft tokens, and None for their logits.
+
+        Raises:
+            ValueError: for more than one sequence, which transformers' loop does not know.
+        """
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"`get_candidates` drafts for one sequence, got a batch of {input_ids.shape[0]}.")
+        ids = input_ids[0].cpu().numpy()
+        seen = getattr(self, "_own_ids", None)
+        if seen is None or len(seen) > len(ids) or not np.array_equal(seen, ids[: len(seen)]):
+            self.stop(_OWN_REQUEST)
+            self.start(_OWN_REQUEST, ids)
+        elif len(ids) > len(seen):
+            self.observe(_OWN_REQUEST, ids[len(seen) :])
+        self._own_ids = ids
+        chain = self.propose([_OWN_REQUEST], [self.default_num_nodes])[0].best_chain()
+        draft = torch.from_numpy(chain.tokens).to(input_ids)
+        return torch.cat([input_ids, draft[None]], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to do: what was accepted is seen by comparing sequences."""
+
+
+class NoCandidates(TreeCandidateGenerator):
+    """Proposes nothing: plain decoding through the engine."""
+
+    default_num_nodes = 0
+
+    def start(self, request_id, prompt):
+        pass
+
+    def propose(self, request_ids, max_nodes):
+        return [DraftTree.empty()] * len(request_ids)
+
+    def observe(self, request_id, tokens):
+        pass
+
+    def stop(self, request_id):
+        pass

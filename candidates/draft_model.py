@@ -1,0 +1,217 @@
+"""Drafting with a smaller model of the same vocabulary, for the whole batch at once."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from ..forward import PackedForward
+from ..layout import CacheRow, RowInput
+from ..processors import add_gumbel_noise, draft_seed, score_processors
+from ..tree import DraftTree
+
+from .base import TreeCandidateGenerator
+
+
+@dataclass(eq=False)
+class _DraftState:
+    """One request's text, its row in the draft's cache, and the nodes whose keys and values lie behind it."""
+
+    row: CacheRow
+    tokens: list[int]
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    seed: int | None = None
+    num_generated: int = 0
+    nodes: DraftTree = field(default_factory=DraftTree.empty)
+
+
+@dataclass
+class _Growth:
+    """
+    A tree that grows level by level. Candidates are all tokens the draft thought of; `expanded` are those of them
+    that were run through the draft, in the order in which they lie in its cache.
+    """
+
+    state: _DraftState
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # indices of candidates
+    probs: list[float] = field(default_factory=list)
+    path_probs: list[float] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    distributions: list[torch.Tensor] = field(default_factory=list)
+    expanded: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [-1])  # candidates whose children come next
+
+    def cached_tree(self) -> DraftTree:
+        """The expanded candidates as a tree of their own."""
+        index = {candidate: position for position, candidate in enumerate(self.expanded)} | {-1: -1}
+        return DraftTree(
+            np.array([self.tokens[node] for node in self.expanded], np.int64),
+            np.array([index[self.parents[node]] for node in self.expanded], np.int64),
+            np.array([self.probs[node] for node in self.expanded], np.float32),
+        )
+
+    def tree(self) -> DraftTree:
+        tree = DraftTree(
+            np.array(self.tokens, np.int64),
+            np.array(self.parents, np.int64),
+            np.array(self.probs, np.float32),
+            torch.stack(self.distributions) if self.distributions else None,
+        )
+        return tree.most_likely(self.limit)
+
+
+class DraftModelCandidates(TreeCandidateGenerator):
+    """
+    Drafts with a smaller causal language model, coupled with the target: where the target samples, the draft proposes
+    the best tokens of its own scores *plus the target's noise*, so that both pick the same token whenever their
+    distributions nearly agree.
+
+    The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
+    verification.
+
+    Args:
+        model (`PreTrainedModel`): A causal LM whose tokenizer is the target's; must follow the attention interface.
+        num_nodes (`int`): Nodes per draft where the caller names no number.
+        width (`int`): 1 drafts chains. More drafts trees: at every level, the `width` most probable nodes each get
+            their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
+        confidence_threshold (`float`): A chain ends early behind a token that the draft gives a lower probability.
+        samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
+            distributions on, as verification by rejection needs them. Chains only.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_nodes: int = 5,
+        width: int = 1,
+        confidence_threshold: float = 0.0,
+        samples: bool = False,
+    ):
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
+        for name, value in (("num_nodes", num_nodes), ("width", width)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+        if not 0 <= confidence_threshold <= 1:
+            raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
+        if samples and width > 1:
+            raise ValueError("Sampled drafts are chains: `samples=True` needs `width=1`.")
+        self.model, self.default_num_nodes, self.width = model, num_nodes, width
+        self.confidence_threshold, self.samples = confidence_threshold, samples
+        self._forward: PackedForward | None = None
+        self._states: dict[Hashable, _DraftState] = {}
+        self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
+
+    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
+        self._coupling[request_id] = (score_processors(processors), seed)
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        # The cache lives while requests do: weights may change between calls.
+        self._forward = self._forward or PackedForward(self.model)
+        processors, seed = self._coupling.pop(request_id, (LogitsProcessorList(), None))
+        if seed is None:
+            processors = LogitsProcessorList()  # the arg max does not change
+        self._states[request_id] = _DraftState(self._forward.add(), prompt.tolist(), processors, seed)
+
+    def stop(self, request_id: Hashable) -> None:
+        self._coupling.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None and self._forward is not None:
+            self._forward.remove(state.row)
+        if not self._states:
+            self._forward = None
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        state = self._states[request_id]
+        path, cursor = [], -1
+        if state.row.length == len(state.tokens):
+            for token in tokens.tolist():
+                child = state.nodes.child(cursor, token)
+                if child is None:
+                    break
+                path.append(child)
+                cursor = child
+            self._forward.commit([state.row], [path])
+        state.nodes = DraftTree.empty()
+        state.tokens += tokens.tolist()
+        state.num_generated += len(tokens)
+
+    @torch.no_grad()
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        growths = [_Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
+        growing = [growth for growth in growths if growth.limit > 0]
+        while growing:
+            self._grow_level(growing)
+            growing = [growth for growth in growing if self._choose_frontier(growth)]
+        for growth in growths:
+            growth.state.nodes = growth.cached_tree()
+        return [growth.tree() for growth in growths]
+
+    def _grow_level(self, growths: list[_Growth]) -> None:
+        """Runs every frontier node through the draft and adds its best children as candidates."""
+        inputs = []
+        for growth in growths:
+            state = growth.state
+            feed = np.array(state.tokens[state.row.length :], np.int64)
+            first = len(growth.expanded)
+            growth.expanded += [node for node in growth.frontier if node >= 0]
+            inputs.append(RowInput(state.row, feed, growth.cached_tree(), first))
+        logits, offsets = self._forward.forward(inputs)
+        lines = [offset + i for growth, offset in zip(growths, offsets) for i in range(len(growth.frontier))]
+        if len(lines) != len(logits):
+            logits = logits[torch.tensor(lines, device=logits.device)]
+        tokens, probs, distributions = self._best_children(growths, logits)
+        owners = ((growth, node) for growth in growths for node in growth.frontier)
+        for line, (growth, node) in enumerate(owners):
+            path_prob = growth.path_probs[node] if node >= 0 else 1.0
+            depth = growth.depths[node] + 1 if node >= 0 else 1
+            for token, prob in zip(tokens[line], probs[line]):
+                growth.tokens.append(token)
+                growth.parents.append(node)
+                growth.probs.append(prob)
+                growth.path_probs.append(path_prob * prob)
+                growth.depths.append(depth)
+            if distributions is not None and growth.state.seed is not None:
+                growth.distributions.append(distributions[line])
+
+    def _best_children(self, growths: list[_Growth], logits: torch.Tensor):
+        """The `width` best tokens of every line, their probabilities, and the distributions if drafts are sampled."""
+        scores = logits.float()
+        distributions = None
+        if any(growth.state.seed is not None for growth in growths):
+            processed, seeds, positions, line = [], [], [], 0
+            for growth in growths:
+                state, block = growth.state, scores[line : line + len(growth.frontier)]
+                line += len(block)
+                for processor in state.processors:
+                    block = processor(None, block)
+                processed.append(block)
+                seed = draft_seed(state.seed) if self.samples and state.seed is not None else state.seed
+                seeds += [seed] * len(block)
+                depths = (growth.depths[node] if node >= 0 else 0 for node in growth.frontier)
+                positions += [state.num_generated + depth for depth in depths]
+            scores = torch.cat(processed)
+            distributions = scores.softmax(dim=-1) if self.samples else None
+            scores = add_gumbel_noise(scores, seeds, positions)
+        best, tokens = scores.topk(min(self.width, scores.shape[-1]), dim=-1)
+        probs = torch.exp(best - scores.logsumexp(dim=-1, keepdim=True))
+        return tokens.tolist(), probs.tolist(), distributions
+
+    def _choose_frontier(self, growth: _Growth) -> bool:
+        """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
+        newest = [node for node in range(len(growth.tokens)) if growth.parents[node] in growth.frontier]
+        depth = growth.depths[newest[-1]]
+        if self.width == 1:
+            growth.frontier = newest
+            return depth < growth.limit and growth.probs[-1] >= self.confidence_threshold
+        newest.sort(key=lambda node: -growth.path_probs[node])
+        growth.frontier = newest[: self.width]
+        return depth < self._depth(growth.limit)
+
+    def _depth(self, num_nodes: int) -> int:
+        """Levels of a tree of `num_nodes` nodes; a chain would be as deep as it has nodes."""
+        return min(num_nodes, -(-num_nodes // self.width) + 1)

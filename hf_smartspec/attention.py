@@ -1,0 +1,134 @@
+"""Tree attention over the slot cache: packed queries in, padded `scaled_dot_product_attention`, packed output out."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .layout import StepLayout
+
+PREFIX = "smartspec_tree_"
+
+# The layout reaches the attention function by context, not as a forward keyword: some models (stablelm) do not pass
+# keywords on to their attention, and a context variable keeps other threads' forwards apart.
+_layout: ContextVar[StepLayout | None] = ContextVar("smartspec_layout", default=None)
+
+# Arguments of attention functions that change the result and that this function does not know.
+_UNSUPPORTED = ("s_aux", "position_bias", "alibi", "head_mask", "sinks", "indices", "topk_indices", "block_bias")
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    replaces: str,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    An attention function as transformers' `AttentionInterface` defines it.
+
+    Args:
+        query (`torch.Tensor` of shape `[1, heads, N, head_dim]`): Queries of all rows, packed.
+        key, value (`torch.Tensor` of shape `[rows, kv_heads, columns, head_dim]`): As `SlotLayer.update` returns them.
+        replaces (`str`): The implementation to use where no packed step is under way (another thread's forward).
+
+    Returns:
+        The output of shape `[1, N, heads, head_dim]`, and None for the weights.
+    """
+    layout = _layout.get()
+    if layout is None:
+        function = _plain_function(module, replaces)
+        kwargs |= {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
+        return function(module, query, key, value, attention_mask, **kwargs)
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"Tree attention does not know the attention arguments {unsupported}.")
+
+    num_heads, kv_heads = query.shape[1], key.shape[1]
+    groups = num_heads // kv_heads
+    padded = _pad(query[0].transpose(0, 1), layout)  # [rows, width, heads, head_dim]
+    # Grouped heads become further queries of their key/value head: nothing is repeated.
+    folded = padded.unflatten(2, (kv_heads, groups)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, width*groups, d]
+    mask = layout.mask(sliding_window, groups, query.dtype)
+    if softcap is None:
+        output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    else:
+        output = _softcapped_attention(folded, key, value, mask, softcap, scaling, dropout)
+    output = output.unflatten(2, (layout.width, groups)).transpose(1, 2).flatten(2, 3)  # [rows, width, heads, d]
+    return _unpad(output, layout)[None], None
+
+
+def _pad(packed: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    """`[N, ...]` -> `[rows, width, ...]`"""
+    if layout.gather is not None:
+        packed = packed.index_select(0, layout.gather)
+    return packed.unflatten(0, (layout.num_rows, layout.width))
+
+
+def _unpad(padded: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    """`[rows, width, ...]` -> `[N, ...]`"""
+    flat = padded.flatten(0, 1)
+    return flat if layout.scatter is None else flat.index_select(0, layout.scatter)
+
+
+def _softcapped_attention(query, key, value, mask, softcap, scaling, dropout):
+    """Scores squashed to (-softcap, softcap) before the mask, as in Gemma 2; softmax in float32."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(torch.dropout(weights, dropout, dropout > 0), value)
+
+
+def _plain_function(module: torch.nn.Module, implementation: str) -> Callable:
+    # "eager" is no entry of the interface: every modelling file has its own.
+    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, default)
+
+
+def _plain_mask(*args, replaces: str, **kwargs):
+    return ALL_MASK_ATTENTION_FUNCTIONS[replaces](*args, **kwargs)
+
+
+def _registered(implementation: str) -> str:
+    """The name of tree attention in place of `implementation`, registered on first use."""
+    name = PREFIX + implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, partial(tree_attention, replaces=implementation))
+        AttentionMaskInterface.register(name, partial(_plain_mask, replaces=implementation))
+    return name
+
+
+def attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The distinct configs from which the model's modules read their attention implementation."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
+
+
+@contextmanager
+def tree_attention_step(configs: list[PreTrainedConfig], layout: StepLayout) -> Iterator[None]:
+    """Within the context, forwards of a model with these configs attend as `layout` says."""
+    previous = [config._attn_implementation_internal for config in configs]
+    token = _layout.set(layout)
+    for config, implementation in zip(configs, previous):
+        if implementation is not None and not implementation.startswith(PREFIX):
+            config._attn_implementation_internal = _registered(implementation)
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, previous):
+            config._attn_implementation_internal = implementation
+        _layout.reset(token)

@@ -1,0 +1,192 @@
+"""The slot cache: static key/value memory for rows of different lengths, one slot per running request."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .layout import CacheRow, StepLayout
+
+
+class SlotLayer(CacheLayerMixin):
+    """
+    Keys and values of one layer, stored as `[slots, capacity, heads, head_dim]`.
+
+    Token-major storage makes one token's heads contiguous, so that scattering a packed step and committing an accepted
+    path are copies of whole lines; attention reads the transposed view.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, cache: "SlotCache"):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+        self.is_initialized = True
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        # Zeros, not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
+        shape = (self.cache.num_slots, self.cache.capacity, states.shape[1], states.shape[3])
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Scatters packed states `[1, heads, N, head_dim]`; returns views `[rows, heads, columns, head_dim]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        layout = self.cache.layout
+        lines = self.cache.lines(layout)
+        views = []
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            memory.flatten(0, 1).index_copy_(0, lines, states[0].transpose(0, 1).to(memory.dtype))
+            views.append(memory[: layout.num_rows, : layout.num_columns].transpose(1, 2))
+        return tuple(views)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        for memory in (self.keys, self.values):
+            flat = memory.flatten(0, 1)
+            flat.index_copy_(0, targets, flat.index_select(0, sources))
+
+    def grow(self) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(self.cache.num_slots, self.cache.capacity, *old.shape[2:])
+            new[: old.shape[0], : old.shape[1]] = old
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.capacity, 0
+
+    def get_seq_length(self) -> int:
+        return max((row.length for row in self.cache.rows), default=0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """
+    A cache of ragged rows. Active rows always occupy the first slots, so that attention reads one slice of memory and
+    a finished row costs nothing: `remove` moves the last row into the gap.
+
+    Args:
+        num_slots (`int`): Slots to begin with; the cache grows when more rows are added.
+        capacity (`int`): Columns per slot to begin with; `reserve` grows them.
+    """
+
+    def __init__(self, num_slots: int = 1, capacity: int = 256):
+        super().__init__(layers=[])
+        self.num_slots, self.capacity = num_slots, capacity
+        self.rows: list[CacheRow] = []
+        self.layout: StepLayout | None = None
+        self._lines: tuple[StepLayout, torch.Tensor] | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def lines(self, layout: StepLayout) -> torch.Tensor:
+        """Flat index (slot * capacity + column) of every token of the step, `[N]`; computed once per step."""
+        if self._lines is None or self._lines[0] is not layout:
+            self._lines = (layout, layout.slots * self.capacity + layout.columns)
+        return self._lines[1]
+
+    def add(self) -> CacheRow:
+        """A new empty row."""
+        row = CacheRow(slot=len(self.rows))
+        self.rows.append(row)
+        if len(self.rows) > self.num_slots:
+            self._resize(max(len(self.rows), 2 * self.num_slots), self.capacity)
+        return row
+
+    def remove(self, row: CacheRow) -> None:
+        """Gives up a row; the row in the last slot takes its place."""
+        last = self.rows[-1]
+        if last is not row:
+            for layer in self.layers:
+                for memory in (layer.keys, layer.values):
+                    memory[row.slot, : last.length] = memory[last.slot, : last.length]
+            self.rows[row.slot] = last
+            last.slot = row.slot
+        self.rows.pop()
+
+    def swap(self, row: CacheRow, other: CacheRow) -> None:
+        """Exchanges two rows' slots, content included."""
+        length = max(row.length, other.length)
+        for layer in self.layers:
+            for memory in (layer.keys, layer.values):
+                saved = memory[row.slot, :length].clone()
+                memory[row.slot, :length] = memory[other.slot, :length]
+                memory[other.slot, :length] = saved
+        self.rows[row.slot], self.rows[other.slot] = other, row
+        row.slot, other.slot = other.slot, row.slot
+
+    def reserve(self, num_columns: int) -> None:
+        """Makes room for rows of `num_columns` tokens; grows by half at least, so that copies stay rare."""
+        if num_columns > self.capacity:
+            self._resize(self.num_slots, max(num_columns, self.capacity + self.capacity // 2))
+
+    def _resize(self, num_slots: int, capacity: int) -> None:
+        self.num_slots, self.capacity = num_slots, capacity
+        self._lines = None
+        for layer in self.layers:
+            layer.grow()
+
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        """
+        Keeps an accepted path of each row's tree in place: node `paths[i][k]` moves to the k-th column behind the
+        committed tokens, and the row grows by the length of its path.
+        """
+        sources, targets = [], []
+        for row, path in zip(rows, paths):
+            for target, node in enumerate(path):
+                if node != target:
+                    sources.append(row.slot * self.capacity + row.length + node)
+                    targets.append(row.slot * self.capacity + row.length + target)
+            row.length += len(path)
+        if sources:
+            device = self.layers[0].keys.device
+            index = torch.tensor([sources, targets], device=device)
+            for layer in self.layers:
+                layer.move(index[0], index[1])
+
+    def export(
+        self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, config: PreTrainedConfig
+    ) -> DynamicCache:
+        """
+        The committed keys and values as transformers' own cache of `len(rows)` padded rows of `total_length` tokens:
+        token k of row i stands in column `columns[i][k]`, as in the padded batch that plain decoding works on.
+        """
+        cache = DynamicCache(config=config)
+        for index, layer in enumerate(self.layers):
+            states = []
+            for memory in (layer.keys, layer.values):
+                padded = memory.new_zeros(len(rows), memory.shape[2], total_length, memory.shape[3])
+                for line, (row, targets) in enumerate(zip(rows, columns)):
+                    length = min(row.length, len(targets))
+                    padded[line, :, targets[:length]] = memory[row.slot, :length].transpose(0, 1)
+                states.append(padded)
+            cache.update(*states, index)
+        return cache
+
+    def load(self, cache: DynamicCache, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor]) -> None:
+        """
+        Fills empty rows from transformers' own cache: row i takes the columns that the bool mask `columns[i]`
+        (`[cached_length]`) names. Sliding-window layers bring the end of the text only, which is all they look at.
+        """
+        self.reserve(max(int(mask.sum()) for mask in columns))
+        for index, source in enumerate(cache.layers):
+            layer = SlotLayer(self)
+            layer.lazy_initialization(source.keys, source.values)
+            self.layers.append(layer)
+            for line, (row, mask) in enumerate(zip(rows, columns)):
+                missing = len(mask) - source.keys.shape[2]
+                positions = mask.cumsum(0)[missing:][mask[missing:]] - 1
+                for memory, states in ((layer.keys, source.keys), (layer.values, source.values)):
+                    memory[row.slot, positions] = states[line][:, mask[missing:]].transpose(0, 1)
+        for row, mask in zip(rows, columns):
+            row.length = int(mask.sum())

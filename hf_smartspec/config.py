@@ -1,0 +1,111 @@
+"""What `assistant=` may be, and the options that go with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .candidates import DraftModelCandidates, PromptLookupCandidates, TreeCandidateGenerator, WrappedCandidates
+from .candidates.base import NoCandidates
+from .goodput.selector import FixedLength, LengthPolicy
+from .verify import METHODS
+
+PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+
+
+@dataclass(frozen=True)
+class SmartSpecConfig:
+    """
+    Options of speculative decoding, passed as `assistant=`.
+
+    Args:
+        assistant: A preset name, a draft model or a candidate source.
+        num_nodes (`int`, *optional*): Draft nodes per row and step; the source's own default where not given.
+        width (`int`): For draft models: 1 drafts chains, more drafts trees (see `DraftModelCandidates`).
+        verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
+            same distribution; draft models only).
+        policy (`LengthPolicy`, *optional*): How much to speculate, in place of `num_nodes`.
+    """
+
+    assistant: Any = "prompt_lookup"
+    num_nodes: int | None = None
+    width: int = 1
+    verification: str = "coupled"
+    policy: LengthPolicy | None = None
+
+    def __post_init__(self) -> None:
+        if self.verification not in METHODS:
+            raise ValueError(f"`verification` must be one of {sorted(METHODS)}, got {self.verification!r}.")
+        if self.num_nodes is not None and (not isinstance(self.num_nodes, int) or self.num_nodes < 0):
+            raise ValueError(f"`num_nodes` must be an integer of at least 0 or None, got {self.num_nodes!r}.")
+        if not isinstance(self.width, int) or self.width < 1:
+            raise ValueError(f"`width` must be a positive integer, got {self.width!r}.")
+        if self.policy is not None and not isinstance(self.policy, LengthPolicy):
+            raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")
+        if isinstance(self.assistant, SmartSpecConfig):
+            raise TypeError("`assistant` of a SmartSpecConfig must not be a SmartSpecConfig itself.")
+
+    def source_for(self, target: PreTrainedModel) -> TreeCandidateGenerator:
+        """
+        The candidate source that drafts for `target`.
+
+        Raises:
+            ValueError: for an unknown preset, or a draft model with another vocabulary.
+            TypeError: for anything that cannot draft.
+        """
+        source = _as_source(self, target)
+        if self.verification == "rejection" and not getattr(source, "samples", False):
+            raise ValueError(
+                "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a draft "
+                "model, or use the default `verification='coupled'`."
+            )
+        return source
+
+    def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy:
+        if self.policy is not None:
+            return self.policy
+        return FixedLength(source.default_num_nodes if self.num_nodes is None else self.num_nodes)
+
+
+def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
+    assistant = config.assistant
+    if isinstance(assistant, str):
+        if assistant not in PRESETS:
+            raise ValueError(f"Unknown `assistant` preset {assistant!r}; known are {sorted(PRESETS)}.")
+        return PRESETS[assistant]()
+    if isinstance(assistant, PreTrainedModel):
+        check_draft_model(assistant, target)
+        samples = config.verification == "rejection"
+        return DraftModelCandidates(assistant, width=1 if samples else config.width, samples=samples)
+    if isinstance(assistant, TreeCandidateGenerator):
+        if isinstance(assistant, DraftModelCandidates):
+            check_draft_model(assistant.model, target)
+        return assistant
+    if isinstance(assistant, CandidateGenerator):
+        return WrappedCandidates(assistant, target.device)
+    if isinstance(assistant, Sequence):
+        raise ValueError("A list of assistants cannot be fused yet: pass one of them.")
+    raise TypeError(
+        f"`assistant` must be a preset name {sorted(PRESETS)}, a draft PreTrainedModel, a candidate generator or a "
+        f"SmartSpecConfig, got {type(assistant).__name__}."
+    )
+
+
+def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raises `ValueError` unless the draft model can draft for the target."""
+    from .packing import can_pack
+
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: draft and target "
+            "must share one tokenizer. Use a draft of the same model family, or `assistant='prompt_lookup'`, which needs "
+            "none."
+        )
+    if draft.config.is_encoder_decoder or not can_pack(draft):
+        raise ValueError(
+            f"{type(draft).__name__} cannot draft for batches: it does not follow transformers' attention interface. Use "
+            "a draft of another architecture, or `assistant='prompt_lookup'`."
+        )

@@ -1,0 +1,254 @@
+"""Decoding one prepared `generate` call: checks, the choice of a forward, the engine, and the output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import (
+    BaseStreamer,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    GenerationMode,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import logging
+
+from .config import SmartSpecConfig
+from .decoding import DecodingBatch
+from .engine import Engine
+from .fallback import RowwiseForward
+from .forward import PackedForward
+from .layout import RowInput
+from .packing import can_pack, extra_kwargs, has_default_positions, plain_reason
+from .plain import decode_plainly
+from .processors import TokenPicker, row_seed
+from .request import GenerationStatistics, Request
+from .tree import DraftTree
+from .verify import METHODS
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """transformers' output of `generate`, and what speculation did."""
+
+    statistics: GenerationStatistics | None = None
+
+
+@dataclass
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """transformers' output of `generate` for encoder-decoder models, and what speculation did."""
+
+    statistics: GenerationStatistics | None = None
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant: Any = "prompt_lookup",
+    seed: int | Sequence[int] | None = None,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs,
+) -> torch.LongTensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+    """
+    A decoding method for `model.generate(..., custom_generate=hf_smartspec.decode, assistant=...)`, called with what
+    `generate` has prepared. Used this way, transformers hands on neither `streamer` nor `tokenizer`: enable the model
+    (`hf_smartspec.enable`) to stream or to use `stop_strings`.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[batch, length]`): Prompts, padded on the left.
+        assistant: What drafts: see `SmartSpecConfig.assistant`, or a `SmartSpecConfig`.
+        seed (`int` or sequence of `int`, *optional*): For sampling: one seed from which every row derives its own, or
+            one per row. Without it, torch's global generator supplies one.
+
+    Returns:
+        As `generate`: token ids `[batch, length + new]`, or an output with `statistics`.
+
+    Raises:
+        ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
+    """
+    config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+    source = config.source_for(model)
+    _check_call(model, input_ids, generation_config, synced_gpus)
+    seeds = _row_seeds(seed, len(input_ids), generation_config.do_sample)
+    reason = plain_reason(model, input_ids, generation_config, model_kwargs)
+    if reason is not None:
+        logger.warning_once(f"Decoding without speculation: {reason}.")
+        return decode_plainly(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, seeds, streamer, model_kwargs
+        )
+
+    requests = _requests(model, input_ids, stopping_criteria, seeds, model_kwargs)
+    forward = _forward(model, input_ids, requests, generation_config, model_kwargs)
+    batch = DecodingBatch(
+        requests,
+        stopping_criteria,
+        None if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor),
+        streamer,
+        records_scores=_returns(generation_config, "output_scores"),
+        records_logits=_returns(generation_config, "output_logits"),
+        device=input_ids.device,
+    )
+    given_cache = model_kwargs.get("past_key_values")
+    gives_back = getattr(given_cache, "_is_user_defined", False)
+    engine = Engine(
+        forward,
+        batch,
+        TokenPicker(logits_processor, len(input_ids), input_ids.shape[1]),
+        METHODS[config.verification],
+        source,
+        config.policy_for(source),
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        keeps_cache=generation_config.return_dict_in_generate or gives_back,
+    )
+    with torch.no_grad():
+        engine.run()
+        if batch.records:
+            _record_finished_rows(engine)
+    if streamer is not None:
+        streamer.end()
+    sequences = batch.padded_batch(batch.num_generated)
+    if not (generation_config.return_dict_in_generate or gives_back):
+        return sequences
+    cache = _export_cache(engine, sequences.shape[1] - 1)
+    if gives_back:
+        given_cache.layers, cache = cache.layers, given_cache
+    return _output(model, engine, sequences, cache, generation_config, model_kwargs)
+
+
+def _check_call(
+    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, synced_gpus: bool
+) -> None:
+    served = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+    mode = config.get_generation_mode()
+    if mode not in served:
+        raise ValueError(
+            f"`assistant` serves greedy search and sampling, not {mode.value.replace('_', ' ')} (`num_beams="
+            f"{config.num_beams}`). Set `num_beams=1`, or leave `assistant` out."
+        )
+    if not config.use_cache:
+        raise ValueError("`assistant` needs the key/value cache: `use_cache=False` cannot be served. Leave it out.")
+    if synced_gpus:
+        raise ValueError("`synced_gpus=True` cannot be served: rows take different numbers of steps. Leave it out.")
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError("`assistant_ensemble_weight` changes the output and is not supported. Leave it out.")
+    if input_ids.shape[0] == 0:
+        raise ValueError("`input_ids` is an empty batch: pass at least one sequence.")
+    if input_ids.numel():
+        num_embeddings = model.get_input_embeddings().weight.shape[0]
+        lowest, highest = int(input_ids.min()), int(input_ids.max())
+        if lowest < 0 or highest >= num_embeddings:
+            raise ValueError(
+                f"`input_ids` must lie in [0, {num_embeddings}), the model's vocabulary; got {lowest} to {highest}."
+            )
+
+
+def _row_seeds(seed: int | Sequence[int] | None, batch_size: int, do_sample: bool) -> list[int | None]:
+    if not do_sample:
+        return [None] * batch_size
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return [row_seed(seed, row) for row in range(batch_size)]
+    if isinstance(seed, Sequence) and all(isinstance(value, int) for value in seed):
+        if len(seed) != batch_size:
+            raise ValueError(f"`seed` must be one integer or one per row: got {len(seed)} for {batch_size} rows.")
+        return list(seed)
+    raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
+
+
+def _requests(model, input_ids, stopping_criteria, seeds, model_kwargs) -> list[Request]:
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or model.config.is_encoder_decoder:
+        mask = torch.ones_like(input_ids)
+    ids, mask = input_ids.cpu(), mask.bool().cpu()
+    limits = [item.max_length for item in stopping_criteria if type(item) is MaxLengthCriteria]
+    # Plain decoding checks the length after a token, so that one is always generated.
+    max_new_tokens = max(1, min(limits) - ids.shape[1]) if limits else None
+    if not mask.any(dim=1).all():
+        raise ValueError("`attention_mask` masks a whole row: every row needs at least one token.")
+    return [
+        # Names are unique, since a source may serve several calls at once.
+        Request(object(), row, ids[row], mask[row], max_new_tokens, seeds[row])
+        for row in range(len(ids))
+    ]
+
+
+def _forward(model, input_ids, requests, generation_config, model_kwargs) -> PackedForward | RowwiseForward:
+    is_packable = (
+        can_pack(model)
+        and not extra_kwargs(model, model_kwargs)
+        and has_default_positions(input_ids, model_kwargs)
+        and not model.config.is_encoder_decoder
+    )
+    if not is_packable:
+        return RowwiseForward(model, input_ids, model_kwargs, generation_config)
+    new_tokens = min(requests[0].max_new_tokens or 256, 1024)
+    chunk = generation_config.prefill_chunk_size or 512
+    forward = PackedForward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        length = cache.get_seq_length()
+        for request in requests:
+            request.row = forward.add()
+        forward.cache.load(cache, [request.row for request in requests], [item.mask[:length] for item in requests])
+    return forward
+
+
+def _returns(config: GenerationConfig, name: str) -> bool:
+    return bool(config.return_dict_in_generate and getattr(config, name))
+
+
+def _record_finished_rows(engine: Engine) -> None:
+    """
+    Plain decoding goes on feeding padding to finished rows and returns those scores too. Here the padding is one long
+    draft that is known beforehand: one forward fills in what is missing.
+    """
+    batch, picker = engine.batch, engine.picker
+    end = batch.num_generated
+    late = [request for request in batch.requests if request.num_generated < end]
+    if not late or picker.needs_lockstep:
+        return
+    trees = [DraftTree.chain([batch.pad_token_id] * (end - request.num_generated - 1)) for request in late]
+    inputs = [RowInput(request.row, request.uncached(), tree) for request, tree in zip(late, trees)]
+    logits, offsets = engine.forward.forward(inputs)
+    for request, offset in zip(late, offsets):
+        for line in range(offset, offset + end - request.num_generated):
+            raw = logits[line : line + 1].float()
+            request.raw_logits.append(raw[0])
+            request.scores.append(picker.process([request], raw, batch)[0])
+            request.append(batch.pad_token_id)
+    engine.forward.commit([item.row for item in inputs], [range(len(tree)) for tree in trees])
+
+
+def _export_cache(engine: Engine, total_length: int):
+    rows = [request.row for request in engine.batch.requests]
+    if isinstance(engine.forward, RowwiseForward):
+        return engine.forward.export(rows, total_length)
+    columns = [request.columns(total_length) for request in engine.batch.requests]
+    config = engine.forward.model.config.get_text_config(decoder=True)
+    return engine.forward.cache.export(rows, columns, total_length, config)
+
+
+def _output(model, engine, sequences, cache, generation_config, model_kwargs):
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    batch = engine.batch
+    steps = range(batch.num_generated)
+    fields: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": tuple(batch.column_of("scores", step) for step in steps) if batch.records_scores else None,
+        "logits": tuple(batch.column_of("raw_logits", step) for step in steps) if batch.records_logits else None,
+        "past_key_values": cache,
+        "statistics": engine.statistics,
+    }
+    if model.config.is_encoder_decoder:
+        return SpeculativeEncoderDecoderOutput(**fields)
+    return SpeculativeDecoderOnlyOutput(**fields)

@@ -1,0 +1,144 @@
+"""The rows of one `generate` call as plain decoding sees them: a padded batch that grows by one column at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from .request import Request
+
+
+class DecodingBatch:
+    """
+    Decides where rows stop and reports tokens in plain decoding's order, although rows advance at their own speed.
+
+    Criteria that depend on nothing but one row's tokens (length, EOS, stop strings) are checked the moment a token is
+    picked. All others, which may keep state, and the streamer are called for length t, t + 1, ... with all rows in
+    their original order, once every row has got that far: rows that are ahead are computed, not yet reported.
+
+    Args:
+        requests (sequence of `Request`): All rows, in the caller's order.
+        criteria (`StoppingCriteriaList`): As `generate` prepared it.
+        pad_token_id (`int`, *optional*): What finished rows are filled with.
+        streamer (`BaseStreamer`, *optional*): Gets one column `[batch_size]` at a time.
+        records_scores, records_logits (`bool`): Whether `scores` and `logits` will be returned.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        criteria: StoppingCriteriaList,
+        pad_token_id: int | None,
+        streamer: BaseStreamer | None = None,
+        records_scores: bool = False,
+        records_logits: bool = False,
+        device: torch.device | str = "cpu",
+    ):
+        self.requests = requests
+        self.streamer = streamer
+        self.records_scores, self.records_logits = records_scores, records_logits
+        self.device = torch.device(device)
+        # Plain decoding pads finished rows only where it knows an end-of-sequence token; otherwise all rows run on
+        # until the last one has stopped.
+        self.pads_finished = any(hasattr(item, "eos_token_id") for item in criteria)
+        self.pad_token_id = pad_token_id if pad_token_id is not None else 0
+        self._eos = {
+            token for item in criteria if type(item) is EosTokenCriteria for token in item.eos_token_id.flatten().tolist()
+        }
+        self._row_criteria = [item for item in criteria if type(item) is StopStringCriteria]
+        known = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+        self._batch_criteria = [item for item in criteria if type(item) not in known]
+        self._reports = bool(self._batch_criteria) or streamer is not None
+        self._num_reported = 0
+        self._score_columns: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def records(self) -> bool:
+        return self.records_scores or self.records_logits
+
+    @property
+    def num_generated(self) -> int | None:
+        """Columns that plain decoding generates; None while some row has not stopped."""
+        stops = [request.stopped_at for request in self.requests]
+        return None if None in stops else max(stops)
+
+    def is_active(self, request: Request) -> bool:
+        """Whether the row needs further tokens."""
+        if self.pads_finished:
+            return request.stopped_at is None
+        end = self.num_generated
+        if end is None:
+            return request.num_remaining is None or request.num_remaining > 0
+        return request.num_generated < end
+
+    @property
+    def active(self) -> list[Request]:
+        return [request for request in self.requests if self.is_active(request)]
+
+    def check_stop(self, request: Request) -> None:
+        """Stops the row if its newest token ends it by a criterion that looks at nothing but the row."""
+        if request.stopped_at is None and (
+            request.tokens[-1] in self._eos
+            or request.num_remaining == 0
+            or any(bool(item(request.padded_ids()[None].to(self.device), None)) for item in self._row_criteria)
+        ):
+            request.stopped_at = request.num_generated
+
+    def padded_batch(self, num_generated: int) -> torch.Tensor:
+        """The batch after `num_generated` steps of plain decoding, `[batch_size, prompt_len + num_generated]`."""
+        rows = []
+        for request in self.requests:
+            length = num_generated
+            if self.pads_finished and request.stopped_at is not None:
+                length = min(length, request.stopped_at)
+            ids = request.padded_ids(length)
+            rows.append(torch.nn.functional.pad(ids, (0, num_generated - length), value=self.pad_token_id))
+        return torch.stack(rows).to(self.device)
+
+    def report(self) -> None:
+        """Calls criteria and streamer for every column that all rows have reached."""
+        while self._reports and self.num_generated != self._num_reported:
+            column = self._num_reported + 1
+            if not all(self._has_column(request, column) for request in self.requests):
+                return
+            self._num_reported = column
+            ids = self.padded_batch(column)
+            self._check_batch_criteria(ids, column)
+            if self.streamer is not None:
+                self.streamer.put(ids[:, -1].cpu())
+
+    def _has_column(self, request: Request, column: int) -> bool:
+        if request.num_generated >= column:
+            return True
+        return self.pads_finished and request.stopped_at is not None
+
+    def _check_batch_criteria(self, ids: torch.Tensor, column: int) -> None:
+        if not self._batch_criteria:
+            return
+        scores = None
+        if self.records_scores:
+            self._score_columns += (self.column_of("scores", column - 1),)
+            scores = self._score_columns
+        is_done = torch.full((len(ids),), False, device=ids.device)
+        for item in self._batch_criteria:
+            is_done = is_done | item(ids, scores)
+        for request, done in zip(self.requests, is_done.tolist()):
+            if done and (request.stopped_at is None or request.stopped_at > column):
+                request.stopped_at = column
+                if self.pads_finished:
+                    request.truncate(column)
+
+    def column_of(self, name: str, column: int) -> torch.Tensor:
+        """One step's recorded `scores` or `raw_logits`, `[batch_size, vocab_size]`; zeros for rows without any."""
+        records = [getattr(request, name) for request in self.requests]
+        template = next(record[column] for record in records if len(record) > column)
+        lines = [record[column] if len(record) > column else torch.zeros_like(template) for record in records]
+        return torch.stack(lines)
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether everything was reported that plain decoding would have reported."""
+        end = self.num_generated
+        return end is not None and (not self._reports or self._num_reported >= end)

@@ -1,0 +1,160 @@
+"""What the packed forward cannot serve: models run row by row, with chains, on transformers' own inputs and caches."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMode
+from transformers.generation.candidate_generator import (
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
+from transformers.utils import ModelOutput
+
+from .layout import CacheRow, RowInput
+
+
+@dataclass(eq=False)
+class ModelRow(CacheRow):
+    """A row that is run on its own: its sequence so far (left padding included) and its keyword arguments."""
+
+    index: int = 0
+    ids: torch.Tensor | None = None  # [1, t]; None before the first forward
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    drafted: np.ndarray | None = None  # tokens of the latest forward's chain
+
+
+class RowwiseForward:
+    """
+    The engine's view of a model that does not follow the attention interface (bloom, falcon, T5, ...). Every row has a
+    cache of transformers' own, and is fed and cut back exactly as transformers' assisted decoding does.
+
+    Args:
+        model (`PreTrainedModel`): Any model with a cache that can be cropped.
+        input_ids (`torch.LongTensor` of shape `[batch, length]`): The padded (decoder) prompts.
+        model_kwargs (`dict`): As `generate` prepared them for the whole batch.
+        generation_config (`GenerationConfig`): As `generate` prepared it.
+    """
+
+    trees = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
+    ):
+        self.model, self.generation_config = model, generation_config
+        self._inputs = input_ids
+        self._kwargs = {key: value for key, value in model_kwargs.items() if key != "past_key_values"}
+        self.rows: list[ModelRow] = []
+
+    def add(self) -> ModelRow:
+        """The next row of the batch."""
+        index, batch_size = len(self.rows), len(self._inputs)
+        kwargs = {key: _row_of(value, index, batch_size) for key, value in self._kwargs.items()}
+        # Through transformers' own method: it knows which cache the model wants.
+        self.model._prepare_cache_for_generation(
+            copy.copy(self.generation_config), kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
+        )
+        kwargs["past_key_values"].activate_past_recording()
+        row = ModelRow(slot=index, index=index, kwargs=kwargs)
+        self.rows.append(row)
+        return row
+
+    def remove(self, row: ModelRow) -> None:
+        row.kwargs.clear()
+
+    def swap(self, row: ModelRow, other: ModelRow) -> None:
+        row.slot, other.slot = other.slot, row.slot
+
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+        """As `PackedForward.forward`, for chains."""
+        logits, offsets = [], []
+        for item in inputs:
+            offsets.append(sum(map(len, logits)))
+            logits.append(self._forward_row(item))
+        return torch.cat(logits), offsets
+
+    def _forward_row(self, item: RowInput) -> torch.Tensor:
+        row, num_nodes = item.row, len(item.tree)
+        assert isinstance(row, ModelRow)
+        is_first = row.ids is None
+        if row.ids is None:
+            row.ids = self._inputs[row.index : row.index + 1]
+        else:
+            row.ids = torch.cat([row.ids, torch.from_numpy(item.feed).to(row.ids)[None]], dim=1)
+        draft = torch.from_numpy(item.tree.tokens).to(row.ids)
+        candidates = torch.cat([row.ids, draft[None]], dim=1)
+        length = candidates.shape[1]
+        is_encoder_decoder = self.model.config.is_encoder_decoder
+        kwargs = _prepare_attention_mask(dict(row.kwargs), length, is_encoder_decoder)
+        kwargs = _prepare_token_type_ids(kwargs, length)
+        if kwargs.get("position_ids") is not None and kwargs["position_ids"].shape[-1] < length:
+            kwargs = _prepare_position_ids(kwargs, length, is_encoder_decoder)
+        model_inputs = self.model.prepare_inputs_for_generation(
+            candidates,
+            next_sequence_length=None if is_first else len(item.feed) + num_nodes,
+            is_first_iteration=is_first,
+            **kwargs,
+        )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = num_nodes + 1
+        output = self.model(**model_inputs, return_dict=True)
+        row.kwargs["past_key_values"] = output.past_key_values
+        row.length += len(item.feed)
+        row.drafted = item.tree.tokens
+        return output.logits[0, -num_nodes - 1 :]
+
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        """Crops every row's cache to its accepted path, which is the head of its chain."""
+        for row, path in zip(rows, paths):
+            assert isinstance(row, ModelRow) and row.ids is not None and row.drafted is not None
+            row.kwargs["past_key_values"].crop(len(path) - len(row.drafted))
+            row.length += len(path)
+            accepted = row.drafted[: len(path)]
+            row.ids = torch.cat([row.ids, torch.from_numpy(accepted).to(row.ids)[None]], dim=1)
+
+    def export(self, rows: Sequence[CacheRow], total_length: int) -> DynamicCache | EncoderDecoderCache | None:
+        """All rows' caches as one of `total_length` columns; None if they hold more than plain keys and values."""
+        caches = [row.kwargs["past_key_values"] for row in rows if isinstance(row, ModelRow)]
+        if len(caches) == 1:
+            return caches[0]
+        if all(isinstance(cache, EncoderDecoderCache) for cache in caches):
+            own = _stack([cache.self_attention_cache for cache in caches], total_length)
+            cross = _stack([cache.cross_attention_cache for cache in caches], None)
+            return None if own is None or cross is None else EncoderDecoderCache(own, cross)
+        return _stack(caches, total_length)
+
+
+def _stack(caches: Sequence[DynamicCache], total_length: int | None) -> DynamicCache | None:
+    """Caches of single rows as one batch; shorter rows are filled up with zeros on the right."""
+    if not all(type(layer) is DynamicLayer for cache in caches for layer in cache.layers):
+        return None
+    result = DynamicCache()
+    for index, layers in enumerate(zip(*(cache.layers for cache in caches))):
+        states = []
+        for name in ("keys", "values"):
+            rows = [getattr(layer, name) for layer in layers]
+            length = total_length or rows[0].shape[2]
+            rows = [row[:, :, :length] for row in rows]
+            states.append(torch.cat([pad(row, (0, 0, 0, length - row.shape[2])) for row in rows]))
+        result.update(*states, index)
+    return result
+
+
+def _row_of(value: Any, index: int, batch_size: int) -> Any:
+    """One row's share of a batched keyword argument."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _row_of(item, index, batch_size) for key, item in value.items()})
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
+        return value[index : index + 1]
+    return value

@@ -1,0 +1,101 @@
+"""One forward of all rows: tokens packed as one sequence, keys and values in a `SlotCache`."""
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from .attention import attention_configs, tree_attention_step
+from .cache import SlotCache
+from .layout import CacheRow, RowInput, build_layout
+
+
+class PackedForward:
+    """
+    Runs a causal language model over ragged rows, draft trees included, at the cost of exactly their tokens.
+
+    Args:
+        model (`PreTrainedModel`): A model that follows transformers' attention interface.
+        num_rows, capacity (`int`): Rows and tokens per row to make room for; both grow on demand.
+        prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row, which bounds the memory of
+            attention masks and activations.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_rows: int = 1, capacity: int = 256, prefill_chunk: int = 512):
+        self.model = model
+        self.trees = True
+        self.cache = SlotCache(num_rows, capacity)
+        self.prefill_chunk = prefill_chunk
+        self._configs = attention_configs(model)
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def add(self) -> CacheRow:
+        return self.cache.add()
+
+    def remove(self, row: CacheRow) -> None:
+        self.cache.remove(row)
+
+    def swap(self, row: CacheRow, other: CacheRow) -> None:
+        self.cache.swap(row, other)
+
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        self.cache.commit(rows, paths)
+
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+        """
+        Feeds every row its committed tokens and draft nodes; the rows then hold their feed as committed.
+
+        Returns:
+            Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
+            them: the line of its last fed token (if it fed any), then one line per new node.
+        """
+        order = sorted(inputs, key=lambda item: item.row.slot)
+        order = self._run_long_feeds(order)
+        self.cache.reserve(max(item.row.length + len(item.feed) + len(item.tree) for item in order))
+
+        keep, first_line, offset = [], {}, 0
+        for item in order:
+            num_lines = item.num_nodes + bool(len(item.feed))
+            first_line[id(item.row)] = len(keep)
+            end = offset + item.num_tokens
+            keep += range(end - num_lines, end)
+            offset = end
+        logits = self._run(order, None if len(keep) == offset else keep)
+        for item in order:
+            item.row.length += len(item.feed)
+        return logits, [first_line[id(item.row)] for item in inputs]
+
+    def _run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
+        while any(len(item.feed) > self.prefill_chunk for item in inputs):
+            long = [item for item in inputs if len(item.feed) > self.prefill_chunk]
+            chunks = [RowInput(item.row, item.feed[: self.prefill_chunk]) for item in long]
+            self.cache.reserve(max(item.row.length for item in chunks) + self.prefill_chunk)
+            self._run(chunks, keep=[0])
+            rest = {}
+            for item in long:
+                rest[id(item)] = RowInput(item.row, item.feed[self.prefill_chunk :], item.tree, item.first_node)
+                item.row.length += self.prefill_chunk
+            inputs = [rest.get(id(item), item) for item in inputs]
+        return inputs
+
+    def _run(self, inputs: Sequence[RowInput], keep: list[int] | None) -> torch.Tensor:
+        device = self.model.get_input_embeddings().weight.device
+        layout = build_layout(inputs, device)
+        self.cache.layout = layout
+        index = None if keep is None else torch.from_numpy(np.array(keep)).to(device)
+        kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}
+        with tree_attention_step(self._configs, layout):
+            # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
+            output = self.model(
+                input_ids=layout.tokens,
+                position_ids=layout.positions,
+                attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **kwargs,
+            )
+        logits = output.logits[0]
+        return logits if index is None or self._selects_logits else logits[index]

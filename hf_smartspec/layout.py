@@ -1,0 +1,172 @@
+"""The layout of one packed forward: where every token of the step stands, and what it may attend to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .tree import DraftTree
+
+
+@dataclass(eq=False)
+class CacheRow:
+    """One request's row of a `SlotCache`: the slot it lies in and the number of committed tokens it holds."""
+
+    slot: int
+    length: int = 0
+
+
+@dataclass
+class RowInput:
+    """
+    What one row brings to a packed forward.
+
+    Args:
+        row (`CacheRow`): Where the row's keys and values lie.
+        feed (`np.ndarray` of shape `[f]`): Committed tokens that are not cached yet; draft trees hang on the last one.
+            May be empty when only further nodes of a tree follow.
+        tree (`DraftTree`): The row's draft.
+        first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache.
+    """
+
+    row: CacheRow
+    feed: np.ndarray
+    tree: DraftTree = field(default_factory=DraftTree.empty)
+    first_node: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tree) - self.first_node
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.feed) + self.num_nodes
+
+
+@dataclass
+class StepLayout:
+    """
+    Index tensors of a packed forward of N tokens from R cache rows, at most S tokens a row, K cache columns read.
+
+    Token t of a row occupies column `row.length + t` of its slot. Fed tokens see all columns up to their own; a tree
+    node sees the committed columns and its ancestors.
+
+    Args:
+        tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
+        slots, columns (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
+        num_rows, width, num_columns: R, S and K.
+        limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
+        tree_pairs (`torch.Tensor` of shape `[3, P]`): ... and the (row, query, column) triples listed here.
+        query_positions (`torch.Tensor` of shape `[R, S]`), key_positions (`[R, K]`): Positions, for sliding windows.
+        gather (`torch.Tensor` of shape `[R * S]`, *optional*): Packed index of every padded query; None where the
+            packed sequence already is the padded batch.
+        scatter (`torch.Tensor` of shape `[N]`, *optional*): Padded index of every packed token.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    columns: torch.Tensor
+    num_rows: int
+    width: int
+    num_columns: int
+    limits: torch.Tensor
+    tree_pairs: torch.Tensor | None
+    query_positions: torch.Tensor
+    key_positions: torch.Tensor
+    gather: torch.Tensor | None
+    scatter: torch.Tensor | None
+    _masks: dict = field(default_factory=dict)
+
+    def mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """
+        The additive attention mask of shape `[R, 1, S * num_groups, K]`: 0 where a query may look, -inf elsewhere.
+        Built once per step for every distinct window, not once per layer.
+        """
+        if window is not None and window >= self.num_columns:
+            window = None
+        key = (window, num_groups, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(window, num_groups, dtype)
+        return self._masks[key]
+
+    def _build_mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
+        columns = torch.arange(self.num_columns, device=self.limits.device)
+        visible = columns < self.limits[:, :, None]
+        if self.tree_pairs is not None:
+            visible[tuple(self.tree_pairs)] = True
+        if window is not None:
+            visible &= self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
+        if num_groups > 1:
+            visible = visible.repeat_interleave(num_groups, dim=1)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, -torch.inf)[:, None]
+
+
+def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
+    """Lays out one packed forward of the given rows, which must be in ascending order of their slots."""
+    num_rows = rows[-1].row.slot + 1
+    width = max(row.num_tokens for row in rows)
+    tokens, positions, columns, limits, pairs = [], [], [], [], []
+    for item in rows:
+        start = item.row.length
+        base = start + len(item.feed)  # the first column of the tree
+        feed = np.arange(start, base)
+        tree, first = item.tree, item.first_node
+        nodes = np.arange(base + first, base + len(tree))
+        tokens += [item.feed, tree.tokens[first:]]
+        columns += [feed, nodes]
+        positions += [feed, tree.depths[first:] + (base - 1)]
+        if tree.is_chain:
+            limits += [feed + 1, nodes + 1]
+        else:
+            limits += [feed + 1, np.full(len(nodes), base)]
+            query, column = np.nonzero(tree.ancestors[first:])
+            pairs.append(np.stack([np.full(len(query), item.row.slot), query + len(item.feed), column + base]))
+
+    counts = np.array([row.num_tokens for row in rows])
+    slot_of_row = np.array([row.row.slot for row in rows])
+    slots = np.repeat(slot_of_row, counts)
+    query = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)  # index within the row
+    flat_columns, flat_positions = np.concatenate(columns), np.concatenate(positions)
+    num_columns = int(flat_columns.max()) + 1
+
+    padded = np.zeros((2, num_rows, width), np.int64)
+    padded[0] = 1  # padding queries see column 0: a softmax over nothing would be NaN
+    padded[0, slots, query] = np.concatenate(limits)
+    padded[1, slots, query] = flat_positions
+    key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
+    if pairs:
+        key_positions[slots, flat_columns] = flat_positions
+        for item in rows:  # nodes of earlier forwards stand at their depth too
+            base = item.row.length + len(item.feed)
+            key_positions[item.row.slot, base : base + item.first_node] = item.tree.depths[: item.first_node] + base - 1
+
+    gather = scatter = None
+    if len(slots) != num_rows * width:
+        flat = slots * width + query
+        index = np.zeros(num_rows * width, np.int64)
+        index[flat] = np.arange(len(slots))
+        gather, scatter = _tensor(index, device), _tensor(flat, device)
+    packed = _tensor(np.stack([np.concatenate(tokens), flat_positions]), device)
+    padded_tensor = _tensor(padded, device)
+    return StepLayout(
+        tokens=packed[:1],
+        positions=packed[1:],
+        slots=_tensor(slots, device),
+        columns=_tensor(flat_columns, device),
+        num_rows=num_rows,
+        width=width,
+        num_columns=num_columns,
+        limits=padded_tensor[0],
+        tree_pairs=_tensor(np.concatenate(pairs, axis=1), device) if pairs else None,
+        query_positions=padded_tensor[1],
+        key_positions=_tensor(key_positions, device),
+        gather=gather,
+        scatter=scatter,
+    )
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)

@@ -1,0 +1,120 @@
+"""Which of the three ways a model and a call can be served: packed, row by row, or plainly."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .compat import TESTED_MODEL_TYPES, is_stateful
+from .forward import PackedForward
+from .layout import RowInput
+from .tree import DraftTree
+
+# Arguments of the prepared call that the packed forward replaces or passes on.
+_PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+_probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def plain_reason(
+    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why this call must be left to plain decoding; None if it need not be."""
+    if is_stateful(model):
+        return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions and hidden states are returned step by step by plain decoding only"
+    if model.training and _has_dropout(model):
+        return "the model is in training mode with dropout, so that no two forwards agree"
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        return "gradient checkpointing switches the cache off while the model is in training mode"
+    if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
+        return f"`cache_implementation={config.cache_implementation!r}` asks for another cache"
+    cache = model_kwargs.get("past_key_values")
+    is_given = cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False))
+    if is_given and not _can_load(model, cache, input_ids, config, model_kwargs):
+        return f"the given `past_key_values` ({type(cache).__name__}) cannot be taken over"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not model.config.is_encoder_decoder and bool((mask[:, -1] == 0).any()):
+        return "the batch is padded on the right"
+    extra = extra_kwargs(model, model_kwargs)
+    if extra and len(input_ids) > 1 and not model.config.is_encoder_decoder:
+        return f"the model arguments {sorted(extra)} cannot be split into rows"
+    if "inputs_embeds" in extra:
+        return "`inputs_embeds` replaces the tokens of the prompt"
+    return None
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
+
+
+def _can_load(model, cache, input_ids, config, model_kwargs) -> bool:
+    """A cache of simple layers that holds the beginning of the very sequences that were passed."""
+    layers = (DynamicLayer, DynamicSlidingWindowLayer)
+    if type(cache) is not DynamicCache or not all(type(layer) in layers for layer in cache.layers):
+        return False
+    mask = model_kwargs.get("attention_mask")
+    length = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+    return length == input_ids.shape[1] > cache.get_seq_length() and can_pack(model)
+
+
+def extra_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> set[str]:
+    """Names of model arguments that the packed forward does not know."""
+    return {key for key, value in model_kwargs.items() if value is not None and key not in _PACKED_KWARGS}
+
+
+def has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether `position_ids` count the tokens that are not masked, as `generate` fills them in."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is None:
+        return True
+    if positions.dim() != 2 or positions.shape[1] != input_ids.shape[1]:
+        return False
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    expected = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    return bool(((positions == expected) | (mask == 0)).all())
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether the model can run packed trees: by its type, else by comparing a small forward, once per model."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if model.config.is_encoder_decoder or rope.get("rope_type") in ("dynamic", "longrope"):
+        return False  # frequencies that depend on the longest row of the batch would depend on the drafts
+    if config.model_type in TESTED_MODEL_TYPES:
+        return True
+    if model not in _probed:
+        _probed[model] = _probe(model)
+    return _probed[model]
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> bool:
+    """Compares a packed forward of two ragged rows with a tree against plain forwards of every path."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    prompts = [np.arange(1, 8) % vocab_size, np.arange(3, 6) % vocab_size]
+    tree = DraftTree(np.arange(4) % vocab_size, np.array([-1, -1, 0, 1]), np.ones(4, np.float32))
+    paths = [[], [0], [1], [0, 2], [1, 3]]
+    was_training = model.training
+    try:
+        model.eval()
+        packed = PackedForward(model, num_rows=2, capacity=16)
+        rows = [packed.add() for _ in prompts]
+        logits, offsets = packed.forward([RowInput(row, prompt, tree) for row, prompt in zip(rows, prompts)])
+        for prompt, offset in zip(prompts, offsets):
+            for line, path in enumerate(paths):
+                ids = torch.from_numpy(np.concatenate([prompt, tree.tokens[path]]))[None].to(logits.device)
+                expected = model(input_ids=ids).logits[0, -1].float()
+                error = (logits[offset + line].float() - expected).abs().max()
+                if not error <= (0.1 if logits.dtype != torch.float32 else 1e-3) * expected.std():
+                    return False
+        return True
+    except Exception:  # whatever goes wrong in a foreign model: it cannot be packed
+        return False
+    finally:
+        model.train(was_training)

@@ -1,0 +1,140 @@
+"""A request, what it has generated so far, and the statistics that are reported everywhere under the same names."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+
+from .layout import CacheRow
+from .tree import DraftTree
+
+
+@dataclass
+class GenerationStatistics:
+    """
+    Counters of one `generate` call, or sums over several.
+
+    `steps` counts verification steps of single rows: a forward over a batch of eight running rows is eight steps and
+    one of `forwards`. Times in seconds.
+    """
+
+    steps: int = 0
+    forwards: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    generated_tokens: int = 0
+    seconds_draft: float = 0.0
+    seconds_select: float = 0.0
+    seconds_forward: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_observe: float = 0.0
+    seconds_total: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens."""
+        return self.accepted_tokens / max(self.drafted_tokens, 1)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Generated tokens per step of a row; 1 without speculation."""
+        return self.generated_tokens / max(self.steps, 1)
+
+    @property
+    def goodput(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / max(self.seconds_total, 1e-9)
+
+    def __add__(self, other: "GenerationStatistics") -> "GenerationStatistics":
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        return GenerationStatistics(**sums)
+
+    def as_dict(self) -> dict[str, float]:
+        names = [item.name for item in fields(self)] + ["acceptance_rate", "mean_accepted_length", "goodput"]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(eq=False)
+class Request:
+    """
+    One row of a `generate` call.
+
+    Args:
+        request_id (`Hashable`): The name under which candidate sources know the request.
+        index (`int`): Row in the caller's batch.
+        padded_prompt (`torch.LongTensor` of shape `[length]`): The row as the caller passed it.
+        mask (`torch.BoolTensor` of shape `[length]`): False where the row is padding.
+        max_new_tokens (`int`, *optional*): Tokens after which plain decoding stops.
+        seed (`int`, *optional*): Seed of the row's noise; None for greedy rows.
+    """
+
+    request_id: Hashable
+    index: int
+    padded_prompt: torch.Tensor
+    mask: torch.Tensor
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+    row: CacheRow | None = None
+    tokens: list[int] = field(default_factory=list)  # generated
+    stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
+    is_drafting: bool = True  # False: its candidate source failed and was dropped
+    num_observed: int = 0  # generated tokens that the source was told of
+
+    # The draft under verification: logits [1 + nodes, vocab_size] of the last committed token and of every node, the
+    # node that the target's path has reached, and the path so far.
+    tree: DraftTree | None = None
+    logits: torch.Tensor | None = None
+    cursor: int = -1
+    path: list[int] = field(default_factory=list)
+
+    scores: list[torch.Tensor] = field(default_factory=list)  # processed, [vocab_size] float32 for every token
+    raw_logits: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompt: np.ndarray = self.padded_prompt[self.mask].numpy()  # int64 [prompt_len]
+        size = len(self.padded_prompt)
+        self._buffer = torch.empty(size + min(self.max_new_tokens or 256, 4096) + 1, dtype=torch.long)
+        self._buffer[:size] = self.padded_prompt
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_remaining(self) -> int | None:
+        """Tokens until the length limit; None if there is none."""
+        return None if self.max_new_tokens is None else self.max_new_tokens - len(self.tokens)
+
+    @property
+    def is_verifying(self) -> bool:
+        return self.tree is not None
+
+    def append(self, token: int) -> None:
+        position = len(self.padded_prompt) + len(self.tokens)
+        if position == len(self._buffer):
+            self._buffer = torch.cat([self._buffer, torch.empty_like(self._buffer)])
+        self._buffer[position] = token
+        self.tokens.append(token)
+
+    def padded_ids(self, num_generated: int | None = None) -> torch.Tensor:
+        """The padded prompt and the generated tokens (all, or the first `num_generated`), `[t]`."""
+        length = len(self.tokens) if num_generated is None else num_generated
+        return self._buffer[: len(self.padded_prompt) + length]
+
+    def uncached(self) -> np.ndarray:
+        """Committed tokens whose keys and values are not in the cache yet; at least one."""
+        assert self.row is not None, "the request has no row in the cache"
+        generated = np.array(self.tokens[max(self.row.length - len(self.prompt), 0) :], np.int64)
+        return np.concatenate([self.prompt[self.row.length :], generated])
+
+    def columns(self, total_length: int) -> torch.Tensor:
+        """Where the row's unpadded tokens stand among the first `total_length` columns of the padded batch."""
+        generated = torch.arange(len(self.padded_prompt), max(total_length, len(self.padded_prompt)))
+        return torch.cat([self.mask.nonzero().squeeze(1), generated])
+
+    def truncate(self, num_generated: int) -> None:
+        """Drops what was generated beyond the first `num_generated` tokens."""
+        for record in (self.tokens, self.scores, self.raw_logits):
+            del record[num_generated:]

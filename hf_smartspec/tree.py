@@ -1,0 +1,141 @@
+"""Draft trees: what every candidate source proposes and what the target verifies. Plain numpy, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """
+    A tree of draft tokens that hangs on the last committed token of one request. A chain is a tree.
+
+    Args:
+        tokens (`np.ndarray` of shape `[n]`, int64): Draft tokens; parents stand before their children.
+        parents (`np.ndarray` of shape `[n]`, int64): Index of each node's parent, -1 for children of the last
+            committed token.
+        probs (`np.ndarray` of shape `[n]`, float32): Estimated probability that the target picks the node given that
+            it picked the node's parent.
+        distributions (`torch.Tensor` of shape `[n, vocab_size]`, *optional*): For chains whose tokens were *sampled*:
+            the draft distribution each token was drawn from, which rejection sampling needs.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    probs: np.ndarray
+    distributions: Any = None
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | np.ndarray, probs: Sequence[float] | np.ndarray | None = None, **kwargs):
+        """The tree in which every token follows the one before it; `probs` are 1 where none are given."""
+        tokens = np.asarray(tokens, dtype=np.int64)
+        probs = np.ones(len(tokens), np.float32) if probs is None else np.asarray(probs, np.float32)
+        return cls(tokens, np.arange(-1, len(tokens) - 1), probs, **kwargs)
+
+    @classmethod
+    def empty(cls) -> "DraftTree":
+        return _EMPTY
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """Depth of each node, `[n]` int64; children of the last committed token have depth 1."""
+        if self.is_chain:
+            return np.arange(1, len(self) + 1)
+        depths = np.empty(len(self), np.int64)
+        for node, parent in enumerate(self.parents):
+            depths[node] = 1 if parent < 0 else depths[parent] + 1
+        return depths
+
+    @cached_property
+    def path_probs(self) -> np.ndarray:
+        """a_n of the design: probability that the target's path runs through each node, `[n]` float32."""
+        if self.is_chain:
+            return np.cumprod(self.probs)
+        products = np.array(self.probs, np.float32)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                products[node] *= products[parent]
+        return products
+
+    @cached_property
+    def ancestors(self) -> np.ndarray:
+        """`[n, n]` bool: entry (i, j) tells whether j is i or an ancestor of i, that is, whether i may attend to j."""
+        if self.is_chain:
+            return np.tri(len(self), dtype=bool)
+        visible = np.eye(len(self), dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                visible[node] |= visible[parent]
+        return visible
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        # Reversed, so that of two equal siblings the first one is found.
+        nodes = range(len(self) - 1, -1, -1)
+        return {(int(self.parents[node]), int(self.tokens[node])): node for node in nodes}
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` (-1: of the last committed token) that holds `token`, if there is one."""
+        return self._children.get((parent, token))
+
+    def keep(self, nodes: np.ndarray) -> "DraftTree":
+        """The tree of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
+        if nodes.all():
+            return self
+        index = np.append(np.cumsum(nodes) - 1, -1)  # the last entry serves parent -1
+        distributions = None if self.distributions is None else self.distributions[np.flatnonzero(nodes)]
+        return DraftTree(self.tokens[nodes], index[self.parents[nodes]], self.probs[nodes], distributions)
+
+    def most_likely(self, num_nodes: int) -> "DraftTree":
+        """The `num_nodes` nodes of highest path probability; they always form a tree."""
+        if len(self) <= num_nodes:
+            return self
+        # Ties go to the shallower, then to the earlier node: a child never outranks its parent.
+        order = np.lexsort((np.arange(len(self)), self.depths, -self.path_probs))
+        nodes = np.zeros(len(self), bool)
+        nodes[order[:num_nodes]] = True
+        return self.keep(nodes)
+
+    def best_chain(self) -> "DraftTree":
+        """The most probable child again and again, from the root."""
+        if self.is_chain:
+            return self
+        nodes = np.zeros(len(self), bool)
+        current = -1
+        while (children := np.flatnonzero(self.parents == current)).size:
+            current = int(children[np.argmax(self.probs[children])])
+            nodes[current] = True
+        return self.keep(nodes)
+
+    def check_integrity(self, vocab_size: int) -> None:
+        """Raises `ValueError` if the arrays do not describe a tree over `vocab_size` tokens."""
+        num_nodes = len(self.tokens)
+        if not num_nodes == len(self.parents) == len(self.probs):
+            raise ValueError(
+                f"A DraftTree needs arrays of equal length, got {num_nodes} tokens, {len(self.parents)} parents and "
+                f"{len(self.probs)} probs."
+            )
+        if num_nodes == 0:
+            return
+        for name, array in (("tokens", self.tokens), ("parents", self.parents)):
+            if not np.issubdtype(np.asarray(array).dtype, np.integer):
+                raise ValueError(f"`{name}` of a DraftTree must be integers, got {array.dtype}.")
+        if (self.parents >= np.arange(num_nodes)).any() or self.parents.min() < -1:
+            raise ValueError(f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}.")
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+            raise ValueError(
+                f"Draft tokens must lie in [0, {vocab_size}), got {self.tokens.min()} to {self.tokens.max()}."
+            )
+
+
+_EMPTY = DraftTree.chain([])
