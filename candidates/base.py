@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ class TreeCandidateGenerator(CandidateGenerator):
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """
         Tells how the request's target picks: through which processors, and with which noise (`seed`; None: greedy).
-        A source that can make use of it proposes the tokens that the *noisy* target would pick. Does nothing by default.
+        A source that can make use of it proposes the tokens that the *noisy* target would pick; by default, nothing
+        happens.
         """
 
     @abstractmethod
@@ -49,7 +51,7 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     @abstractmethod
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
-        """Tokens (int64 `[n]`) were committed: every token of a request is shown once, in order, after verification."""
+        """Tokens (int64 `[n]`) were committed: every token of a request is shown once, in order, when verified."""
 
     @abstractmethod
     def stop(self, request_id: Hashable) -> None:
@@ -57,7 +59,7 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     # transformers' own contract, for use in its assisted decoding: the best chain for one sequence.
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, None]:  # type: ignore[override]
         """
         Args:
             input_ids (`torch.LongTensor` of shape `[1, length]`): The sequence so far.
@@ -80,7 +82,7 @@ class TreeCandidateGenerator(CandidateGenerator):
         self._own_ids = ids
         chain = self.propose([_OWN_REQUEST], [self.default_num_nodes])[0].best_chain()
         draft = torch.from_numpy(chain.tokens).to(input_ids)
-        return torch.cat([input_ids, draft[None]], dim=1), None
+        return torch.cat([input_ids, draft[None]], dim=1), None  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: what was accepted is seen by comparing sequences."""
@@ -91,14 +93,14 @@ class NoCandidates(TreeCandidateGenerator):
 
     default_num_nodes = 0
 
-    def start(self, request_id, prompt):
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         pass
 
-    def propose(self, request_ids, max_nodes):
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         return [DraftTree.empty()] * len(request_ids)
 
-    def observe(self, request_id, tokens):
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         pass
 
-    def stop(self, request_id):
+    def stop(self, request_id: Hashable) -> None:
         pass

@@ -9,9 +9,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..forward import PackedForward
 from ..layout import CacheRow, RowInput
-from ..processors import add_gumbel_noise, draft_seed, score_processors
+from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors
 from ..tree import DraftTree
-
 from .base import TreeCandidateGenerator
 
 
@@ -127,8 +126,10 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         state = self._states[request_id]
-        path, cursor = [], -1
+        path: list[int] = []
+        cursor = -1
         if state.row.length == len(state.tokens):
+            assert self._forward is not None
             for token in tokens.tolist():
                 child = state.nodes.child(cursor, token)
                 if child is None:
@@ -153,6 +154,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     def _grow_level(self, growths: list[_Growth]) -> None:
         """Runs every frontier node through the draft and adds its best children as candidates."""
+        assert self._forward is not None
         inputs = []
         for growth in growths:
             state = growth.state
@@ -178,7 +180,9 @@ class DraftModelCandidates(TreeCandidateGenerator):
             if distributions is not None and growth.state.seed is not None:
                 growth.distributions.append(distributions[line])
 
-    def _best_children(self, growths: list[_Growth], logits: torch.Tensor):
+    def _best_children(
+        self, growths: list[_Growth], logits: torch.Tensor
+    ) -> tuple[list[list[int]], list[list[float]], torch.Tensor | None]:
         """The `width` best tokens of every line, their probabilities, and the distributions if drafts are sampled."""
         scores = logits.float()
         distributions = None
@@ -197,7 +201,11 @@ class DraftModelCandidates(TreeCandidateGenerator):
             scores = torch.cat(processed)
             distributions = scores.softmax(dim=-1) if self.samples else None
             scores = add_gumbel_noise(scores, seeds, positions)
-        best, tokens = scores.topk(min(self.width, scores.shape[-1]), dim=-1)
+        if self.width == 1:
+            tokens = torch.tensor(argmax(scores), device=scores.device)[:, None]
+            best = scores.gather(1, tokens)
+        else:
+            best, tokens = scores.topk(min(self.width, scores.shape[-1]), dim=-1)
         probs = torch.exp(best - scores.logsumexp(dim=-1, keepdim=True))
         return tokens.tolist(), probs.tolist(), distributions
 

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from ..tree import DraftTree
-
 from .base import TreeCandidateGenerator
 
 

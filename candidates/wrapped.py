@@ -8,7 +8,6 @@ import torch
 from transformers.generation import CandidateGenerator
 
 from ..tree import DraftTree
-
 from .base import TreeCandidateGenerator
 
 
@@ -28,8 +27,8 @@ class WrappedCandidates(TreeCandidateGenerator):
     def __init__(self, generator: CandidateGenerator, device: torch.device | str = "cpu"):
         if generator.requires_model_outputs:
             raise ValueError(
-                f"{type(generator).__name__} needs the target's hidden states (`requires_model_outputs`), which wrapped "
-                "candidate generators do not receive. Pass it to transformers' own assisted decoding instead."
+                f"{type(generator).__name__} needs the target's hidden states (`requires_model_outputs`), which "
+                "wrapped candidate generators do not receive. Pass it to transformers' own assisted decoding instead."
             )
         self.generator, self.device = generator, torch.device(device)
         self.default_num_nodes = 32  # a ceiling only: the generator decides how much it drafts
@@ -49,7 +48,7 @@ class WrappedCandidates(TreeCandidateGenerator):
 
     def _propose(self, request_id: Hashable, limit: int) -> DraftTree:
         ids = self._ids[request_id]
-        candidates, logits = self._copies[request_id].get_candidates(self._tensor(ids))
+        candidates, logits = self._copies[request_id].get_candidates(self._tensor(ids))  # type: ignore[arg-type]
         draft = candidates[0, len(ids) :].cpu().numpy()[:limit]
         self._drafted[request_id] = (draft, logits)
         return DraftTree.chain(draft)
@@ -60,7 +59,8 @@ class WrappedCandidates(TreeCandidateGenerator):
         matches = draft[: len(tokens)] == tokens[: len(draft)]
         num_matches = len(matches) if matches.all() else int(matches.argmin())
         scores = logits if logits is not None else torch.zeros(1, len(draft), 1)
-        self._copies[request_id].update_candidate_strategy(self._tensor(self._ids[request_id]), scores, num_matches)
+        ids = self._tensor(self._ids[request_id])
+        self._copies[request_id].update_candidate_strategy(ids, scores, num_matches)  # type: ignore[arg-type]
 
     def stop(self, request_id: Hashable) -> None:
         for state in (self._copies, self._ids, self._drafted):

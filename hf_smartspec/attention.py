@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,7 +37,7 @@ def tree_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
     An attention function as transformers' `AttentionInterface` defines it.
@@ -85,7 +86,15 @@ def _unpad(padded: torch.Tensor, layout: StepLayout) -> torch.Tensor:
     return flat if layout.scatter is None else flat.index_select(0, layout.scatter)
 
 
-def _softcapped_attention(query, key, value, mask, softcap, scaling, dropout):
+def _softcapped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    softcap: float,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
     """Scores squashed to (-softcap, softcap) before the mask, as in Gemma 2; softmax in float32."""
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap + mask
@@ -95,11 +104,11 @@ def _softcapped_attention(query, key, value, mask, softcap, scaling, dropout):
 
 def _plain_function(module: torch.nn.Module, implementation: str) -> Callable:
     # "eager" is no entry of the interface: every modelling file has its own.
-    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, default)
 
 
-def _plain_mask(*args, replaces: str, **kwargs):
+def _plain_mask(*args: Any, replaces: str, **kwargs: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[replaces](*args, **kwargs)
 
 

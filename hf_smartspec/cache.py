@@ -1,10 +1,11 @@
 """The slot cache: static key/value memory for rows of different lengths, one slot per running request."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .layout import CacheRow, StepLayout
 
@@ -19,6 +20,8 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, cache: "SlotCache"):
         super().__init__()
@@ -33,17 +36,20 @@ class SlotLayer(CacheLayerMixin):
         shape = (self.cache.num_slots, self.cache.capacity, states.shape[1], states.shape[3])
         return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatters packed states `[1, heads, N, head_dim]`; returns views `[rows, heads, columns, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         layout = self.cache.layout
+        assert layout is not None, "a slot cache is written by a packed forward only"
         lines = self.cache.lines(layout)
         views = []
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             memory.flatten(0, 1).index_copy_(0, lines, states[0].transpose(0, 1).to(memory.dtype))
             views.append(memory[: layout.num_rows, : layout.num_columns].transpose(1, 2))
-        return tuple(views)
+        return views[0], views[1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         for memory in (self.keys, self.values):
@@ -77,6 +83,8 @@ class SlotCache(Cache):
         capacity (`int`): Columns per slot to begin with; `reserve` grows them.
     """
 
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
     def __init__(self, num_slots: int = 1, capacity: int = 256):
         super().__init__(layers=[])
         self.num_slots, self.capacity = num_slots, capacity
@@ -84,7 +92,9 @@ class SlotCache(Cache):
         self.layout: StepLayout | None = None
         self._lines: tuple[StepLayout, torch.Tensor] | None = None
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
@@ -170,7 +180,7 @@ class SlotCache(Cache):
                     length = min(row.length, len(targets))
                     padded[line, :, targets[:length]] = memory[row.slot, :length].transpose(0, 1)
                 states.append(padded)
-            cache.update(*states, index)
+            cache.update(states[0], states[1], index)
         return cache
 
     def load(self, cache: DynamicCache, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor]) -> None:
@@ -179,7 +189,8 @@ class SlotCache(Cache):
         (`[cached_length]`) names. Sliding-window layers bring the end of the text only, which is all they look at.
         """
         self.reserve(max(int(mask.sum()) for mask in columns))
-        for index, source in enumerate(cache.layers):
+        for source in cache.layers:
+            assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None
             layer = SlotLayer(self)
             layer.lazy_initialization(source.keys, source.values)
             self.layers.append(layer)

@@ -14,9 +14,9 @@ if not Version("5.17") <= TRANSFORMERS < Version("6"):
 # Architectures whose packed forward is compared with the plain one by this project's tests. Models of other types are
 # probed on first use (`packing.can_pack`).
 TESTED_MODEL_TYPES = frozenset(
-    "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text gpt2 opt phi phi3 gpt_neox olmo olmo2 olmo3 mixtral granite "
-    "granitemoe cohere cohere2 stablelm smollm3 starcoder2 glm glm4 gpt_bigcode helium qwen2_moe olmoe nemotron persimmon "
-    "exaone4 ernie4_5 seed_oss biogpt".split()
+    "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text gpt2 opt phi phi3 gpt_neox olmo olmo2 olmo3 mixtral "
+    "granite granitemoe cohere cohere2 stablelm smollm3 starcoder2 glm glm4 gpt_bigcode helium qwen2_moe olmoe "
+    "nemotron persimmon exaone4 ernie4_5 seed_oss biogpt".split()
 )
 
 

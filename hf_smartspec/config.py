@@ -58,8 +58,8 @@ class SmartSpecConfig:
         source = _as_source(self, target)
         if self.verification == "rejection" and not getattr(source, "samples", False):
             raise ValueError(
-                "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a draft "
-                "model, or use the default `verification='coupled'`."
+                "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
+                "draft model, or use the default `verification='coupled'`."
             )
         return source
 
@@ -100,12 +100,12 @@ def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"The draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: draft and target "
-            "must share one tokenizer. Use a draft of the same model family, or `assistant='prompt_lookup'`, which needs "
-            "none."
+            f"The draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: draft and "
+            "target must share one tokenizer. Use a draft of the same model family, or `assistant='prompt_lookup'`, "
+            "which needs none."
         )
     if draft.config.is_encoder_decoder or not can_pack(draft):
         raise ValueError(
-            f"{type(draft).__name__} cannot draft for batches: it does not follow transformers' attention interface. Use "
-            "a draft of another architecture, or `assistant='prompt_lookup'`."
+            f"{type(draft).__name__} cannot draft for batches: it does not follow transformers' attention interface. "
+            "Use a draft of another architecture, or `assistant='prompt_lookup'`."
         )

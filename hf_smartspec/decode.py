@@ -55,8 +55,8 @@ def decode(
     seed: int | Sequence[int] | None = None,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
-    **model_kwargs,
-) -> torch.LongTensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """
     A decoding method for `model.generate(..., custom_generate=hf_smartspec.decode, assistant=...)`, called with what
     `generate` has prepared. Used this way, transformers hands on neither `streamer` nor `tokenizer`: enable the model
@@ -96,7 +96,7 @@ def decode(
         records_logits=_returns(generation_config, "output_logits"),
         device=input_ids.device,
     )
-    given_cache = model_kwargs.get("past_key_values")
+    given_cache: Any = model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)
     engine = Engine(
         forward,
@@ -114,6 +114,7 @@ def decode(
             _record_finished_rows(engine)
     if streamer is not None:
         streamer.end()
+    assert batch.num_generated is not None, "a row has not stopped"
     sequences = batch.padded_batch(batch.num_generated)
     if not (generation_config.return_dict_in_generate or gives_back):
         return sequences
@@ -142,7 +143,7 @@ def _check_call(
     if input_ids.shape[0] == 0:
         raise ValueError("`input_ids` is an empty batch: pass at least one sequence.")
     if input_ids.numel():
-        num_embeddings = model.get_input_embeddings().weight.shape[0]
+        num_embeddings = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
         lowest, highest = int(input_ids.min()), int(input_ids.max())
         if lowest < 0 or highest >= num_embeddings:
             raise ValueError(
@@ -164,7 +165,13 @@ def _row_seeds(seed: int | Sequence[int] | None, batch_size: int, do_sample: boo
     raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
 
 
-def _requests(model, input_ids, stopping_criteria, seeds, model_kwargs) -> list[Request]:
+def _requests(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    stopping_criteria: StoppingCriteriaList,
+    seeds: Sequence[int | None],
+    model_kwargs: dict[str, Any],
+) -> list[Request]:
     mask = model_kwargs.get("attention_mask")
     if mask is None or model.config.is_encoder_decoder:
         mask = torch.ones_like(input_ids)
@@ -181,7 +188,13 @@ def _requests(model, input_ids, stopping_criteria, seeds, model_kwargs) -> list[
     ]
 
 
-def _forward(model, input_ids, requests, generation_config, model_kwargs) -> PackedForward | RowwiseForward:
+def _forward(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    requests: list[Request],
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> PackedForward | RowwiseForward:
     is_packable = (
         can_pack(model)
         and not extra_kwargs(model, model_kwargs)
@@ -198,7 +211,7 @@ def _forward(model, input_ids, requests, generation_config, model_kwargs) -> Pac
         length = cache.get_seq_length()
         for request in requests:
             request.row = forward.add()
-        forward.cache.load(cache, [request.row for request in requests], [item.mask[:length] for item in requests])
+        forward.cache.load(cache, [item.cache_row for item in requests], [item.mask[:length] for item in requests])
     return forward
 
 
@@ -213,11 +226,12 @@ def _record_finished_rows(engine: Engine) -> None:
     """
     batch, picker = engine.batch, engine.picker
     end = batch.num_generated
+    assert end is not None, "a row has not stopped"
     late = [request for request in batch.requests if request.num_generated < end]
     if not late or picker.needs_lockstep:
         return
     trees = [DraftTree.chain([batch.pad_token_id] * (end - request.num_generated - 1)) for request in late]
-    inputs = [RowInput(request.row, request.uncached(), tree) for request, tree in zip(late, trees)]
+    inputs = [RowInput(request.cache_row, request.uncached(), tree) for request, tree in zip(late, trees)]
     logits, offsets = engine.forward.forward(inputs)
     for request, offset in zip(late, offsets):
         for line in range(offset, offset + end - request.num_generated):
@@ -228,20 +242,28 @@ def _record_finished_rows(engine: Engine) -> None:
     engine.forward.commit([item.row for item in inputs], [range(len(tree)) for tree in trees])
 
 
-def _export_cache(engine: Engine, total_length: int):
-    rows = [request.row for request in engine.batch.requests]
+def _export_cache(engine: Engine, total_length: int) -> Any:
+    rows = [request.cache_row for request in engine.batch.requests]
     if isinstance(engine.forward, RowwiseForward):
         return engine.forward.export(rows, total_length)
     columns = [request.columns(total_length) for request in engine.batch.requests]
+    assert isinstance(engine.forward, PackedForward)
     config = engine.forward.model.config.get_text_config(decoder=True)
     return engine.forward.cache.export(rows, columns, total_length, config)
 
 
-def _output(model, engine, sequences, cache, generation_config, model_kwargs):
+def _output(
+    model: PreTrainedModel,
+    engine: Engine,
+    sequences: torch.Tensor,
+    cache: Any,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
     if not generation_config.return_dict_in_generate:
         return sequences
     batch = engine.batch
-    steps = range(batch.num_generated)
+    steps = range(batch.num_generated or 0)
     fields: dict[str, Any] = {
         "sequences": sequences,
         "scores": tuple(batch.column_of("scores", step) for step in steps) if batch.records_scores else None,

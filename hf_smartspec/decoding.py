@@ -44,9 +44,8 @@ class DecodingBatch:
         # until the last one has stopped.
         self.pads_finished = any(hasattr(item, "eos_token_id") for item in criteria)
         self.pad_token_id = pad_token_id if pad_token_id is not None else 0
-        self._eos = {
-            token for item in criteria if type(item) is EosTokenCriteria for token in item.eos_token_id.flatten().tolist()
-        }
+        eos_criteria = [item for item in criteria if type(item) is EosTokenCriteria]
+        self._eos = {token for item in eos_criteria for token in item.eos_token_id.flatten().tolist()}
         self._row_criteria = [item for item in criteria if type(item) is StopStringCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
         self._batch_criteria = [item for item in criteria if type(item) not in known]
@@ -61,8 +60,8 @@ class DecodingBatch:
     @property
     def num_generated(self) -> int | None:
         """Columns that plain decoding generates; None while some row has not stopped."""
-        stops = [request.stopped_at for request in self.requests]
-        return None if None in stops else max(stops)
+        stops = [request.stopped_at for request in self.requests if request.stopped_at is not None]
+        return max(stops) if len(stops) == len(self.requests) else None
 
     def is_active(self, request: Request) -> bool:
         """Whether the row needs further tokens."""

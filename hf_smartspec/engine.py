@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from .candidates.base import TreeCandidateGenerator
 from .decoding import DecodingBatch
 from .goodput.selector import LengthPolicy
 from .layout import CacheRow, RowInput
-from .processors import TokenPicker
+from .processors import TokenPicker, argmax
 from .request import GenerationStatistics, Request
 from .tree import DraftTree
 
@@ -145,11 +145,14 @@ class Engine:
         if not rows:
             return
         with self._timed("seconds_forward"):
-            inputs = [RowInput(request.row, request.uncached(), tree) for request, tree in zip(rows, trees)]
+            inputs = [RowInput(request.cache_row, request.uncached(), tree) for request, tree in zip(rows, trees)]
             logits, offsets = self.forward.forward(inputs)
+        with self._timed("seconds_verify"):
+            picks = argmax(logits) if self._picks_greedily else []
         for request, tree, offset in zip(rows, trees, offsets):
+            lines = slice(offset, offset + len(tree) + 1)
             request.tree, request.cursor, request.path = tree, -1, []
-            request.logits = logits[offset : offset + len(tree) + 1]
+            request.logits, request.picks = logits[lines], picks[lines]
         self.statistics.forwards += 1
         self.statistics.steps += len(rows)
         self.statistics.drafted_tokens += sum(map(len, trees))
@@ -171,19 +174,14 @@ class Engine:
             return ended
 
     def _verify_greedily(self, rows: list[Request]) -> list[Request]:
-        if not rows:
-            return rows
-        picks = torch.cat([request.logits for request in rows]).argmax(dim=-1).tolist()
-        offset = 0
         for request in rows:
-            while self._advance(request, picks[offset + request.cursor + 1]):
+            while self._advance(request, request.picks[request.cursor + 1]):
                 pass
-            offset += len(request.logits)
         return rows
 
     def _pick_next(self, rows: list[Request]) -> list[int]:
         """The target's next token for each row, from its logits at the row's cursor."""
-        logits = torch.stack([request.logits[request.cursor + 1] for request in rows]).to(torch.float32)
+        logits = torch.stack([request.node_logits[request.cursor + 1] for request in rows]).to(torch.float32)
         scores = self.picker.process(rows, logits, self.batch)
         for request, raw, line in zip(rows, logits, scores):
             if self.batch.records_logits:
@@ -193,11 +191,12 @@ class Engine:
         return self.pick(rows, scores)
 
     def _advance(self, request: Request, token: int) -> bool:
-        """Appends the token; True if the draft holds it, so that the next token can be picked from the same forward."""
+        """Appends the token; True if the draft holds it: the next token can then be picked from the same forward."""
         request.append(token)
         self.batch.check_stop(request)
         if not self.batch.is_active(request):
             return False
+        assert request.tree is not None, "the request has no draft under verification"
         child = request.tree.child(request.cursor, token)
         if child is None:
             return False
@@ -210,7 +209,7 @@ class Engine:
     def commit(self, rows: Sequence[Request]) -> None:
         """Keeps keys and values of the accepted paths."""
         with self._timed("seconds_verify"):
-            self.forward.commit([request.row for request in rows], [request.path for request in rows])
+            self.forward.commit([request.cache_row for request in rows], [request.path for request in rows])
             for request in rows:
                 self.statistics.accepted_tokens += len(request.path)
                 request.tree = request.logits = None
@@ -228,7 +227,7 @@ class Engine:
     def release(self) -> None:
         """Rows that need no further tokens leave the first slots, so that they cost nothing."""
         active = self.batch.active
-        beyond = [request.row for request in active if request.row.slot >= len(active)]
+        beyond = [request.cache_row for request in active if request.cache_row.slot >= len(active)]
         for request in self.batch.requests:
             if request.row is None or request in active:
                 continue
@@ -252,7 +251,7 @@ class Engine:
             except Exception as error:
                 self._drop_source(request, error)
 
-    def _guarded(self, request: Request, call: Callable, *args) -> None:
+    def _guarded(self, request: Request, call: Callable, *args: Any) -> None:
         if not request.is_drafting:
             return
         try:
@@ -264,8 +263,8 @@ class Engine:
         request.is_drafting = False
         if not self._has_warned:
             logger.warning(
-                f"{type(self.source).__name__} failed and was dropped for request {request.request_id!r}, which goes on "
-                f"without speculation (further failures of this call are not reported): {error!r}"
+                f"{type(self.source).__name__} failed and was dropped for request {request.request_id!r}, which goes "
+                f"on without speculation (further failures of this call are not reported): {error!r}"
             )
         self._has_warned = True
 

@@ -62,7 +62,7 @@ class RowwiseForward:
         index, batch_size = len(self.rows), len(self._inputs)
         kwargs = {key: _row_of(value, index, batch_size) for key, value in self._kwargs.items()}
         # Through transformers' own method: it knows which cache the model wants.
-        self.model._prepare_cache_for_generation(
+        self.model._prepare_cache_for_generation(  # type: ignore[operator]
             copy.copy(self.generation_config), kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
         )
         kwargs["past_key_values"].activate_past_recording()
@@ -70,15 +70,17 @@ class RowwiseForward:
         self.rows.append(row)
         return row
 
-    def remove(self, row: ModelRow) -> None:
+    def remove(self, row: CacheRow) -> None:
+        assert isinstance(row, ModelRow)
         row.kwargs.clear()
 
-    def swap(self, row: ModelRow, other: ModelRow) -> None:
+    def swap(self, row: CacheRow, other: CacheRow) -> None:
         row.slot, other.slot = other.slot, row.slot
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
         """As `PackedForward.forward`, for chains."""
-        logits, offsets = [], []
+        logits: list[torch.Tensor] = []
+        offsets: list[int] = []
         for item in inputs:
             offsets.append(sum(map(len, logits)))
             logits.append(self._forward_row(item))
@@ -100,7 +102,7 @@ class RowwiseForward:
         kwargs = _prepare_token_type_ids(kwargs, length)
         if kwargs.get("position_ids") is not None and kwargs["position_ids"].shape[-1] < length:
             kwargs = _prepare_position_ids(kwargs, length, is_encoder_decoder)
-        model_inputs = self.model.prepare_inputs_for_generation(
+        model_inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             candidates,
             next_sequence_length=None if is_first else len(item.feed) + num_nodes,
             is_first_iteration=is_first,
@@ -147,7 +149,7 @@ def _stack(caches: Sequence[DynamicCache], total_length: int | None) -> DynamicC
             length = total_length or rows[0].shape[2]
             rows = [row[:, :, :length] for row in rows]
             states.append(torch.cat([pad(row, (0, 0, 0, length - row.shape[2])) for row in rows]))
-        result.update(*states, index)
+        result.update(states[0], states[1], index)
     return result
 
 

@@ -55,7 +55,9 @@ class PackedForward:
         order = self._run_long_feeds(order)
         self.cache.reserve(max(item.row.length + len(item.feed) + len(item.tree) for item in order))
 
-        keep, first_line, offset = [], {}, 0
+        keep: list[int] = []
+        first_line: dict[int, int] = {}
+        offset = 0
         for item in order:
             num_lines = item.num_nodes + bool(len(item.feed))
             first_line[id(item.row)] = len(keep)
@@ -81,7 +83,7 @@ class PackedForward:
         return inputs
 
     def _run(self, inputs: Sequence[RowInput], keep: list[int] | None) -> torch.Tensor:
-        device = self.model.get_input_embeddings().weight.device
+        device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
         layout = build_layout(inputs, device)
         self.cache.layout = layout
         index = None if keep is None else torch.from_numpy(np.array(keep)).to(device)

@@ -15,8 +15,7 @@ from transformers.generation import StopStringCriteria
 from .config import SmartSpecConfig
 from .decode import decode
 
-_plain_generate: Callable = GenerationMixin.generate
-_PARAMETERS = list(inspect.signature(_plain_generate).parameters)[1:]
+_PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
 _PREVIOUS = "_smartspec_previous_generate"
 
 
@@ -40,27 +39,30 @@ def enable(model: Any = None) -> Any:
         >>> model.generate(**inputs, assistant="prompt_lookup", max_new_tokens=64)
     """
     if model is None:
-        GenerationMixin.generate = _generate_globally  # type: ignore[method-assign]
+        if not _is_globally_enabled():
+            GenerationMixin.generate = _routed(GenerationMixin.generate)  # type: ignore[method-assign]
         return _disabling()
     target = _generating(model)
     if not _is_enabled(target):
         # A `generate` set on the instance, as other patches do, stays underneath.
         vars(target)[_PREVIOUS] = vars(target).get("generate")
-        target.generate = MethodType(_generate, target)
+        target.generate = partial(_generate, target)  # type: ignore[method-assign]
     return model
 
 
 def disable(model: Any = None) -> Any:
     """Takes `enable` back; without effect where it was not called. Returns the model."""
     if model is None:
-        GenerationMixin.generate = _plain_generate  # type: ignore[method-assign]
+        if _is_globally_enabled():
+            _, previous = getattr(GenerationMixin.generate, _PREVIOUS)
+            GenerationMixin.generate = previous  # type: ignore[method-assign]
         return None
     target = _generating(model)
     if _is_enabled(target):
-        del target.generate
+        del target.generate  # type: ignore[misc]
         previous = vars(target).pop(_PREVIOUS)
         if previous is not None:
-            target.generate = previous
+            target.generate = previous  # type: ignore[method-assign, misc]
     return model
 
 
@@ -93,25 +95,40 @@ def _generating(model: Any) -> GenerationMixin:
 
 
 def _is_enabled(model: GenerationMixin) -> bool:
-    return getattr(vars(model).get("generate"), "__func__", None) is _generate
+    # A partial, not a bound method: only partials survive pickling as an attribute of the model they are bound to.
+    generate = vars(model).get("generate")
+    return isinstance(generate, partial) and generate.func is _generate
 
 
 def _is_globally_enabled() -> bool:
-    return GenerationMixin.generate is _generate_globally
+    # Somebody else's wrapper may have copied our attributes.
+    function, _ = getattr(GenerationMixin.generate, _PREVIOUS, (None, None))
+    return function is GenerationMixin.generate
 
 
-def _generate(self, *args, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs):
+def _generate(
+    model: Any, *args: Any, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs: Any
+) -> Any:
     """`generate` of an enabled model."""
-    original = vars(self).get(_PREVIOUS) or MethodType(type(self).generate, self)
-    return _route(self, original, args, kwargs, assistant, seed)
+    original = vars(model).get(_PREVIOUS) or MethodType(type(model).generate, model)
+    return _route(model, original, args, kwargs, assistant, seed)
 
 
-def _generate_globally(self, *args, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs):
-    """`generate` of every model, while enabled for all."""
-    return _route(self, MethodType(_plain_generate, self), args, kwargs, assistant, seed)
+def _routed(previous: Callable) -> Callable:
+    """`generate` of every model, while enabled for all; `previous` is what stood there before."""
+
+    def generate(
+        self: Any, *args: Any, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs: Any
+    ) -> Any:
+        return _route(self, MethodType(previous, self), args, kwargs, assistant, seed)
+
+    setattr(generate, _PREVIOUS, (generate, previous))
+    return generate
 
 
-def _route(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict, assistant: Any, seed: Any):
+def _route(
+    model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], assistant: Any, seed: Any
+) -> Any:
     if assistant is None:
         if seed is not None:
             kwargs["seed"] = seed  # transformers says that it does not know it

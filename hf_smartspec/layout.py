@@ -141,7 +141,8 @@ def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
         key_positions[slots, flat_columns] = flat_positions
         for item in rows:  # nodes of earlier forwards stand at their depth too
             base = item.row.length + len(item.feed)
-            key_positions[item.row.slot, base : base + item.first_node] = item.tree.depths[: item.first_node] + base - 1
+            depths = item.tree.depths[: item.first_node]
+            key_positions[item.row.slot, base : base + item.first_node] = depths + base - 1
 
     gather = scatter = None
     if len(slots) != num_rows * width:

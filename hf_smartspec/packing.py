@@ -53,7 +53,13 @@ def _has_dropout(model: PreTrainedModel) -> bool:
     return modules or getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
 
 
-def _can_load(model, cache, input_ids, config, model_kwargs) -> bool:
+def _can_load(
+    model: PreTrainedModel,
+    cache: Any,
+    input_ids: torch.LongTensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> bool:
     """A cache of simple layers that holds the beginning of the very sequences that were passed."""
     layers = (DynamicLayer, DynamicSlidingWindowLayer)
     if type(cache) is not DynamicCache or not all(type(layer) in layers for layer in cache.layers):

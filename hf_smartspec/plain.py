@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import BaseStreamer
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .processors import SeededGumbelLogitsProcessor
 
@@ -18,7 +18,7 @@ class _RecordingGumbel(SeededGumbelLogitsProcessor):
         self.records = records
         self.scores: list[torch.Tensor] = []
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.records:
             self.scores.append(scores)
         return super().__call__(input_ids, scores)
@@ -33,15 +33,15 @@ def decode_plainly(
     seeds: list[int | None],
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
-):
-    """transformers' own loop. Sampling goes through seeded noise, so that the same seed gives the same tokens here too."""
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """transformers' own loop. Sampling goes through seeded noise: the same seed gives the same tokens here too."""
     config = copy.copy(generation_config)
     noise = None
     if config.do_sample:
         noise = _RecordingGumbel([seed for seed in seeds if seed is not None], bool(config.output_scores))
         logits_processor = LogitsProcessorList([*logits_processor, noise])
         config.do_sample = False
-    output = model._sample(
+    output = model._sample(  # type: ignore[operator]
         input_ids,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,

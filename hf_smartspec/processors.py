@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -38,6 +39,14 @@ _ROW_ONLY = (
 )
 
 
+# Noise of a uniform variate of 53 bits never exceeds this, -log(-log(1 - 2**-54)).
+_LARGEST_NOISE = 37.43
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
 def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
     """
     Standard Gumbel noise of the given tokens (int64, any shape) at one position of one request, float32.
@@ -46,32 +55,55 @@ def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor
     it is asked for. Token counters pass through the finaliser of SplitMix64 (Steele et al., 2014).
     """
     key = _mix_int(_mix_int(seed) ^ (position + 1))
+    if tokens.device.type == "cpu":  # numpy: a dozen small operations are dearer in torch, whose threads meet in each
+        uniform = torch.from_numpy(_uniform_numpy(key, tokens.numpy()))
+    else:
+        uniform = _uniform_torch(key, tokens)
+    # In float64, since the upper tail, which decides who wins, is lost where float32 rounds the uniform to 1.
+    return -torch.log(-torch.log(uniform)).to(torch.float32)
+
+
+def _uniform_numpy(key: int, tokens: np.ndarray) -> np.ndarray:
+    """Uniform variates in the open interval (0, 1): the upper 53 bits of the hash, centred in their cell."""
+    counters = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
+    counters = (counters ^ (counters >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+    counters = (counters ^ (counters >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
+    counters = counters ^ (counters >> np.uint64(31))
+    return ((counters >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _uniform_torch(key: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The same on any device; torch has no unsigned arithmetic, so shifts are masked."""
     counters = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
     counters = (counters ^ _shift(counters, 30)) * _signed(_MULTIPLIERS[0])
     counters = (counters ^ _shift(counters, 27)) * _signed(_MULTIPLIERS[1])
     counters = counters ^ _shift(counters, 31)
-    # The upper 53 bits, centred in their cell: uniform in the open interval (0, 1). In float64, since the upper tail,
-    # which decides who wins, is lost where float32 rounds the uniform to 1.
-    uniform = (_shift(counters, 11).to(torch.float64) + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform)).to(torch.float32)
+    return (_shift(counters, 11).to(torch.float64) + 0.5) * 2.0**-53
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
     """
     Scores `[rows, vocab_size]` plus the noise of each row's seed and position; rows without a seed stay as they are.
-    Noise is made only for tokens that the processors left.
+    Noise is made only for tokens that can still win: those that the processors left, and whose score, with the largest
+    noise there is, exceeds that of the highest score with its own noise.
     """
     scores = scores.clone()
     for line, seed, position in zip(scores, seeds, positions):
-        if seed is not None:
-            tokens = torch.nonzero(line > -torch.inf).squeeze(1)
-            line[tokens] += gumbel_noise(seed, position, tokens)
+        if seed is None:
+            continue
+        best = line.argmax(keepdim=True)
+        bound = line[best] + gumbel_noise(seed, position, best) - _LARGEST_NOISE
+        tokens = torch.nonzero((line >= bound) & (line > -torch.inf)).squeeze(1)
+        line[tokens] += gumbel_noise(seed, position, tokens)
     return scores
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
 
 
 def _mix_int(value: int) -> int:
@@ -80,15 +112,6 @@ def _mix_int(value: int) -> int:
     value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK
     value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK
     return value ^ (value >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64 (torch's own shift copies the sign)."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def row_seed(seed: int, row: int) -> int:
@@ -139,7 +162,7 @@ class SeededGumbelLogitsProcessor(LogitsProcessor):
             self._prompt_length = length
         self._length = length
         seeds = [self.seed_of(row) for row in range(len(scores))]
-        return add_gumbel_noise(scores, seeds, [length - self._prompt_length] * len(scores))
+        return add_gumbel_noise(scores, seeds, [length - self._prompt_length] * len(scores))  # type: ignore[return-value]
 
 
 class PickedRow(Protocol):
@@ -199,17 +222,17 @@ class TokenPicker:
             scored = []
             for row, line in zip(rows, logits):
                 ids = row.padded_ids().to(logits.device)
-                scored.append(self._rows[row.index](ids[None], line[None].clone()))
+                scored.append(self._rows[row.index](ids[None], line[None].clone()))  # type: ignore[arg-type]
             return torch.cat(scored)
         return self._process_batch(rows, logits, batch)
 
-    def _process_batch(self, rows, logits, batch):
+    def _process_batch(self, rows: Sequence[PickedRow], logits: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
         input_ids = batch.padded_batch(rows[0].num_generated)
         lines = [row.index for row in rows]
         # Finished rows have no logits; plain decoding passes something nobody reads, here it is zeros.
         full = logits.new_zeros(self.batch_size, logits.shape[1])
         full[lines] = logits
-        return self.processors(input_ids, full)[lines]
+        return self.processors(input_ids, full)[lines]  # type: ignore[arg-type]
 
 
 def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_size: int) -> LogitsProcessor:
@@ -219,8 +242,16 @@ def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_siz
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, torch.Tensor) and len(ignored) == batch_size:
         processor = copy.copy(processor)
-        processor.prompt_ignore_length = ignored[row : row + 1]
+        processor.prompt_ignore_length = ignored[row : row + 1]  # type: ignore[attr-defined]
     return processor
+
+
+def argmax(scores: torch.Tensor) -> list[int]:
+    """Arg max of every line of `[rows, vocab_size]`; ties go to the lowest token, as in `torch.argmax`."""
+    if scores.device.type == "cpu":
+        # numpy's arg max is vectorised, torch's on the CPU is not: 6 times faster for 40 lines of 32,000.
+        return scores.float().numpy().argmax(axis=-1).tolist()
+    return scores.argmax(dim=-1).tolist()
 
 
 def score_processors(processors: LogitsProcessorList) -> LogitsProcessorList:

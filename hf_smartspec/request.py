@@ -86,6 +86,7 @@ class Request:
     # node that the target's path has reached, and the path so far.
     tree: DraftTree | None = None
     logits: torch.Tensor | None = None
+    picks: list[int] = field(default_factory=list)  # their arg max, where that is all there is to picking
     cursor: int = -1
     path: list[int] = field(default_factory=list)
 
@@ -110,6 +111,18 @@ class Request:
     @property
     def is_verifying(self) -> bool:
         return self.tree is not None
+
+    @property
+    def cache_row(self) -> CacheRow:
+        """The row in the cache, which every running request has."""
+        assert self.row is not None, "the request has no row in the cache"
+        return self.row
+
+    @property
+    def node_logits(self) -> torch.Tensor:
+        """The logits of the draft under verification, `[1 + nodes, vocab_size]`."""
+        assert self.logits is not None, "the request has no draft under verification"
+        return self.logits
 
     def append(self, token: int) -> None:
         position = len(self.padded_prompt) + len(self.tokens)

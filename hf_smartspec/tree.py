@@ -29,11 +29,16 @@ class DraftTree:
     distributions: Any = None
 
     @classmethod
-    def chain(cls, tokens: Sequence[int] | np.ndarray, probs: Sequence[float] | np.ndarray | None = None, **kwargs):
+    def chain(
+        cls,
+        tokens: Sequence[int] | np.ndarray,
+        probs: Sequence[float] | np.ndarray | None = None,
+        distributions: Any = None,
+    ) -> "DraftTree":
         """The tree in which every token follows the one before it; `probs` are 1 where none are given."""
         tokens = np.asarray(tokens, dtype=np.int64)
         probs = np.ones(len(tokens), np.float32) if probs is None else np.asarray(probs, np.float32)
-        return cls(tokens, np.arange(-1, len(tokens) - 1), probs, **kwargs)
+        return cls(tokens, np.arange(-1, len(tokens) - 1), probs, distributions)
 
     @classmethod
     def empty(cls) -> "DraftTree":
@@ -131,7 +136,9 @@ class DraftTree:
             if not np.issubdtype(np.asarray(array).dtype, np.integer):
                 raise ValueError(f"`{name}` of a DraftTree must be integers, got {array.dtype}.")
         if (self.parents >= np.arange(num_nodes)).any() or self.parents.min() < -1:
-            raise ValueError(f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}.")
+            raise ValueError(
+                f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}."
+            )
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
             raise ValueError(
                 f"Draft tokens must lie in [0, {vocab_size}), got {self.tokens.min()} to {self.tokens.max()}."

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .processors import add_gumbel_noise, gumbel_noise
+from .processors import add_gumbel_noise, argmax, gumbel_noise
 from .request import Request
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
@@ -19,13 +19,13 @@ def coupled_picks(requests: Sequence[Request], scores: torch.Tensor) -> list[int
     seeds = [request.seed for request in requests]
     if any(seed is not None for seed in seeds):
         scores = add_gumbel_noise(scores, seeds, [request.num_generated for request in requests])
-    return scores.argmax(dim=-1).tolist()
+    return argmax(scores)
 
 
 def rejection_picks(requests: Sequence[Request], scores: torch.Tensor) -> list[int]:
     """
-    Speculative sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023) for chains with draft distributions q:
-    the draft token x is kept with probability min(1, p(x) / q(x)), else a token is drawn from max(0, p - q). The
+    Speculative sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023) for chains with draft distributions
+    q: the draft token x is kept with probability min(1, p(x) / q(x)), else a token is drawn from max(0, p - q). The
     output has the target's distribution, but which tokens come out depends on the drafts. Rows without a
     distribution, and greedy rows, are picked for as in `coupled_picks`.
     """

@@ -44,5 +44,5 @@ class FixedLength(LengthPolicy):
 class NoSpeculation(FixedLength):
     """Plain decoding: nothing is drafted."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(0)
