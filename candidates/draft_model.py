@@ -130,7 +130,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
         cursor = -1
         if state.row.length == len(state.tokens):
             assert self._forward is not None
-            for token in tokens.tolist():
+            # The last token stays out even if it was drafted: the next draft needs its logits.
+            for token in tokens[:-1].tolist():
                 child = state.nodes.child(cursor, token)
                 if child is None:
                     break

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -64,13 +65,25 @@ def tree_attention(
     padded = _pad(query[0].transpose(0, 1), layout)  # [rows, width, heads, head_dim]
     # Grouped heads become further queries of their key/value head: nothing is repeated.
     folded = padded.unflatten(2, (kv_heads, groups)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, width*groups, d]
-    mask = layout.mask(sliding_window, groups, query.dtype)
+    mask = layout.mask(_window(module, sliding_window), groups, query.dtype)
     if softcap is None:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     else:
         output = _softcapped_attention(folded, key, value, mask, softcap, scaling, dropout)
     output = output.unflatten(2, (layout.width, groups)).transpose(1, 2).flatten(2, 3)  # [rows, width, heads, d]
     return _unpad(output, layout)[None], None
+
+
+def _window(module: torch.nn.Module, argument: int | None) -> int | None:
+    """
+    The layer's sliding window. Where the config knows every layer's type, models go by that when they build their
+    masks, and need not hand the window to the attention function as well (Qwen2-MoE does not).
+    """
+    config, layer_idx = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types or not isinstance(layer_idx, int):
+        return argument
+    return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
 
 
 def _pad(packed: torch.Tensor, layout: StepLayout) -> torch.Tensor:
@@ -127,17 +140,33 @@ def attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
+# Configs that are in use by packed forwards, by id: how many, and the implementation to restore after the last one.
+_in_use: dict[int, tuple[int, str]] = {}
+_lock = Lock()
+
+
 @contextmanager
 def tree_attention_step(configs: list[PreTrainedConfig], layout: StepLayout) -> Iterator[None]:
-    """Within the context, forwards of a model with these configs attend as `layout` says."""
-    previous = [config._attn_implementation_internal for config in configs]
+    """
+    Within the context, this thread's forwards of a model with these configs attend as `layout` says. Other threads
+    may run packed forwards of the same model meanwhile, or plain ones, which then find their way past the layout.
+    """
     token = _layout.set(layout)
-    for config, implementation in zip(configs, previous):
-        if implementation is not None and not implementation.startswith(PREFIX):
-            config._attn_implementation_internal = _registered(implementation)
+    with _lock:
+        for config in configs:
+            count, previous = _in_use.get(id(config), (0, config._attn_implementation_internal))
+            if previous is not None:
+                _in_use[id(config)] = (count + 1, previous)
+                config._attn_implementation_internal = _registered(previous)
     try:
         yield
     finally:
-        for config, implementation in zip(configs, previous):
-            config._attn_implementation_internal = implementation
+        with _lock:
+            for config in configs:
+                if id(config) in _in_use:
+                    count, previous = _in_use.pop(id(config))
+                    if count > 1:
+                        _in_use[id(config)] = (count - 1, previous)
+                    else:
+                        config._attn_implementation_internal = previous
         _layout.reset(token)

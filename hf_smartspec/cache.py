@@ -117,16 +117,17 @@ class SlotCache(Cache):
         """Gives up a row; the row in the last slot takes its place."""
         last = self.rows[-1]
         if last is not row:
+            length = last.length + last.num_nodes
             for layer in self.layers:
                 for memory in (layer.keys, layer.values):
-                    memory[row.slot, : last.length] = memory[last.slot, : last.length]
+                    memory[row.slot, :length] = memory[last.slot, :length]
             self.rows[row.slot] = last
             last.slot = row.slot
         self.rows.pop()
 
     def swap(self, row: CacheRow, other: CacheRow) -> None:
         """Exchanges two rows' slots, content included."""
-        length = max(row.length, other.length)
+        length = max(row.length + row.num_nodes, other.length + other.num_nodes)
         for layer in self.layers:
             for memory in (layer.keys, layer.values):
                 saved = memory[row.slot, :length].clone()
@@ -157,7 +158,7 @@ class SlotCache(Cache):
                 if node != target:
                     sources.append(row.slot * self.capacity + row.length + node)
                     targets.append(row.slot * self.capacity + row.length + target)
-            row.length += len(path)
+            row.length, row.num_nodes = row.length + len(path), 0
         if sources:
             device = self.layers[0].keys.device
             index = torch.tensor([sources, targets], device=device)

@@ -9,6 +9,7 @@ from transformers.generation import CandidateGenerator
 
 from .candidates import DraftModelCandidates, PromptLookupCandidates, TreeCandidateGenerator, WrappedCandidates
 from .candidates.base import NoCandidates
+from .checks import is_integer
 from .goodput.selector import FixedLength, LengthPolicy
 from .verify import METHODS
 
@@ -38,9 +39,9 @@ class SmartSpecConfig:
     def __post_init__(self) -> None:
         if self.verification not in METHODS:
             raise ValueError(f"`verification` must be one of {sorted(METHODS)}, got {self.verification!r}.")
-        if self.num_nodes is not None and (not isinstance(self.num_nodes, int) or self.num_nodes < 0):
+        if self.num_nodes is not None and (not is_integer(self.num_nodes) or self.num_nodes < 0):
             raise ValueError(f"`num_nodes` must be an integer of at least 0 or None, got {self.num_nodes!r}.")
-        if not isinstance(self.width, int) or self.width < 1:
+        if not is_integer(self.width) or self.width < 1:
             raise ValueError(f"`width` must be a positive integer, got {self.width!r}.")
         if self.policy is not None and not isinstance(self.policy, LengthPolicy):
             raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")

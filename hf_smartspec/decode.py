@@ -10,11 +10,11 @@ from transformers.generation import (
     BaseStreamer,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
-    GenerationMode,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import logging
 
+from .checks import check_mask, check_seed, check_settings, check_token_ids
 from .config import SmartSpecConfig
 from .decoding import DecodingBatch
 from .engine import Engine
@@ -76,7 +76,13 @@ def decode(
     """
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
     source = config.source_for(model)
-    _check_call(model, input_ids, generation_config, synced_gpus)
+    check_settings(generation_config, synced_gpus)
+    check_token_ids(model, input_ids)
+    if not model.config.is_encoder_decoder:
+        # With a cache, or embeddings in their place, `input_ids` need not hold the whole text.
+        is_whole = model_kwargs.get("past_key_values") is None or model_kwargs["past_key_values"].get_seq_length() == 0
+        is_whole = is_whole and model_kwargs.get("inputs_embeds") is None
+        check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = _row_seeds(seed, len(input_ids), generation_config.do_sample)
     reason = plain_reason(model, input_ids, generation_config, model_kwargs)
     if reason is not None:
@@ -124,45 +130,17 @@ def decode(
     return _output(model, engine, sequences, cache, generation_config, model_kwargs)
 
 
-def _check_call(
-    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, synced_gpus: bool
-) -> None:
-    served = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-    mode = config.get_generation_mode()
-    if mode not in served:
-        raise ValueError(
-            f"`assistant` serves greedy search and sampling, not {mode.value.replace('_', ' ')} (`num_beams="
-            f"{config.num_beams}`). Set `num_beams=1`, or leave `assistant` out."
-        )
-    if not config.use_cache:
-        raise ValueError("`assistant` needs the key/value cache: `use_cache=False` cannot be served. Leave it out.")
-    if synced_gpus:
-        raise ValueError("`synced_gpus=True` cannot be served: rows take different numbers of steps. Leave it out.")
-    if config.assistant_ensemble_weight is not None:
-        raise ValueError("`assistant_ensemble_weight` changes the output and is not supported. Leave it out.")
-    if input_ids.shape[0] == 0:
-        raise ValueError("`input_ids` is an empty batch: pass at least one sequence.")
-    if input_ids.numel():
-        num_embeddings = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-        lowest, highest = int(input_ids.min()), int(input_ids.max())
-        if lowest < 0 or highest >= num_embeddings:
-            raise ValueError(
-                f"`input_ids` must lie in [0, {num_embeddings}), the model's vocabulary; got {lowest} to {highest}."
-            )
-
-
 def _row_seeds(seed: int | Sequence[int] | None, batch_size: int, do_sample: bool) -> list[int | None]:
+    check_seed(seed)
+    if isinstance(seed, Sequence) and len(seed) != batch_size:
+        raise ValueError(f"`seed` must be one integer or one per row: got {len(seed)} for {batch_size} rows.")
     if not do_sample:
         return [None] * batch_size
     if seed is None:
         seed = int(torch.randint(2**62, ()))
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return [row_seed(seed, row) for row in range(batch_size)]
-    if isinstance(seed, Sequence) and all(isinstance(value, int) for value in seed):
-        if len(seed) != batch_size:
-            raise ValueError(f"`seed` must be one integer or one per row: got {len(seed)} for {batch_size} rows.")
-        return list(seed)
-    raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
+    if isinstance(seed, Sequence):
+        return [int(value) for value in seed]
+    return [row_seed(int(seed), row) for row in range(batch_size)]
 
 
 def _requests(
@@ -179,8 +157,6 @@ def _requests(
     limits = [item.max_length for item in stopping_criteria if type(item) is MaxLengthCriteria]
     # Plain decoding checks the length after a token, so that one is always generated.
     max_new_tokens = max(1, min(limits) - ids.shape[1]) if limits else None
-    if not mask.any(dim=1).all():
-        raise ValueError("`attention_mask` masks a whole row: every row needs at least one token.")
     return [
         # Names are unique, since a source may serve several calls at once.
         Request(object(), row, ids[row], mask[row], max_new_tokens, seeds[row])

@@ -169,6 +169,9 @@ class Engine:
             while ready and not (self.picker.needs_lockstep and len(ready) < len(self.batch.active)):
                 tokens = self._pick_next(ready)
                 still = [request for request, token in zip(ready, tokens) if self._advance(request, token)]
+                if not self.picker.is_known:  # processors and criteria may share state: they take turns
+                    self.batch.report()
+                    still = [request for request in still if self.batch.is_active(request)]
                 ended += [request for request in ready if request not in still]
                 ready = still
             return ended

@@ -67,6 +67,7 @@ class PackedForward:
         logits = self._run(order, None if len(keep) == offset else keep)
         for item in order:
             item.row.length += len(item.feed)
+            item.row.num_nodes = len(item.tree)
         return logits, [first_line[id(item.row)] for item in inputs]
 
     def _run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:

@@ -8,10 +8,10 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
+from .checks import check_mask, check_seed, check_settings, check_source_options, check_token_ids
 from .config import SmartSpecConfig
 from .decode import decode
 
@@ -44,9 +44,9 @@ def enable(model: Any = None) -> Any:
         return _disabling()
     target = _generating(model)
     if not _is_enabled(target):
-        # A `generate` set on the instance, as other patches do, stays underneath.
-        vars(target)[_PREVIOUS] = vars(target).get("generate")
-        target.generate = partial(_generate, target)  # type: ignore[method-assign]
+        # A `generate` set on the instance, as other patches do, stays underneath. A partial, not a bound method: only
+        # partials survive pickling as an attribute of the model they are bound to.
+        target.generate = partial(_generate, target, vars(target).get("generate"))  # type: ignore[method-assign, misc]
     return model
 
 
@@ -59,8 +59,7 @@ def disable(model: Any = None) -> Any:
         return None
     target = _generating(model)
     if _is_enabled(target):
-        del target.generate  # type: ignore[misc]
-        previous = vars(target).pop(_PREVIOUS)
+        previous = vars(target).pop("generate").args[1]
         if previous is not None:
             target.generate = previous  # type: ignore[method-assign, misc]
     return model
@@ -95,7 +94,6 @@ def _generating(model: Any) -> GenerationMixin:
 
 
 def _is_enabled(model: GenerationMixin) -> bool:
-    # A partial, not a bound method: only partials survive pickling as an attribute of the model they are bound to.
     generate = vars(model).get("generate")
     return isinstance(generate, partial) and generate.func is _generate
 
@@ -107,10 +105,15 @@ def _is_globally_enabled() -> bool:
 
 
 def _generate(
-    model: Any, *args: Any, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs: Any
+    model: Any,
+    previous: Callable | None,
+    *args: Any,
+    assistant: Any = None,
+    seed: int | Sequence[int] | None = None,
+    **kwargs: Any,
 ) -> Any:
-    """`generate` of an enabled model."""
-    original = vars(model).get(_PREVIOUS) or MethodType(type(model).generate, model)
+    """`generate` of an enabled model; `previous` is the one that was set on the instance before, if any."""
+    original = previous or MethodType(type(model).generate, model)
     return _route(model, original, args, kwargs, assistant, seed)
 
 
@@ -133,34 +136,57 @@ def _route(
         if seed is not None:
             kwargs["seed"] = seed  # transformers says that it does not know it
         return original(*args, **kwargs)
-    kwargs |= dict(zip(_PARAMETERS, args))
-    _check_arguments(kwargs)
-    config = assistant
-    if not isinstance(assistant, SmartSpecConfig):
-        config = SmartSpecConfig(assistant, num_nodes=kwargs.pop("num_assistant_tokens", None))
+    kwargs |= _by_name(args, kwargs)
+    config = _config(assistant, kwargs)
+    _check_arguments(model, kwargs, seed)
     config.source_for(model)  # refuses what cannot draft before any work starts
     kwargs = _with_stop_strings(model, kwargs)
     # transformers drops the streamer on the way to a callable `custom_generate`, so it travels with the callable.
-    decoder = partial(decode, assistant=config, seed=seed, streamer=kwargs.get("streamer"))
-    return original(**kwargs, custom_generate=decoder)
+    kwargs["custom_generate"] = partial(decode, assistant=config, seed=seed, streamer=kwargs.get("streamer"))
+    return original(**kwargs)
 
 
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that contradict `assistant`, and inputs that are no batch of token ids."""
+def _by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments of `generate` under their names."""
+    if len(args) > len(_PARAMETERS):
+        raise TypeError(f"generate() takes at most {len(_PARAMETERS)} positional arguments, got {len(args)}.")
+    named = dict(zip(_PARAMETERS, args))
+    for name in named.keys() & kwargs.keys():
+        raise TypeError(f"generate() got multiple values for argument '{name}'.")
+    return named
+
+
+def _config(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig:
+    """`assistant` with its options; `num_assistant_tokens` says how much to draft, as for transformers' assistants."""
+    num_nodes = kwargs.pop("num_assistant_tokens", None)
+    if isinstance(assistant, SmartSpecConfig):
+        if num_nodes is not None:
+            raise ValueError("`num_assistant_tokens` has no effect on a SmartSpecConfig. Set its `num_nodes` instead.")
+        return assistant
+    if num_nodes is None:
+        num_nodes = getattr(kwargs.get("generation_config"), "num_assistant_tokens", None)
+    return SmartSpecConfig(assistant, num_nodes=num_nodes)
+
+
+def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> None:
+    """Refuses what contradicts `assistant` or cannot be served, before an encoder runs or a streamer is fed."""
     config = kwargs.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"`generation_config` must be a GenerationConfig, got {type(config).__name__}.")
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "use_mtp", "assistant_early_exit"):
         if kwargs.get(name) or getattr(config, name, None):
             raise ValueError(f"`{name}` and `assistant` both say how to decode: pass one of them.")
+    check_seed(seed)
+    check_source_options(kwargs)
     for name in ("inputs", "input_ids"):
-        ids = kwargs.get(name)
-        if ids is None:
-            continue
-        if not isinstance(ids, torch.Tensor):
-            raise TypeError(
-                f"`{name}` must be a torch.Tensor of token ids of shape [batch, length], got {type(ids).__name__}."
-            )
-        if ids.shape[0] == 0:
-            raise ValueError(f"`{name}` is an empty batch (shape {tuple(ids.shape)}): pass at least one sequence.")
+        if kwargs.get(name) is not None:
+            check_token_ids(model, kwargs[name], name)
+    if not model.config.is_encoder_decoder:
+        check_mask(kwargs.get("attention_mask"))
+    # Merged as `generate` merges them: call, config object, the model's own defaults.
+    options = {name: value for name, value in kwargs.items() if name not in _PARAMETERS}
+    settings, _ = model._prepare_generation_config(config, **options)  # type: ignore[operator]
+    check_settings(settings, kwargs.get("synced_gpus"))
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,14 @@ from .tree import DraftTree
 
 @dataclass(eq=False)
 class CacheRow:
-    """One request's row of a `SlotCache`: the slot it lies in and the number of committed tokens it holds."""
+    """
+    One request's row of a `SlotCache`: the slot it lies in, the number of committed tokens it holds, and that of the
+    draft nodes behind them, which wait for `commit`.
+    """
 
     slot: int
     length: int = 0
+    num_nodes: int = 0
 
 
 @dataclass

@@ -16,6 +16,9 @@ from .tree import DraftTree
 # Arguments of the prepared call that the packed forward replaces or passes on.
 _PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
+# What configs call the reach of local attention.
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+
 _probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -92,8 +95,13 @@ def can_pack(model: PreTrainedModel) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     if model.config.is_encoder_decoder or rope.get("rope_type") in ("dynamic", "longrope"):
         return False  # frequencies that depend on the longest row of the batch would depend on the drafts
-    if config.model_type in TESTED_MODEL_TYPES:
+    layer_types = getattr(config, "layer_types", None)
+    if not set(layer_types or ()) <= {"full_attention", "sliding_attention"}:
+        return False  # chunked attention and the like: the probe's texts are too short to tell
+    if model.config.model_type in TESTED_MODEL_TYPES:
         return True
+    if not layer_types and any(getattr(config, name, None) is not None for name in _WINDOWS):
+        return False  # likewise: the window may be known to the model's own masks only
     if model not in _probed:
         _probed[model] = _probe(model)
     return _probed[model]

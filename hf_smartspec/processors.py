@@ -191,6 +191,7 @@ class TokenPicker:
         batch_size, prompt_length (`int`): Of the caller's padded batch.
 
     Attributes:
+        is_known (`bool`): Whether no processor can keep state, so that it does not matter when they are called.
         needs_lockstep (`bool`): True if some processor is of unknown kind in a batch of several rows. It may keep
             state across rows, so rows may be picked for only when all unfinished rows have logits for one length.
     """
@@ -199,10 +200,10 @@ class TokenPicker:
         self.processors, self.batch_size = processors, batch_size
         known = (*_SCORE_ONLY, *_ROW_ONLY, SeededGumbelLogitsProcessor)
         self.score_only = all(type(processor) in _SCORE_ONLY for processor in processors)
-        all_known = all(type(processor) in known for processor in processors)
-        self.needs_lockstep = batch_size > 1 and not all_known
+        self.is_known = all(type(processor) in known for processor in processors)
+        self.needs_lockstep = batch_size > 1 and not self.is_known
         self._rows: list[LogitsProcessorList] = []
-        if all_known and not self.score_only:
+        if self.is_known and not self.score_only:
             for row in range(batch_size):
                 split = (_for_row(processor, row, prompt_length, batch_size) for processor in processors)
                 self._rows.append(LogitsProcessorList(split))

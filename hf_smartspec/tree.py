@@ -64,9 +64,10 @@ class DraftTree:
     @cached_property
     def path_probs(self) -> np.ndarray:
         """a_n of the design: probability that the target's path runs through each node, `[n]` float32."""
+        # Rounded softmax values may exceed 1 by a hair, and a child must never outrank its parent.
+        products = np.clip(self.probs, 0, 1).astype(np.float32)
         if self.is_chain:
-            return np.cumprod(self.probs)
-        products = np.array(self.probs, np.float32)
+            return np.cumprod(products)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
                 products[node] *= products[parent]

@@ -14,8 +14,8 @@ from ..tree import DraftTree
 
 class ReplayCandidates(TreeCandidateGenerator):
     """
-    Drafts what each row is known to continue with, with errors at a known rate: exercises accepted, partly accepted and
-    rejected drafts on any model, without a draft model. One object serves one `generate` call.
+    Drafts what each row is known to continue with, with errors at a known rate: exercises accepted, partly accepted
+    and rejected drafts on any model, without a draft model. One object serves one `generate` call.
 
     Args:
         continuations (sequence of token sequences): What plain decoding generates, row by row of the batch.
@@ -107,11 +107,11 @@ def ways_of_drafting(assistant: str | PreTrainedModel, vocab_size: int) -> list[
     if isinstance(assistant, PreTrainedModel):
         chain = SmartSpecConfig(assistant, num_nodes=5)
         tree = SmartSpecConfig(assistant, num_nodes=10, width=3)
-        ways = [Drafting("draft model, chain", lambda _: chain), Drafting("draft model, tree", lambda _: tree)]
+        ways = [Drafting("draft chain", lambda _: chain), Drafting("draft tree", lambda _: tree)]
     else:
         ways = [Drafting(assistant, lambda _: assistant)]
     return [
         *ways,
-        Drafting("replayed, chain", lambda rows: ReplayCandidates(rows, vocab_size)),
-        Drafting("replayed, tree", lambda rows: ReplayCandidates(rows, vocab_size, width=3)),
+        Drafting("replayed chain", lambda rows: ReplayCandidates(rows, vocab_size)),
+        Drafting("replayed tree", lambda rows: ReplayCandidates(rows, vocab_size, width=3)),
     ]

@@ -13,8 +13,8 @@ from ..config import SmartSpecConfig
 from ..generate import enabled
 from ..tree import DraftTree
 from .drafts import Drafting, SameTreeCandidates
-from .equality import Recorder, eos_ids
 from .loading import left_padded
+from .runs import Recorder, eos_ids
 
 NUM_CHOICES = 6  # tokens that the vocabulary is reduced to
 TEMPERATURE = 1.5  # so that a model that is sure of itself still has several outcomes
@@ -120,11 +120,11 @@ def ways_of_sampling(assistant: str | PreTrainedModel, table: ExactTable) -> lis
         options: dict[str, dict[str, Any]] = {
             "chain": {"num_nodes": 3},
             "tree": {"num_nodes": 8, "width": 3},
-            "chain, rejection": {"num_nodes": 3, "verification": "rejection"},
+            "chain by rejection": {"num_nodes": 3, "verification": "rejection"},
         }
         for name, values in options.items():
             config = SmartSpecConfig(assistant, **values)
-            ways.append(Drafting(f"draft model, {name}", lambda _, config=config: config))
+            ways.append(Drafting(f"draft {name}", lambda _, config=config: config))
     return ways
 
 
@@ -192,14 +192,16 @@ def _compare(table: ExactTable, counts: Counter, name: str, drafted: int, accept
 
 
 def _chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
-    """Pearson's statistic and the number of its cells; rare outcomes share one cell, with the rarest other if need be."""
+    """Pearson's statistic and its number of cells; rare outcomes share one, with the rarest other if need be."""
     order = expected.argsort()
     observed, expected = observed[order], expected[order]
     num_rare = int((expected < _MIN_EXPECTED).sum())
     while 0 < num_rare < len(expected) and expected[:num_rare].sum() < _MIN_EXPECTED:
         num_rare += 1
     if num_rare:
-        observed, expected = (torch.cat([item[:num_rare].sum()[None], item[num_rare:]]) for item in (observed, expected))
+        observed, expected = (
+            torch.cat([item[:num_rare].sum()[None], item[num_rare:]]) for item in (observed, expected)
+        )
     return float(((observed - expected) ** 2 / expected).sum()), len(expected)
 
 

@@ -18,6 +18,8 @@ from transformers import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
+
 # Neutral, of different lengths, and partly repetitive, so that prompt lookup finds something.
 PROMPTS = (
     "The capital of France is",
@@ -26,13 +28,20 @@ PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
     "Water boils at",
     "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday, Wednesday,",
-    'SELECT name, age FROM people WHERE age > 30;\n-- the same for cities\nSELECT name, size FROM cities WHERE',
+    "SELECT name, age FROM people WHERE age > 30;\n-- the same for cities\nSELECT name, size FROM cities WHERE",
     "List three reasons why trees are useful to people.",
 )
 
 
 class UsageError(Exception):
     """A command cannot do what it was asked to; its message is shown as one line, and the exit status is 2."""
+
+
+def check_device(name: str) -> None:
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
 
 
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
@@ -42,16 +51,18 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTra
         config = AutoConfig.from_pretrained(name)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = factory.from_pretrained(name, dtype=getattr(torch, dtype))
-    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: all mean that it cannot be loaded
+    except (
+        Exception
+    ) as error:  # OSError, ValueError, KeyError, SafetensorError, ...: all mean that it cannot be loaded
         raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
-    try:
-        return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"cannot use the device {device!r}: {_first_line(error)}") from error
+    return model.to(device).eval()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies beside the model; None if there is none."""
+    folder = Path(name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        return None  # transformers would make up an empty one from the model's type
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception:  # transformers raises many kinds for a missing or unreadable tokenizer

@@ -1,0 +1,71 @@
+# Everything runs in .venv, which the first target that needs it sets up. `rm -rf .venv` starts over.
+
+# Any Python from 3.10 on that can make virtual environments; `make PYTHON=...` chooses another.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$python -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue; \
+	echo $$python; break; done)
+# Test processes; each computes with one thread.
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+# Models and data of tests and demo come with the repository: nothing is fetched.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+# The environment of whoever calls make stays outside.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.PHONY: help setup demo test test-all check lint types imports format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
+
+setup: $(INSTALLED)  ## create .venv with everything in it; the other targets do so by themselves
+
+demo: $(INSTALLED)  ## speculative decoding beside plain decoding, on models in this repository
+	@$(BIN)/python demos/demo.py
+
+test: check  ## style, types, architecture, then the tests
+	@echo "== tests"
+	@$(PYTEST) -q
+
+test-all: check  ## the same with every combination of every option: long
+	@echo "== all tests"
+	@HF_SMARTSPEC_EXHAUSTIVE=1 $(PYTEST) -q
+
+check: lint types imports
+
+lint: $(INSTALLED)  ## style (ruff)
+	@echo "== style"
+	@$(BIN)/ruff check --quiet --output-format concise .
+	@$(BIN)/ruff format --check --output-format concise .
+
+types: $(INSTALLED)  ## annotations (mypy)
+	@echo "== types"
+	@$(BIN)/mypy
+
+imports: $(INSTALLED)  ## which module may import which (import-linter)
+	@echo "== architecture"
+	@$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED)  ## put the code into this project's style
+	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
+
+clean:  ## remove build results and caches; .venv stays
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch alone and first: nothing that follows may choose another build of it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer with venv was found: make PYTHON=/path/to/python3"; exit 1; }
+	@test -x $(BIN)/python || { echo "== creating $(VENV) ($$($(PYTHON) --version))"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing $(TORCH)"
+	@$(PIP) setuptools $(TORCH)
+	@echo "== installing hf-smartspec and what its tests need"
+	@PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --editable ".[test]"
+	@touch $@

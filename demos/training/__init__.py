@@ -1,0 +1,1 @@
+"""Training of the small target and draft models that the demos use."""

@@ -1,0 +1,119 @@
+"""What a call must look like to be served: bad input is refused before any work starts, with the remedy named."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+_SERVED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+
+# Which argument asks for which of the other modes.
+_ASKS = {
+    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+    GenerationMode.DOLA_GENERATION: "dola_layers",
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: "force_words_ids",
+}
+
+# Options of transformers' own assistants that belong to the candidate source here.
+_SOURCE_OPTIONS = {
+    "assistant_confidence_threshold": "`assistant=DraftModelCandidates(draft, confidence_threshold=...)`",
+    "max_matching_ngram_size": "`assistant=PromptLookupCandidates(max_ngram=...)`",
+    "num_assistant_tokens_schedule": "a `LengthPolicy` in `assistant=SmartSpecConfig(..., policy=...)`",
+    "assistant_tokenizer": "a draft with the target's own tokenizer",
+}
+
+
+def check_settings(config: GenerationConfig, synced_gpus: bool | None = None) -> None:
+    """Raises `ValueError` for generation settings that cannot be served."""
+    mode = config.get_generation_mode()
+    if mode not in _SERVED:
+        name = _ASKS.get(mode, "num_beams")
+        raise ValueError(
+            f"`assistant` serves greedy search and sampling, not {mode.value.replace('_', ' ')} (`{name}="
+            f"{getattr(config, name, None)}`). Leave `{name}` out, or `assistant`."
+        )
+    if config.use_cache is False:
+        raise ValueError("`assistant` needs the key/value cache: `use_cache=False` cannot be served. Leave it out.")
+    if config.cache_implementation == "paged":
+        raise ValueError("`cache_implementation='paged'` decodes without an assistant. Leave it out, or `assistant`.")
+    if synced_gpus:
+        raise ValueError("`synced_gpus=True` cannot be served: rows take different numbers of steps. Leave it out.")
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError("`assistant_ensemble_weight` changes the output and is not supported. Leave it out.")
+    if config.token_healing:
+        raise ValueError(
+            "`token_healing=True` cannot be served. Heal the prompt first, with `model.heal_tokens(input_ids, "
+            "tokenizer)`, and leave it out."
+        )
+
+
+def check_source_options(kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for options that would be dropped silently."""
+    for name, remedy in _SOURCE_OPTIONS.items():
+        if kwargs.get(name) not in (None, 0, "constant"):
+            raise ValueError(f"`{name}={kwargs[name]!r}` has no effect on `assistant`. Use {remedy} instead.")
+
+
+def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -> None:
+    """
+    Raises unless `ids` are a batch of token ids of the model.
+
+    Raises:
+        TypeError: for anything but an integer tensor.
+        ValueError: for another shape than [batch, length], an empty batch, and ids outside the vocabulary.
+    """
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(
+            f"`{name}` must be a torch.Tensor of token ids of shape [batch, length], got {type(ids).__name__}. "
+            "Tokenize with `return_tensors='pt'`, and unpack an encoding: `generate(**encoding)`."
+        )
+    if ids.shape[:1] == (0,):
+        raise ValueError(f"`{name}` is an empty batch (shape {list(ids.shape)}): pass at least one sequence.")
+    if name == "inputs" and model.main_input_name != "input_ids":
+        return  # features of a speech or vision encoder
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"`{name}` must be token ids of dtype torch.int64, got {ids.dtype}.")
+    if ids.dim() != 2:
+        raise ValueError(
+            f"`{name}` must have shape [batch, length], got {list(ids.shape)}. For one sequence, add the first axis: "
+            f"`{name}[None]`."
+        )
+    if ids.numel():
+        num_embeddings = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= num_embeddings:
+            raise ValueError(
+                f"`{name}` must lie in [0, {num_embeddings}), the model's vocabulary; got {lowest} to {highest}."
+            )
+
+
+def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
+    """Raises unless `attention_mask` is a tensor of shape [batch, length] that leaves every row a token."""
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(f"`attention_mask` must be a torch.Tensor of shape [batch, length], got {got}.")
+    if shape is not None and mask.shape != tuple(shape):
+        raise ValueError(
+            f"`attention_mask` of shape {list(mask.shape)} does not fit `input_ids` of shape {list(shape)}: "
+            "it needs one entry per token."
+        )
+    empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"`attention_mask` masks rows {empty} wholly: every row needs at least one token.")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises `TypeError` unless `seed` is an integer, a sequence of integers, or None."""
+    is_list = isinstance(seed, Sequence) and not isinstance(seed, str)
+    if seed is not None and not all(is_integer(value) for value in (seed if is_list else [seed])):
+        raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is a whole number, numpy's included; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

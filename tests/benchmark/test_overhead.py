@@ -1,0 +1,24 @@
+"""The overhead benchmark runs on a small model and reports what it promises."""
+
+import argparse
+import json
+
+from hf_smartspec.benchmark import overhead
+from tests.models import new_model
+
+
+def test_report_holds_every_setting_and_is_written_as_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(overhead, "CONTEXT", 8)
+    monkeypatch.setattr(overhead, "random_llama", lambda num_layers: new_model("llama", eos_token_id=None))
+    parser = argparse.ArgumentParser()
+    overhead.add_arguments(parser)
+    path = tmp_path / "overhead.json"
+    settings = ["--layers", "1", "--batch-sizes", "1", "2", "--widths", "1", "3", "--repeats", "1"]
+    assert overhead.run(parser.parse_args([*settings, "--dtype", "float32", "--threads", "1", "--json", str(path)])) == 0
+
+    results = json.loads(path.read_text())
+    assert [(row["batch_size"], row["width"]) for row in results["forward"]] == [(1, 1), (1, 3), (2, 1), (2, 3)]
+    assert all(row["plain"] > 0 and row["ratio"] == row["packed"] / row["plain"] for row in results["forward"])
+    assert all(0 < row["outside_share"] < 1 for row in results["step"].values())
+    assert results["no_speculation"]["plain_tokens"] == results["no_speculation"]["engine_tokens"]
+    assert "packed / plain" in capsys.readouterr().out

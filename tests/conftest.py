@@ -1,0 +1,59 @@
+"""Settings of the whole test suite."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, print_blob=True)
+settings.load_profile("quick")
+
+
+def pytest_configure(config):
+    # A break in transformers is seen early when its deprecation messages are failures.
+    config.addinivalue_line("filterwarnings", "error::FutureWarning:transformers")
+    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:transformers")
+    config.addinivalue_line("filterwarnings", "error::FutureWarning:hf_smartspec")
+    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:hf_smartspec")
+
+
+class _NoDeprecations(logging.Handler):
+    """transformers logs most of its deprecations instead of warning."""
+
+    def emit(self, record):
+        message = record.getMessage()
+        if "deprecat" in message.lower():
+            raise AssertionError(f"transformers announces a deprecation: {message}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _strict_session():
+    """One thread per process, since tests run side by side; logged deprecations are errors."""
+    torch.set_num_threads(1)
+    handler = _NoDeprecations()
+    logging.getLogger("transformers").addHandler(handler)
+    yield
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+# Tests that compare many cases add their counts under this name (`record_property`); the last lines of the run sum them
+# up, over all workers.
+COUNTS = "exactness"
+
+
+def pytest_terminal_summary(terminalreporter):
+    total: Counter = Counter()
+    ties: list[str] = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == COUNTS and getattr(report, "when", None) == "call":
+                    total.update(value["counts"])
+                    ties += value["ties"]
+    if total:
+        names = ("cases", "tokens", "drafted", "accepted", "ties", "differences")
+        terminalreporter.write_line("exactness: " + ", ".join(f"{total[name]:,} {name}" for name in names))
+        for tie in ties:
+            terminalreporter.write_line(f"  {tie}")

@@ -1,0 +1,189 @@
+"""Tiny models with random weights, built from configurations: no download, a few milliseconds each."""
+
+import copy
+from functools import lru_cache
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+
+VOCAB_SIZE = 97
+WINDOW = 5  # of sliding layers: shorter than nearly every text in the tests
+
+_TOKENS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = _TOKENS | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+_GPT = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+_BART = _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1024}
+_WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+# Architectures that run packed: model type -> (configuration class, its arguments).
+PACKED = {
+    "llama": ("LlamaConfig", _LLAMA),
+    "mistral": ("MistralConfig", _LLAMA | {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3Config", _LLAMA | {"head_dim": 8}),
+    "qwen3_moe": ("Qwen3MoeConfig", _LLAMA | _EXPERTS | {"moe_intermediate_size": 32, "head_dim": 8}),
+    "gemma2": ("Gemma2Config", _LLAMA | {"head_dim": 8, "sliding_window": WINDOW}),
+    "gemma3_text": ("Gemma3TextConfig", _LLAMA | _WINDOWED | {"head_dim": 8}),
+    "gpt2": ("GPT2Config", _GPT),
+    "opt": ("OPTConfig", _BART | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "phi3": ("Phi3Config", _LLAMA),
+    "gpt_neox": ("GPTNeoXConfig", _LLAMA),
+    "olmo2": ("Olmo2Config", _LLAMA),
+    "mixtral": ("MixtralConfig", _LLAMA | {"num_local_experts": 4}),
+    "granite": ("GraniteConfig", _LLAMA),
+    "cohere": ("CohereConfig", _LLAMA),
+    "stablelm": ("StableLmConfig", _LLAMA),
+    "smollm3": ("SmolLM3Config", _LLAMA | {"no_rope_layers": [1, 0]}),
+    "phi": ("PhiConfig", _LLAMA),
+    "starcoder2": ("Starcoder2Config", _LLAMA | {"sliding_window": WINDOW}),
+    "cohere2": ("Cohere2Config", _LLAMA | _WINDOWED),
+    "olmo": ("OlmoConfig", _LLAMA),
+    "olmo3": ("Olmo3Config", _LLAMA | _WINDOWED),
+    "glm": ("GlmConfig", _LLAMA | {"head_dim": 8}),
+    "glm4": ("Glm4Config", _LLAMA | {"head_dim": 8}),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT),
+    "helium": ("HeliumConfig", _LLAMA | {"head_dim": 8}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        _LLAMA | _EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "olmoe": ("OlmoeConfig", _LLAMA | _EXPERTS),
+    "granitemoe": ("GraniteMoeConfig", _LLAMA | {"num_local_experts": 4}),
+    "nemotron": ("NemotronConfig", _LLAMA),
+    "persimmon": ("PersimmonConfig", _LLAMA),
+    "exaone4": ("Exaone4Config", _LLAMA | _WINDOWED),
+    "ernie4_5": ("Ernie4_5Config", _LLAMA | {"head_dim": 8}),
+    "seed_oss": ("SeedOssConfig", _LLAMA | {"head_dim": 8}),
+    "biogpt": ("BioGptConfig", _BART | {"intermediate_size": 64}),
+    # Windows that are off by default.
+    "qwen2+window": ("Qwen2Config", _LLAMA | _WINDOWED | {"use_sliding_window": True}),
+    "qwen3+window": ("Qwen3Config", _LLAMA | _WINDOWED | {"use_sliding_window": True, "head_dim": 8}),
+    "qwen2_moe+window": (
+        "Qwen2MoeConfig",
+        _LLAMA
+        | _EXPERTS
+        | _WINDOWED
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "use_sliding_window": True},
+    ),
+    "qwen3_moe+window": (
+        "Qwen3MoeConfig",
+        _LLAMA
+        | _EXPERTS
+        | {"moe_intermediate_size": 32, "head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "phi3+window": ("Phi3Config", _LLAMA | {"sliding_window": WINDOW}),
+    "mixtral+window": ("MixtralConfig", _LLAMA | {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "smollm3+window": ("SmolLM3Config", _LLAMA | _WINDOWED | {"no_rope_layers": [1, 0], "use_sliding_window": True}),
+    # Not in the library's list: these are probed on first use.
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _LLAMA
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+}
+
+# Architectures that do not follow the attention interface, or not all of it: these run row by row.
+ROWWISE = {
+    "bloom": ("BloomConfig", _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "mpt": ("MptConfig", _TOKENS | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 1024}),
+    "gptj": ("GPTJConfig", _GPT | {"rotary_dim": 4}),
+    "codegen": ("CodeGenConfig", _GPT | {"rotary_dim": 4}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        _TOKENS
+        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 1024}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
+    "xglm": ("XGLMConfig", _TOKENS | {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
+    "llama4_text": (  # attends in chunks, which only the model's own masks know
+        "Llama4TextConfig",
+        _LLAMA | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": WINDOW},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _LLAMA
+        | _WINDOWED
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+}
+
+ENCODER_DECODER = {
+    "t5": (
+        "T5Config",
+        _TOKENS
+        | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+        | {"decoder_start_token_id": 0},
+    ),
+    "bart": (
+        "BartConfig",
+        _TOKENS
+        | {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2}
+        | {"forced_eos_token_id": None, "max_position_embeddings": 1024},
+    ),
+}
+
+# Models whose state cannot be taken back: these are decoded plainly.
+STATEFUL = {
+    "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+}
+
+CONFIGS = PACKED | ROWWISE | ENCODER_DECODER | STATEFUL
+
+
+def new_model(
+    architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 0.3, **changes
+) -> PreTrainedModel:
+    """A model of its own, which the caller may change. Weights are N(0, std): large enough that texts vary."""
+    class_name, arguments = CONFIGS[architecture]
+    config = getattr(transformers, class_name)(**copy.deepcopy(arguments) | changes)
+    auto = AutoModelForSeq2SeqLM if architecture in ENCODER_DECODER else AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std, generator=generator)
+    model.generation_config = GenerationConfig(
+        pad_token_id=0, bos_token_id=1, decoder_start_token_id=arguments.get("decoder_start_token_id")
+    )
+    return (in_float64(model) if dtype == torch.float64 else model.to(dtype)).requires_grad_(False)
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64, for which the default, grouped matrix products of experts are not implemented."""
+    if getattr(model.config, "_experts_implementation", None) is not None:
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
+@lru_cache(maxsize=None)
+def shared_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """One model for the whole session; tests must leave it as it is."""
+    return new_model(architecture, seed, dtype)
+
+
+@lru_cache(maxsize=None)
+def noisy_model(
+    architecture: str, noise: float = 0.02, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A draft that mostly agrees with `shared_model`: its weights plus noise of the given share of their spread."""
+    model = new_model(architecture, seed, dtype)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            change = torch.randn(parameter.shape, generator=generator).to(dtype)
+            parameter.add_(change * parameter.std() * noise)
+    return model

@@ -1,0 +1,73 @@
+"""Tree attention is switched on for one thread's forward at a time and leaves no trace."""
+
+import threading
+
+import pytest
+import torch
+
+from hf_smartspec.attention import attention_configs, tree_attention_step
+from hf_smartspec.generate import enabled
+from hf_smartspec.layout import CacheRow, RowInput, build_layout
+from tests.models import new_model
+
+
+@pytest.fixture
+def model():
+    return new_model("llama")
+
+
+def a_layout():
+    return build_layout([RowInput(CacheRow(0), torch.arange(3, 6).numpy())], torch.device("cpu"))
+
+
+def test_implementation_is_restored_after_an_error(model):
+    before = model.config._attn_implementation
+    with pytest.raises(RuntimeError), tree_attention_step(attention_configs(model), a_layout()):
+        assert model.config._attn_implementation != before
+        raise RuntimeError
+    assert model.config._attn_implementation == before
+
+
+def test_implementation_stays_until_the_last_of_overlapping_steps_has_ended(model):
+    before = model.config._attn_implementation
+    configs, layout = attention_configs(model), a_layout()
+    first, second = tree_attention_step(configs, layout), tree_attention_step(configs, layout)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation != before
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == before
+
+
+def test_plain_forward_of_another_thread_is_not_disturbed_by_a_step_under_way(model):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    mask = torch.tensor([[0, 1, 1, 1]])
+    expected = model(input_ids=ids, attention_mask=mask).logits[:, 1:]
+    results = []
+    with tree_attention_step(attention_configs(model), a_layout()):
+        thread = threading.Thread(
+            target=lambda: results.append(model(input_ids=ids, attention_mask=mask).logits[:, 1:])
+        )
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(results[0], expected)
+
+
+def test_two_threads_generate_from_one_model(model):
+    prompts = [torch.randint(3, 97, (3, 8), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    arguments = {"max_new_tokens": 40, "eos_token_id": None}
+    expected = [model.generate(ids, **arguments) for ids in prompts]
+    outputs = {}
+
+    def run(index):
+        outputs[index] = [model.generate(prompts[index], assistant="prompt_lookup", **arguments) for _ in range(3)]
+
+    with enabled(model):
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index in range(2):
+        assert all(torch.equal(output, expected[index]) for output in outputs[index])

@@ -1,0 +1,140 @@
+"""Positions, masks and packing of a step, against a twin that asks for every pair of tokens whether one may see the other."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec import DraftTree
+from hf_smartspec.layout import CacheRow, RowInput, build_layout
+
+from .strategies import path_to, trees
+
+
+@dataclass
+class Token:
+    """One token of a step, as the twin sees it."""
+
+    row: int
+    column: int
+    position: int
+    token: int
+    visible: set[int]  # columns of its slot, windows left aside
+
+
+@st.composite
+def steps(draw, max_rows: int = 4) -> list[RowInput]:
+    """Rows in ascending slots, with gaps; feeds or drafts may be missing, not both; parts of trees may be cached."""
+    slots = sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=max_rows)))
+    rows = []
+    for slot in slots:
+        tree = draw(trees(max_size=6))
+        feed_length = draw(st.integers(0 if len(tree) else 1, 5))
+        # A tree is continued without a feed only: its first part came with the feed.
+        first_node = draw(st.integers(0, len(tree) - 1)) if len(tree) and feed_length == 0 else 0
+        row = CacheRow(slot, length=draw(st.integers(1 if feed_length == 0 else 0, 7)))
+        feed = np.array(draw(st.lists(st.integers(0, 3), min_size=feed_length, max_size=feed_length)), np.int64)
+        rows.append(RowInput(row, feed, tree, first_node))
+    return rows
+
+
+def twin(rows: list[RowInput]) -> list[Token]:
+    tokens = []
+    for item in rows:
+        slot, start = item.row.slot, item.row.length
+        for index, token in enumerate(item.feed.tolist()):
+            column = start + index
+            tokens.append(Token(slot, column, column, token, set(range(column + 1))))
+        root = start + len(item.feed)  # behind the last committed token
+        for node in range(item.first_node, len(item.tree)):
+            path = path_to(item.tree, node)
+            visible = set(range(root)) | {root + ancestor for ancestor in path}
+            tokens.append(Token(slot, root + node, root + len(path) - 1, int(item.tree.tokens[node]), visible))
+    return tokens
+
+
+def key_position(rows: list[RowInput], slot: int, column: int) -> int:
+    item = next(item for item in rows if item.row.slot == slot)
+    root = item.row.length + len(item.feed)
+    return column if column < root else root + len(path_to(item.tree, column - root)) - 1
+
+
+@given(steps())
+def test_every_token_has_the_position_of_its_place_in_the_text(rows):
+    layout, expected = build_layout(rows, torch.device("cpu")), twin(rows)
+    assert layout.tokens[0].tolist() == [token.token for token in expected]
+    assert layout.positions[0].tolist() == [token.position for token in expected]
+    assert layout.slots.tolist() == [token.row for token in expected]
+    assert layout.columns.tolist() == [token.column for token in expected]
+
+
+@given(steps(), st.sampled_from([None, 1, 2, 3, 5, 100]), st.sampled_from([1, 2, 3]))
+def test_tokens_see_the_committed_text_their_ancestors_and_nothing_else(rows, window, num_groups):
+    layout = build_layout(rows, torch.device("cpu"))
+    mask = layout.mask(window, num_groups, torch.float32)
+    assert mask.shape == (layout.num_rows, 1, layout.width * num_groups, layout.num_columns)
+    assert set(mask.unique().tolist()) <= {0.0, -float("inf")}
+    seen: dict[int, int] = {}
+    for token in twin(rows):
+        query = seen[token.row] = seen.get(token.row, -1) + 1  # index within the row
+        expected = {
+            column
+            for column in token.visible
+            if window is None or key_position(rows, token.row, column) > token.position - window
+        }
+        for group in range(num_groups):
+            line = mask[token.row, 0, query * num_groups + group]
+            assert set(torch.nonzero(line == 0).flatten().tolist()) == expected
+
+
+@given(steps(), st.sampled_from([None, 1, 3]))
+def test_no_query_sees_nothing_not_even_padding(rows, window):
+    """A softmax over nothing is NaN, and NaN times a weight of zero is NaN."""
+    mask = build_layout(rows, torch.device("cpu")).mask(window, 1, torch.float32)
+    assert (mask == 0).any(dim=-1).all()
+
+
+@given(steps())
+def test_padding_and_packing_are_inverse(rows):
+    layout = build_layout(rows, torch.device("cpu"))
+    if layout.gather is None:
+        assert layout.scatter is None
+        assert len(layout.slots) == layout.num_rows * layout.width, "nothing is left out without an index"
+        return
+    packed = torch.arange(len(layout.slots)) + 1000
+    padded = packed[layout.gather]
+    assert padded[layout.scatter].tolist() == packed.tolist()
+    rows_of_padded = torch.arange(layout.num_rows).repeat_interleave(layout.width)
+    assert rows_of_padded[layout.scatter].tolist() == layout.slots.tolist()
+
+
+@given(steps())
+def test_no_two_tokens_are_written_to_one_place(rows):
+    layout = build_layout(rows, torch.device("cpu"))
+    places = list(zip(layout.slots.tolist(), layout.columns.tolist()))
+    assert len(set(places)) == len(places)
+    assert max(column for _, column in places) < layout.num_columns
+    assert max(slot for slot, _ in places) < layout.num_rows
+
+
+def test_a_window_wider_than_the_text_is_none():
+    layout = build_layout([RowInput(CacheRow(0), np.arange(4))], torch.device("cpu"))
+    assert layout.mask(4, 1, torch.float32) is layout.mask(None, 1, torch.float32)
+    assert layout.mask(3, 1, torch.float32) is not layout.mask(None, 1, torch.float32)
+
+
+def test_window_counts_tokens_of_the_text_not_columns_of_the_cache():
+    """The third of three siblings stands three columns behind the root, and one position."""
+    tree = DraftTree(np.array([5, 6, 7]), np.array([-1, -1, -1]), np.ones(3, np.float32))
+    layout = build_layout([RowInput(CacheRow(0), np.arange(3), tree)], torch.device("cpu"))
+    visible = layout.mask(2, 1, torch.float32)[0, 0, -1] == 0
+    assert visible.tolist() == [False, False, True, False, False, True]  # itself and the last token of the text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_mask_has_the_dtype_of_the_queries(dtype):
+    layout = build_layout([RowInput(CacheRow(0), np.arange(4))], torch.device("cpu"))
+    assert layout.mask(None, 1, dtype).dtype == dtype

@@ -1,0 +1,165 @@
+"""Draft trees against definitions written out node by node."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hf_smartspec import DraftTree
+
+from .strategies import path_to, trees
+
+
+def tree_of(tokens, parents, probs=None) -> DraftTree:
+    probs = np.ones(len(tokens)) if probs is None else probs
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(probs, np.float32))
+
+
+#        (5: .5) -- (7: .5) -- (9: 1)
+# root <                  \
+#        (6: .4)           (8: .2)       nodes in the order 5, 6, 7, 8, 9; 8 is a child of 5
+EXAMPLE = tree_of([5, 6, 7, 8, 9], [-1, -1, 0, 0, 2], [0.5, 0.4, 0.5, 0.2, 1.0])
+
+
+def test_depths_path_probs_and_ancestors_of_a_small_tree():
+    assert EXAMPLE.depths.tolist() == [1, 1, 2, 2, 3]
+    np.testing.assert_allclose(EXAMPLE.path_probs, [0.5, 0.4, 0.25, 0.1, 0.25])
+    expected = [
+        [1, 0, 0, 0, 0],  # every node sees itself ...
+        [0, 1, 0, 0, 0],  # ... and not its siblings
+        [1, 0, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 1],  # grandparents too
+    ]
+    assert EXAMPLE.ancestors.astype(int).tolist() == expected
+
+
+@given(trees())
+def test_derived_arrays_follow_the_path_of_every_node(tree):
+    for node in range(len(tree)):
+        path = path_to(tree, node)
+        assert tree.depths[node] == len(path)
+        assert set(np.flatnonzero(tree.ancestors[node])) == set(path)
+        np.testing.assert_allclose(tree.path_probs[node], np.prod(tree.probs[path], dtype=np.float64), rtol=1e-5)
+
+
+@given(trees())
+def test_a_chain_is_recognised_by_its_parents(tree):
+    assert tree.is_chain == (tree.parents.tolist() == list(range(-1, len(tree) - 1)))
+
+
+@given(trees(), st.integers(0, 3))
+def test_child_finds_the_first_of_equal_siblings_and_no_other_node(tree, token):
+    for parent in range(-1, len(tree)):
+        same = [node for node in range(len(tree)) if tree.parents[node] == parent and tree.tokens[node] == token]
+        assert tree.child(parent, token) == (same[0] if same else None)
+
+
+@given(trees(), st.data())
+def test_keep_preserves_every_kept_path(tree, data):
+    wanted = data.draw(st.sets(st.integers(0, len(tree) - 1)) if len(tree) else st.just(set()))
+    nodes = np.zeros(len(tree), bool)
+    for node in wanted:
+        nodes[path_to(tree, node)] = True
+    kept = tree.keep(nodes)
+    kept.check_integrity(vocab_size=4)
+    originals = np.flatnonzero(nodes)
+    assert len(kept) == len(originals)
+    for node, original in enumerate(originals):
+        assert kept.tokens[path_to(kept, node)].tolist() == tree.tokens[path_to(tree, original)].tolist()
+        assert kept.probs[node] == tree.probs[original]
+
+
+def test_keep_takes_the_draft_distributions_along():
+    chain = DraftTree.chain([3, 1, 2], distributions=torch.eye(4)[[3, 1, 2]])
+    kept = chain.keep(np.array([True, True, False]))
+    assert kept.distributions.argmax(dim=-1).tolist() == kept.tokens.tolist() == [3, 1]
+
+
+@given(trees(), st.integers(0, 8))
+def test_most_likely_is_the_best_tree_of_its_size(tree, num_nodes):
+    """Against all node sets that are closed under parents: none of that size promises more accepted tokens."""
+    best = tree.most_likely(num_nodes)
+    best.check_integrity(vocab_size=4)
+    assert len(best) == min(num_nodes, len(tree))
+    closed = [
+        np.flatnonzero(chosen)
+        for chosen in product([False, True], repeat=len(tree))
+        if sum(chosen) == len(best)
+        and all(tree.parents[node] < 0 or chosen[tree.parents[node]] for node in np.flatnonzero(chosen))
+    ]
+    expected = max(float(tree.path_probs[list(nodes)].sum()) for nodes in closed)
+    np.testing.assert_allclose(best.path_probs.sum(), expected, rtol=1e-5, atol=1e-30)
+
+
+@given(trees(), st.integers(0, 8))
+def test_most_likely_keeps_paths_that_were_there(tree, num_nodes):
+    best = tree.most_likely(num_nodes)
+    paths = [tree.tokens[path_to(tree, node)].tolist() for node in range(len(tree))]
+    for node in range(len(best)):
+        assert best.tokens[path_to(best, node)].tolist() in paths
+
+
+def test_most_likely_keeps_parents_whose_probability_is_rounded_above_one():
+    """exp(x - logsumexp) may come out as 1 + 1e-7; a child must not then outrank its parent."""
+    tree = tree_of([1, 2, 3], [-1, 0, -1], [0.5, 1.0000001, 0.2])
+    assert tree.path_probs[1] > tree.path_probs[0], "the example must show the problem"
+    assert tree.most_likely(1).tokens.tolist() == [1]
+
+
+@given(trees())
+def test_best_chain_takes_the_most_probable_child_at_every_node(tree):
+    chain = tree.best_chain()
+    assert chain.is_chain
+    node = -1
+    for token, prob in zip(chain.tokens, chain.probs):
+        children = np.flatnonzero(tree.parents == node)
+        assert prob == tree.probs[children].max()
+        node = next(child for child in children if tree.tokens[child] == token and tree.probs[child] == prob)
+    if len(set(tree.probs.tolist())) == len(tree):  # without equal probabilities the end is unique as well
+        assert not (tree.parents == node).any()
+
+
+def test_chain_has_probability_one_where_none_is_given():
+    assert DraftTree.chain([4, 5]).probs.tolist() == [1, 1]
+    assert DraftTree.chain([4, 5]).parents.tolist() == [-1, 0]
+    assert DraftTree.chain(np.array([4]), [0.25]).path_probs.tolist() == [0.25]
+
+
+def test_empty_tree_has_all_properties():
+    empty = DraftTree.empty()
+    assert len(empty) == 0 and empty.is_chain and empty.child(-1, 0) is None
+    assert empty.depths.tolist() == empty.path_probs.tolist() == []
+    assert empty.ancestors.shape == (0, 0)
+    assert len(empty.most_likely(3)) == len(empty.best_chain()) == 0
+    empty.check_integrity(vocab_size=1)
+
+
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        (tree_of([1, 2], [1, -1]), "parent"),  # child before parent
+        (tree_of([1, 2], [-1, 1]), "parent"),  # its own parent
+        (tree_of([1], [-2]), "parent"),
+        (tree_of([10], [-1]), "10"),  # no such token
+        (tree_of([-1], [-1]), "-1"),
+        (DraftTree(np.array([1, 2]), np.array([-1]), np.ones(2)), "equal length"),
+        (DraftTree(np.array([1]), np.array([-1]), np.ones(2)), "equal length"),
+        (DraftTree(np.array([1.0]), np.array([-1]), np.ones(1)), "integers"),
+        (DraftTree(np.array([1]), np.array([-1.0]), np.ones(1)), "integers"),
+    ],
+)
+def test_check_integrity_refuses_what_is_no_tree(tree, match):
+    with pytest.raises(ValueError, match=match):
+        tree.check_integrity(vocab_size=10)
+
+
+@given(trees())
+def test_check_integrity_accepts_every_tree(tree):
+    assume(len(tree))
+    tree.check_integrity(vocab_size=4)
+    with pytest.raises(ValueError, match="tokens"):
+        tree.check_integrity(vocab_size=int(tree.tokens.max()))
