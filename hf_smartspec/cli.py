@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -70,13 +70,18 @@ def _top_level(arguments: list[str]) -> int:
     parser = Parser(prog="smartspec", description="Lossless speculative decoding for HuggingFace transformers.")
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
-    groups: dict[str, argparse._SubParsersAction] = {}
+    groups: dict[str, Any] = {}
     for path, command in COMMANDS.items():
-        if len(path) == 1:
-            commands.add_parser(path[0], help=command.help)
-        else:
-            group = groups.get(path[0]) or _add_group(commands, groups, path[0])
-            group.add_parser(path[1], help=command.help)
+        *group, name = path
+        place = commands
+        for word in group:
+            if word not in groups:
+                parent = commands.add_parser(word, help=GROUPS[word], description=_sentence(GROUPS[word]))
+                groups[word] = parent.add_subparsers(
+                    metavar="COMMAND", title="commands", required=True, parser_class=Parser
+                )
+            place = groups[word]
+        place.add_parser(name, help=command.help)
     args = parser.parse_args(arguments)
     if args.version:
         from . import __version__
@@ -87,12 +92,6 @@ def _top_level(arguments: list[str]) -> int:
     return USAGE_ERROR
 
 
-def _add_group(commands, groups, name: str):
-    parser = commands.add_parser(name, help=GROUPS[name], description=_sentence(GROUPS[name]))
-    groups[name] = parser.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=Parser)
-    return groups[name]
-
-
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:] + "."
 
@@ -100,7 +99,7 @@ def _sentence(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line that ends with where to look, and that takes no abbreviated flags."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:

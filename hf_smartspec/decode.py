@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import (
@@ -93,13 +94,16 @@ def decode(
 
     requests = _requests(model, input_ids, stopping_criteria, seeds, model_kwargs)
     forward = _forward(model, input_ids, requests, generation_config, model_kwargs)
+    picker = TokenPicker(logits_processor, len(input_ids), input_ids.shape[1])
+    records_scores, records_logits = (_returns(generation_config, f"output_{name}") for name in ("scores", "logits"))
     batch = DecodingBatch(
         requests,
         stopping_criteria,
         None if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor),
         streamer,
-        records_scores=_returns(generation_config, "output_scores"),
-        records_logits=_returns(generation_config, "output_logits"),
+        records_scores=records_scores,
+        records_logits=records_logits,
+        pads_stepwise=picker.needs_lockstep and (records_scores or records_logits),
         device=input_ids.device,
     )
     given_cache: Any = model_kwargs.get("past_key_values")
@@ -107,7 +111,7 @@ def decode(
     engine = Engine(
         forward,
         batch,
-        TokenPicker(logits_processor, len(input_ids), input_ids.shape[1]),
+        picker,
         METHODS[config.verification],
         source,
         config.policy_for(source),
@@ -116,8 +120,8 @@ def decode(
     )
     with torch.no_grad():
         engine.run()
-        if batch.records:
-            _record_finished_rows(engine)
+        if engine.keeps_cache:
+            _complete_rows(engine)
     if streamer is not None:
         streamer.end()
     assert batch.num_generated is not None, "a row has not stopped"
@@ -195,27 +199,42 @@ def _returns(config: GenerationConfig, name: str) -> bool:
     return bool(config.return_dict_in_generate and getattr(config, name))
 
 
-def _record_finished_rows(engine: Engine) -> None:
+def _complete_rows(engine: Engine) -> None:
     """
-    Plain decoding goes on feeding padding to finished rows and returns those scores too. Here the padding is one long
-    draft that is known beforehand: one forward fills in what is missing.
+    Brings every row's cache and records to what plain decoding returns: rows that ran ahead of a criterion are taken
+    back, and rows that finished early are fed the padding that plain decoding goes on feeding them.
     """
-    batch, picker = engine.batch, engine.picker
-    end = batch.num_generated
+    batch, end = engine.batch, engine.batch.num_generated
     assert end is not None, "a row has not stopped"
+    for request in batch.requests:
+        cached = len(request.prompt) + min(request.num_generated, end) - 1
+        if request.cache_row.length > cached:
+            engine.forward.cut(request.cache_row, cached)
     late = [request for request in batch.requests if request.num_generated < end]
-    if not late or picker.needs_lockstep:
-        return
-    trees = [DraftTree.chain([batch.pad_token_id] * (end - request.num_generated - 1)) for request in late]
-    inputs = [RowInput(request.cache_row, request.uncached(), tree) for request, tree in zip(late, trees)]
+    padding = [[batch.pad_token_id] * (end - request.num_generated - 1) for request in late]
+    if late and batch.records:
+        _record_padding(engine, late, padding)
+    elif late:
+        feeds = [np.array([*request.uncached(), *tokens], np.int64) for request, tokens in zip(late, padding)]
+        rows = [request.cache_row for request in late]
+        engine.forward.forward([RowInput(row, feed) for row, feed in zip(rows, feeds)])
+        engine.forward.commit(rows, [[]] * len(rows))
+
+
+def _record_padding(engine: Engine, late: list[Request], padding: list[list[int]]) -> None:
+    """The padding is a draft that is known beforehand: one forward yields all its logits."""
+    inputs = [
+        RowInput(request.cache_row, request.uncached(), DraftTree.chain(tokens))
+        for request, tokens in zip(late, padding)
+    ]
     logits, offsets = engine.forward.forward(inputs)
-    for request, offset in zip(late, offsets):
-        for line in range(offset, offset + end - request.num_generated):
+    for request, item, offset in zip(late, inputs, offsets):
+        for line in range(offset, offset + len(item.tree) + 1):
             raw = logits[line : line + 1].float()
             request.raw_logits.append(raw[0])
-            request.scores.append(picker.process([request], raw, batch)[0])
-            request.append(batch.pad_token_id)
-    engine.forward.commit([item.row for item in inputs], [range(len(tree)) for tree in trees])
+            request.scores.append(engine.picker.process([request], raw, engine.batch)[0])
+            request.append(engine.batch.pad_token_id)
+    engine.forward.commit([item.row for item in inputs], [range(len(item.tree)) for item in inputs])
 
 
 def _export_cache(engine: Engine, total_length: int) -> Any:

@@ -24,6 +24,7 @@ class DecodingBatch:
         pad_token_id (`int`, *optional*): What finished rows are filled with.
         streamer (`BaseStreamer`, *optional*): Gets one column `[batch_size]` at a time.
         records_scores, records_logits (`bool`): Whether `scores` and `logits` will be returned.
+        pads_stepwise (`bool`): Finished rows run on, on padding, one column at a time, because somebody watches.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class DecodingBatch:
         streamer: BaseStreamer | None = None,
         records_scores: bool = False,
         records_logits: bool = False,
+        pads_stepwise: bool = False,
         device: torch.device | str = "cpu",
     ):
         self.requests = requests
@@ -43,6 +45,7 @@ class DecodingBatch:
         # Plain decoding pads finished rows only where it knows an end-of-sequence token; otherwise all rows run on
         # until the last one has stopped.
         self.pads_finished = any(hasattr(item, "eos_token_id") for item in criteria)
+        self.pads_stepwise = self.pads_finished and pads_stepwise
         self.pad_token_id = pad_token_id if pad_token_id is not None else 0
         eos_criteria = [item for item in criteria if type(item) is EosTokenCriteria]
         self._eos = {token for item in eos_criteria for token in item.eos_token_id.flatten().tolist()}
@@ -65,12 +68,16 @@ class DecodingBatch:
 
     def is_active(self, request: Request) -> bool:
         """Whether the row needs further tokens."""
-        if self.pads_finished:
+        if self.pads_finished and not self.pads_stepwise:
             return request.stopped_at is None
         end = self.num_generated
         if end is None:
             return request.num_remaining is None or request.num_remaining > 0
         return request.num_generated < end
+
+    def is_padding(self, request: Request) -> bool:
+        """Whether the row has finished and runs on, on padding."""
+        return self.pads_stepwise and request.stopped_at is not None
 
     @property
     def active(self) -> list[Request]:
@@ -138,6 +145,6 @@ class DecodingBatch:
 
     @property
     def is_reported(self) -> bool:
-        """Whether everything was reported that plain decoding would have reported."""
+        """Whether everything was generated and reported that plain decoding would have."""
         end = self.num_generated
-        return end is not None and (not self._reports or self._num_reported >= end)
+        return end is not None and not self.active and (not self._reports or self._num_reported >= end)

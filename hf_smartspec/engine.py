@@ -30,6 +30,7 @@ class ModelForward(Protocol):
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None: ...
     def remove(self, row: CacheRow) -> None: ...
     def swap(self, row: CacheRow, other: CacheRow) -> None: ...
+    def cut(self, row: CacheRow, length: int) -> None: ...
 
 
 class Engine:
@@ -105,10 +106,16 @@ class Engine:
                 for request, limit in zip(rows, limits)
                 if request.is_drafting and limit > 0 and request.num_remaining != 1
             }
+            padding = {name: item for name, item in wanted.items() if self.batch.is_padding(item[0])}
+            wanted = {name: item for name, item in wanted.items() if name not in padding}
             proposals = self._propose(wanted) if wanted else {}
+            for name, (_, limit) in padding.items():
+                proposals[name] = DraftTree.chain([self.batch.pad_token_id] * limit)
         with self._timed("seconds_select"):
             trees = [proposals.get(request.request_id, DraftTree.empty()) for request in rows]
             trees = self.policy.select(trees)
+            if len(trees) != len(rows):
+                raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
             return [self._within_limits(request, tree) for request, tree in zip(rows, trees)]
 
     def _propose(self, wanted: dict) -> dict:
@@ -191,7 +198,9 @@ class Engine:
                 request.raw_logits.append(raw)
             if self.batch.records_scores:
                 request.scores.append(line)
-        return self.pick(rows, scores)
+        tokens = self.pick(rows, scores)
+        padding = self.batch.pad_token_id
+        return [padding if self.batch.is_padding(request) else token for request, token in zip(rows, tokens)]
 
     def _advance(self, request: Request, token: int) -> bool:
         """Appends the token; True if the draft holds it: the next token can then be picked from the same forward."""
@@ -223,9 +232,11 @@ class Engine:
         """Tells the source what was committed."""
         with self._timed("seconds_observe"):
             for request in rows:
-                tokens = np.array(request.tokens[request.num_observed :], np.int64)
-                request.num_observed = request.num_generated
-                self._guarded(request, self.source.observe, request.request_id, tokens)
+                end = request.stopped_at if self.batch.pads_finished else None  # behind it stands padding
+                tokens = np.array(request.tokens[request.num_observed : end], np.int64)
+                request.num_observed += len(tokens)
+                if len(tokens):
+                    self._guarded(request, self.source.observe, request.request_id, tokens)
 
     def release(self) -> None:
         """Rows that need no further tokens leave the first slots, so that they cost nothing."""

@@ -59,16 +59,21 @@ class RowwiseForward:
 
     def add(self) -> ModelRow:
         """The next row of the batch."""
-        index, batch_size = len(self.rows), len(self._inputs)
+        row = ModelRow(slot=len(self.rows), index=len(self.rows))
+        self._begin(row)
+        self.rows.append(row)
+        return row
+
+    def _begin(self, row: ModelRow) -> None:
+        """Gives the row its keyword arguments and an empty cache."""
+        index, batch_size = row.index, len(self._inputs)
         kwargs = {key: _row_of(value, index, batch_size) for key, value in self._kwargs.items()}
         # Through transformers' own method: it knows which cache the model wants.
         self.model._prepare_cache_for_generation(  # type: ignore[operator]
             copy.copy(self.generation_config), kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
         )
         kwargs["past_key_values"].activate_past_recording()
-        row = ModelRow(slot=index, index=index, kwargs=kwargs)
-        self.rows.append(row)
-        return row
+        row.ids, row.length, row.kwargs = None, 0, kwargs
 
     def remove(self, row: CacheRow) -> None:
         assert isinstance(row, ModelRow)
@@ -76,6 +81,20 @@ class RowwiseForward:
 
     def swap(self, row: CacheRow, other: CacheRow) -> None:
         row.slot, other.slot = other.slot, row.slot
+
+    def cut(self, row: CacheRow, length: int) -> None:
+        """
+        Takes a row back to its first `length` tokens, by running it anew: sliding windows have dropped what they would
+        need again.
+        """
+        assert isinstance(row, ModelRow) and row.ids is not None
+        generated = row.ids[0, self._inputs.shape[1] :].cpu().numpy()
+        prompt_length = row.length - len(generated)
+        self._begin(row)
+        for feed in (np.zeros(prompt_length, np.int64), generated[: length - prompt_length]):
+            if len(feed):  # of the prompt, the length alone counts: its tokens are known
+                self._forward_row(RowInput(row, feed))
+                self.commit([row], [[]])
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
         """As `PackedForward.forward`, for chains."""

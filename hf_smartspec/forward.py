@@ -40,6 +40,10 @@ class PackedForward:
     def swap(self, row: CacheRow, other: CacheRow) -> None:
         self.cache.swap(row, other)
 
+    def cut(self, row: CacheRow, length: int) -> None:
+        """Takes a row back to its first `length` tokens."""
+        row.length, row.num_nodes = length, 0
+
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(rows, paths)
 

@@ -138,9 +138,9 @@ def _route(
         return original(*args, **kwargs)
     kwargs |= _by_name(args, kwargs)
     config = _config(assistant, kwargs)
-    _check_arguments(model, kwargs, seed)
+    settings = _checked_settings(model, kwargs, seed)
     config.source_for(model)  # refuses what cannot draft before any work starts
-    kwargs = _with_stop_strings(model, kwargs)
+    kwargs = _with_stop_strings(model, kwargs, settings.stop_strings)
     # transformers drops the streamer on the way to a callable `custom_generate`, so it travels with the callable.
     kwargs["custom_generate"] = partial(decode, assistant=config, seed=seed, streamer=kwargs.get("streamer"))
     return original(**kwargs)
@@ -168,8 +168,11 @@ def _config(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig:
     return SmartSpecConfig(assistant, num_nodes=num_nodes)
 
 
-def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> None:
-    """Refuses what contradicts `assistant` or cannot be served, before an encoder runs or a streamer is fed."""
+def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> GenerationConfig:
+    """
+    The settings of the call, merged as `generate` merges them: keywords, config object, the model's own defaults.
+    Refuses what contradicts `assistant` or cannot be served, before an encoder runs or a streamer is fed.
+    """
     config = kwargs.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(f"`generation_config` must be a GenerationConfig, got {type(config).__name__}.")
@@ -183,35 +186,30 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) 
             check_token_ids(model, kwargs[name], name)
     if not model.config.is_encoder_decoder:
         check_mask(kwargs.get("attention_mask"))
-    # Merged as `generate` merges them: call, config object, the model's own defaults.
     options = {name: value for name, value in kwargs.items() if name not in _PARAMETERS}
     settings, _ = model._prepare_generation_config(config, **options)  # type: ignore[operator]
     check_settings(settings, kwargs.get("synced_gpus"))
+    return settings
 
 
-def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], stop_strings: Any) -> dict[str, Any]:
     """
     Turns `stop_strings` into a stopping criterion: transformers drops the tokenizer, which it needs for that, on the
     way to a callable `custom_generate`.
     """
     tokenizer = kwargs.pop("tokenizer", None)
-    config = kwargs.get("generation_config")
-    candidates = (kwargs.get("stop_strings"), getattr(config, "stop_strings", None), _default_stop_strings(model))
-    stop_strings = next((value for value in candidates if value is not None), None)
     if stop_strings is None:
         return kwargs
     if tokenizer is None:
         raise ValueError("`stop_strings` need the model's tokenizer: pass `tokenizer=` to `generate` as well.")
-    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    if not any(type(item) is StopStringCriteria for item in criteria):  # else the caller's own takes precedence
+        criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
+    kwargs["stopping_criteria"] = criteria
     kwargs.pop("stop_strings", None)
-    if config is not None:
-        kwargs["generation_config"] = copy.deepcopy(config)
+    if kwargs.get("generation_config") is not None:
+        kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
         kwargs["generation_config"].stop_strings = None
-    if _default_stop_strings(model) is not None:
-        kwargs["stop_strings"] = None  # overrides the model's own default
+    if getattr(model.generation_config, "stop_strings", None) is not None:
+        kwargs["stop_strings"] = None  # nothing but a keyword overrides the model's own default
     return kwargs
-
-
-def _default_stop_strings(model: PreTrainedModel) -> Any:
-    return getattr(model.generation_config, "stop_strings", None)

@@ -101,15 +101,21 @@ class Drafting:
     name: str
     assistant: Callable[[Sequence[Sequence[int]]], Any]
 
+    @classmethod
+    def with_config(cls, name: str, config: SmartSpecConfig) -> "Drafting":
+        """The same config for every call."""
+        return cls(name, lambda _: config)
+
 
 def ways_of_drafting(assistant: str | PreTrainedModel, vocab_size: int) -> list[Drafting]:
     """Chains and trees of a draft model, or a preset; and replayed text, which drafts on every model."""
     if isinstance(assistant, PreTrainedModel):
-        chain = SmartSpecConfig(assistant, num_nodes=5)
-        tree = SmartSpecConfig(assistant, num_nodes=10, width=3)
-        ways = [Drafting("draft chain", lambda _: chain), Drafting("draft tree", lambda _: tree)]
+        ways = [
+            Drafting.with_config("draft chain", SmartSpecConfig(assistant, num_nodes=5)),
+            Drafting.with_config("draft tree", SmartSpecConfig(assistant, num_nodes=10, width=3)),
+        ]
     else:
-        ways = [Drafting(assistant, lambda _: assistant)]
+        ways = [Drafting.with_config(assistant, SmartSpecConfig(assistant))]
     return [
         *ways,
         Drafting("replayed chain", lambda rows: ReplayCandidates(rows, vocab_size)),

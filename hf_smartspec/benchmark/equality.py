@@ -149,6 +149,8 @@ class Comparison:
         has_both = min(item.plain_token, item.own_token) >= 0 and at < min(plain.tokens.shape[1], own.tokens.shape[1])
         if not has_both or not torch.equal(plain.tokens[row, :at], own.tokens[row, :at]):
             return item
+        assert plain.logits is not None and plain.scores is not None, "recorded"
+        assert own.logits is not None and own.scores is not None, "recorded"
         scores = torch.stack([plain.scores[row, at], own.scores[row, at]])
         scale = 1.0
         if self.decoding.seed is not None:
@@ -174,15 +176,20 @@ class Comparison:
         end = {item.row: item.position + 1 for item in find_differences(plain.tokens, own.tokens)}
         width = min(plain.tokens.shape[1], own.tokens.shape[1])
         stops = [min(end.get(row, width), width) for row in range(len(plain.tokens))]
-        errors, num_edge, largest = {}, 0, 0.0
-        for name in ("logits", "scores"):
-            first, second = (_cut(getattr(run, name), stops) for run in (plain, own))
-            errors[name] = _largest_error(first, second)
-            largest = max(largest, _largest(first))
-            num_edge += int((torch.isfinite(first) != torch.isfinite(second)).sum())
-        tolerance = self.rounding.tolerance(largest)
-        names = (self.decoding.name, self.drafting.name)
-        return ScoreCheck(*names, sum(stops), **errors, largest=largest, num_edge=num_edge, tolerance=tolerance)
+        logits, scores = (
+            tuple(_cut(getattr(run, name), stops) for run in (plain, own)) for name in ("logits", "scores")
+        )
+        largest = max(_largest(logits[0]), _largest(scores[0]))
+        return ScoreCheck(
+            self.decoding.name,
+            self.drafting.name,
+            num_positions=sum(stops),
+            logits=_largest_error(*logits),
+            scores=_largest_error(*scores),
+            largest=largest,
+            num_edge=int((torch.isfinite(scores[0]) != torch.isfinite(scores[1])).sum()),
+            tolerance=self.rounding.tolerance(largest),
+        )
 
 
 def _cut(values: torch.Tensor, stops: Sequence[int]) -> torch.Tensor:

@@ -55,7 +55,9 @@ class ExactTable:
     def best_tree(self) -> DraftTree:
         """A draft that must sometimes be accepted and sometimes not: half of the choices, each with two children."""
         order = self.pairs.sum(dim=1).argsort(descending=True).tolist()[: max(len(self.choices) // 2, 1)]
-        tokens, parents, probs = [], [], []
+        tokens: list[int] = []
+        parents: list[int] = []
+        probs: list[float] = []
         for first in order:
             root = len(tokens)
             seconds = self.pairs[first].argsort(descending=True).tolist()[:2]
@@ -73,12 +75,12 @@ class _ForceFirst(LogitsProcessor):
         self.tokens: list[int] | None = tokens
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.tokens is None:
-            return scores
-        forced = torch.full_like(scores, -torch.inf)
-        forced[torch.arange(len(self.tokens)), torch.tensor(self.tokens)] = 0.0
-        self.tokens = None
-        return forced
+        if self.tokens is not None:
+            for line, token in zip(scores, self.tokens):
+                line.fill_(-torch.inf)
+                line[token] = 0.0
+            self.tokens = None
+        return scores
 
 
 def exact_table(model: PreTrainedModel, prompt: list[int]) -> ExactTable:
@@ -100,7 +102,7 @@ def _plain_scores(
     recorder = Recorder()
     processors: list[LogitsProcessor] = [recorder]
     if starts:
-        reduce = SuppressTokensLogitsProcessor(suppressed, device=model.device)
+        reduce = SuppressTokensLogitsProcessor(suppressed, device=str(model.device))
         processors = [reduce, TemperatureLogitsWarper(TEMPERATURE), recorder, _ForceFirst(starts)]
     inputs = left_padded([prompt] * max(len(starts), 1), 0, model.device)
     model.generate(
@@ -123,8 +125,7 @@ def ways_of_sampling(assistant: str | PreTrainedModel, table: ExactTable) -> lis
             "chain by rejection": {"num_nodes": 3, "verification": "rejection"},
         }
         for name, values in options.items():
-            config = SmartSpecConfig(assistant, **values)
-            ways.append(Drafting(f"draft {name}", lambda _, config=config: config))
+            ways.append(Drafting.with_config(f"draft {name}", SmartSpecConfig(assistant, **values)))
     return ways
 
 

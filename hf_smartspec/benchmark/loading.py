@@ -50,12 +50,11 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTra
     try:
         config = AutoConfig.from_pretrained(name)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = factory.from_pretrained(name, dtype=getattr(torch, dtype))
-    except (
-        Exception
-    ) as error:  # OSError, ValueError, KeyError, SafetensorError, ...: all mean that it cannot be loaded
+        model: PreTrainedModel = factory.from_pretrained(name, dtype=getattr(torch, dtype))
+    except Exception as error:  # of many kinds; all mean that it cannot be loaded
         raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
-    return model.to(device).eval()
+    model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
+    return model.eval()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -112,10 +111,9 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: in
     rows = []
     for text in texts:
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, add_special_tokens=False).input_ids
+            turn = [{"role": "user", "content": text}]
+            rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+            ids = tokenizer(rendered, add_special_tokens=False).input_ids
         else:
             ids = tokenizer(text).input_ids
         rows.append(ids[-max_len:])

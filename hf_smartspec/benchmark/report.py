@@ -29,7 +29,7 @@ class Report:
     prompt_source: str
     prompt_lengths: list[int]
     max_new_tokens: int
-    rounding: Rounding | None = None
+    rounding: Rounding
     tokens: list[TokenCheck] = field(default_factory=list)
     scores: list[ScoreCheck] = field(default_factory=list)
     frequencies: list[FrequencyCheck] = field(default_factory=list)
@@ -209,12 +209,11 @@ def _print_scores(report: Report, console: Console) -> None:
             "[green]yes[/green]" if check.is_close else "[red]NO[/red]",
         )
     console.print(lines)
-    if report.rounding is not None:
-        console.print(
-            f"Rounding of this model: plain decoding and one forward over the same text differ by "
-            f"{report.rounding.measured:.1e} of the largest logit.\n",
-            highlight=False,
-        )
+    console.print(
+        f"Rounding of this model: plain decoding and one forward over the same text differ by "
+        f"{report.rounding.measured:.1e} of the largest logit.\n",
+        highlight=False,
+    )
 
 
 def _print_frequencies(report: Report, console: Console) -> None:
@@ -249,8 +248,10 @@ def _print_verdict(report: Report, console: Console) -> None:
         console.print("[bold red]NOT lossless:[/bold red] " + escape("; ".join(shown) + more), highlight=False)
         return
     num_ties = sum(len(check.differences) for check in report.tokens)
-    if num_ties:
-        dtype = report.environment["dtype"]
+    dtype = report.environment["dtype"]
+    if not any(check.statistics.accepted_tokens for check in report.tokens):
+        verdict = "[bold yellow]Nothing was speculated:[/bold yellow] the same tokens, but no draft was ever accepted."
+    elif num_ties:
         verdict = (
             f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
         )

@@ -4,7 +4,7 @@ import argparse
 import copy
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     assistant = _load_assistant(args, model)
     tokenizer = load_tokenizer(args.model)
     prompts, source = _encoded_prompts(args, texts, model, tokenizer)
+    verifier = Verifier(model, assistant, prompts, args.batch_sizes, args.max_new_tokens, args.seed)
     report = Report(
         args.model,
         args.assistant,
@@ -108,9 +109,10 @@ def run(args: argparse.Namespace) -> int:
         source,
         [len(prompt) for prompt in prompts],
         args.max_new_tokens,
+        verifier.measure_rounding(),
     )
     with _collecting_warnings(report.warnings):
-        Verifier(model, assistant, prompts, args.seed).run(report, args.batch_sizes, args.samples)
+        verifier.run(report, args.samples)
     print_report(report, make_console(), tokenizer)
     if args.json:
         args.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
@@ -161,31 +163,50 @@ def _encoded_prompts(
 
 
 class Verifier:
-    """Goes through all comparisons of one model and fills in the report."""
+    """
+    Goes through all comparisons of one model.
 
-    def __init__(self, model: PreTrainedModel, assistant: str | PreTrainedModel, prompts: list[list[int]], seed: int):
+    Args:
+        model (`PreTrainedModel`): The target; its generation config must not sample.
+        assistant (`str` or `PreTrainedModel`): A preset or a draft model.
+        prompts (list of token ids): Without padding.
+        batch_sizes (sequence of `int`): All prompts are decoded at each of them.
+        max_new_tokens, seed (`int`): Of decoding, and of sampling.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant: str | PreTrainedModel,
+        prompts: list[list[int]],
+        batch_sizes: Sequence[int],
+        max_new_tokens: int,
+        seed: int,
+    ):
         self.model, self.assistant, self.prompts, self.seed = model, assistant, prompts, seed
+        self.max_new_tokens = max_new_tokens
+        self.batch_sizes = list(dict.fromkeys(min(size, len(prompts)) for size in batch_sizes))
         self.pad_id: int = model.generation_config.pad_token_id
         self.decodings = [Decoding(), Decoding(seed)]
         self.ways = ways_of_drafting(assistant, model.config.get_text_config(decoder=True).vocab_size)
 
-    def run(self, report: Report, batch_sizes: Sequence[int], num_samples: int) -> None:
-        sizes = list(dict.fromkeys(min(size, len(self.prompts)) for size in batch_sizes))
-        num_checks = len(self.decodings) * len(self.ways) * (len(sizes) + 1) + bool(num_samples)
+    def run(self, report: Report, num_samples: int) -> None:
+        """Fills in the report: tokens at every batch size, then scores, then frequencies."""
+        num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
         with tqdm(total=num_checks, desc="verifying", disable=None, leave=False) as progress:
-            report.rounding = self.measure_rounding(max(sizes), report.max_new_tokens)
-            for size in sizes:
+            for size in self.batch_sizes:
                 self.check_tokens(report, size, progress)
-            self.check_scores(report, max(sizes), progress)
+            self.check_scores(report, progress)
             if num_samples:
                 self.check_frequencies(report, num_samples)
                 progress.update()
         report.warnings += _idle_drafts(report)
 
-    def measure_rounding(self, batch_size: int, max_new_tokens: int) -> Rounding:
-        prompts = self.prompts[:batch_size]
+    def measure_rounding(self) -> Rounding:
+        prompts = self.prompts[: max(self.batch_sizes)]
         inputs = left_padded(prompts, self.pad_id, self.model.device)
-        run = decode_plainly(self.model, inputs, Decoding(), min(max_new_tokens, _SCORED_TOKENS), records=True)
+        num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
+        run = decode_plainly(self.model, inputs, Decoding(), num_tokens, records=True)
         assert run.logits is not None, "recorded"
         return measure_rounding(self.model, prompts, run.tokens, run.logits)
 
@@ -195,20 +216,21 @@ class Verifier:
         rows = [self.prompts[start : start + batch_size] for start in starts]
         batches = [left_padded(prompts, self.pad_id, self.model.device) for prompts in rows]
         for decoding in self.decodings:
-            plain = [decode_plainly(self.model, inputs, decoding, report.max_new_tokens).tokens for inputs in batches]
+            plain = [decode_plainly(self.model, inputs, decoding, self.max_new_tokens).tokens for inputs in batches]
             if decoding.seed is None:
                 report.plain_tokens[batch_size] = [line for tokens in plain for line in tokens.tolist()]
             for drafting in self.ways:
                 check = TokenCheck(decoding.name, drafting.name, batch_size)
-                comparison = Comparison(self.model, decoding, report.max_new_tokens, drafting, report.rounding)
+                comparison = Comparison(self.model, decoding, self.max_new_tokens, drafting, report.rounding)
                 for index, (inputs, tokens) in enumerate(zip(batches, plain)):
                     comparison.check_batch(inputs, tokens, check, checks_default_output=index == 0)
                 report.tokens.append(check)
                 progress.update()
 
-    def check_scores(self, report: Report, batch_size: int, progress: Any) -> None:
-        inputs = left_padded(self.prompts[:batch_size], self.pad_id, self.model.device)
-        num_tokens = min(report.max_new_tokens, _SCORED_TOKENS)
+    def check_scores(self, report: Report, progress: Any) -> None:
+        """Compares returned logits and scores of one batch of the largest size."""
+        inputs = left_padded(self.prompts[: max(self.batch_sizes)], self.pad_id, self.model.device)
+        num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
         for decoding in self.decodings:
             for drafting in self.ways:
                 comparison = Comparison(self.model, decoding, num_tokens, drafting, report.rounding)
@@ -217,6 +239,7 @@ class Verifier:
                 progress.update()
 
     def check_frequencies(self, report: Report, num_samples: int) -> None:
+        """Draws from one short prompt with many seeds."""
         table = exact_table(self.model, self.prompts[0][:_SAMPLED_PROMPT])
         for drafting in ways_of_sampling(self.assistant, table):
             report.frequencies.append(check_frequencies(self.model, table, drafting, num_samples, self.seed))
@@ -246,7 +269,7 @@ class _Collector(logging.Handler):
 
 
 @contextmanager
-def _collecting_warnings(messages: list[str]):
+def _collecting_warnings(messages: list[str]) -> Iterator[None]:
     """Takes down what this library warns about, such as a call that was decoded without speculation."""
     logger = logging.getLogger("hf_smartspec")
     handler = _Collector(messages)

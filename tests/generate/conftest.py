@@ -2,7 +2,7 @@
 
 import pytest
 
-from .helpers import noisy_copy, tiny_llama
+from .helpers import noisy_copy, tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture
@@ -17,5 +17,10 @@ def draft(model):
 
 @pytest.fixture
 def hush(monkeypatch):
-    """transformers' own assisted decoding logs a deprecation of its own, which would fail the test."""
+    """For tests in which transformers logs a deprecation, which would make them fail."""
     monkeypatch.setattr("transformers.generation.utils.logger.warning_once", lambda *args, **kwargs: None)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return tiny_tokenizer()

