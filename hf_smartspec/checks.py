@@ -108,9 +108,9 @@ def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises `TypeError` unless `seed` is an integer, a sequence of integers, or None."""
+    """Raises `TypeError` unless `seed` is an integer or a sequence of integers."""
     is_list = isinstance(seed, Sequence) and not isinstance(seed, str)
-    if seed is not None and not all(is_integer(value) for value in (seed if is_list else [seed])):
+    if not all(is_integer(value) for value in (seed if is_list else [seed])):
         raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
 
 

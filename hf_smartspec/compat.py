@@ -23,3 +23,9 @@ TESTED_MODEL_TYPES = frozenset(
 def is_stateful(model: PreTrainedModel) -> bool:
     """Whether the model's state cannot be taken back to an earlier token (state-space and recurrent models)."""
     return bool(model._is_stateful)
+
+
+def is_checkpointing(model: PreTrainedModel) -> bool:
+    """Whether activations are recomputed in training."""
+    # 5.23 deprecates `model.is_gradient_checkpointing`, and older versions know no other name for it.
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

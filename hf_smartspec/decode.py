@@ -22,7 +22,7 @@ from .engine import Engine
 from .fallback import RowwiseForward
 from .forward import PackedForward
 from .layout import RowInput
-from .packing import can_pack, extra_kwargs, has_default_positions, plain_reason
+from .packing import can_pack, extra_kwargs, has_default_positions, has_holes_in_windows, plain_reason
 from .plain import decode_plainly
 from .processors import TokenPicker, row_seed
 from .request import GenerationStatistics, Request
@@ -88,9 +88,10 @@ def decode(
     reason = plain_reason(model, input_ids, generation_config, model_kwargs)
     if reason is not None:
         logger.warning_once(f"Decoding without speculation: {reason}.")
-        return decode_plainly(
+        output, statistics = decode_plainly(
             model, input_ids, logits_processor, stopping_criteria, generation_config, seeds, streamer, model_kwargs
         )
+        return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
 
     requests = _requests(model, input_ids, stopping_criteria, seeds, model_kwargs)
     forward = _forward(model, input_ids, requests, generation_config, model_kwargs)
@@ -135,7 +136,8 @@ def decode(
 
 
 def _row_seeds(seed: int | Sequence[int] | None, batch_size: int, do_sample: bool) -> list[int | None]:
-    check_seed(seed)
+    if seed is not None:
+        check_seed(seed)
     if isinstance(seed, Sequence) and len(seed) != batch_size:
         raise ValueError(f"`seed` must be one integer or one per row: got {len(seed)} for {batch_size} rows.")
     if not do_sample:
@@ -179,6 +181,7 @@ def _forward(
         can_pack(model)
         and not extra_kwargs(model, model_kwargs)
         and has_default_positions(input_ids, model_kwargs)
+        and not has_holes_in_windows(model, model_kwargs.get("attention_mask"))
         and not model.config.is_encoder_decoder
     )
     if not is_packable:
@@ -264,8 +267,14 @@ def _output(
         "scores": tuple(batch.column_of("scores", step) for step in steps) if batch.records_scores else None,
         "logits": tuple(batch.column_of("raw_logits", step) for step in steps) if batch.records_logits else None,
         "past_key_values": cache,
-        "statistics": engine.statistics,
     }
-    if model.config.is_encoder_decoder:
-        return SpeculativeEncoderDecoderOutput(**fields)
-    return SpeculativeDecoderOnlyOutput(**fields)
+    plain = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+    return _with_statistics(plain(**fields), engine.statistics)
+
+
+def _with_statistics(
+    output: GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput, statistics: GenerationStatistics
+) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+    if isinstance(output, GenerateEncoderDecoderOutput):
+        return SpeculativeEncoderDecoderOutput(**output, statistics=statistics)
+    return SpeculativeDecoderOnlyOutput(**output, statistics=statistics)

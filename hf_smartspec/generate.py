@@ -179,7 +179,8 @@ def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any)
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "use_mtp", "assistant_early_exit"):
         if kwargs.get(name) or getattr(config, name, None):
             raise ValueError(f"`{name}` and `assistant` both say how to decode: pass one of them.")
-    check_seed(seed)
+    if seed is not None:
+        check_seed(seed)
     check_source_options(kwargs)
     for name in ("inputs", "input_ids"):
         if kwargs.get(name) is not None:

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .compat import TESTED_MODEL_TYPES, is_stateful
+from .compat import TESTED_MODEL_TYPES, is_checkpointing, is_stateful
 from .forward import PackedForward
 from .layout import RowInput
 from .tree import DraftTree
@@ -32,7 +32,7 @@ def plain_reason(
         return "attentions and hidden states are returned step by step by plain decoding only"
     if model.training and _has_dropout(model):
         return "the model is in training mode with dropout, so that no two forwards agree"
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and is_checkpointing(model):
         return "gradient checkpointing switches the cache off while the model is in training mode"
     if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
         return f"`cache_implementation={config.cache_implementation!r}` asks for another cache"
@@ -87,6 +87,18 @@ def has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, A
     mask = torch.ones_like(input_ids) if mask is None else mask
     expected = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
     return bool(((positions == expected) | (mask == 0)).all())
+
+
+def has_holes_in_windows(model: PreTrainedModel, mask: torch.Tensor | None) -> bool:
+    """
+    Whether masked tokens within a row meet sliding windows: transformers' windows count them, those of the packed
+    forward, which leaves them out, do not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if mask is None or all(window is None for window in windows):
+        return False
+    return bool((mask.long().diff(dim=1) < 0).any())
 
 
 def can_pack(model: PreTrainedModel) -> bool:

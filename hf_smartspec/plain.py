@@ -1,6 +1,7 @@
 """Plain decoding with this library's seeds, for calls in which nothing can be verified ahead."""
 
 import copy
+import time
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .processors import SeededGumbelLogitsProcessor
+from .request import GenerationStatistics
 
 
 class _RecordingGumbel(SeededGumbelLogitsProcessor):
@@ -24,6 +26,24 @@ class _RecordingGumbel(SeededGumbelLogitsProcessor):
         return super().__call__(input_ids, scores)
 
 
+class _CountingCriteria(StoppingCriteriaList):
+    """Counts steps, and the tokens that rows generate up to their ends."""
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        super().__init__(criteria)
+        self.num_steps = 0
+        self.num_tokens: torch.Tensor | int = 0  # stays on the device until it is read
+        self._is_done: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        is_done = super().__call__(input_ids, scores, **kwargs)
+        was_done = torch.zeros_like(is_done) if self._is_done is None else self._is_done
+        self.num_tokens = self.num_tokens + (~was_done).sum()
+        self._is_done = was_done | is_done
+        self.num_steps += 1
+        return is_done
+
+
 def decode_plainly(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
@@ -33,8 +53,10 @@ def decode_plainly(
     seeds: list[int | None],
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
-) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+) -> tuple[torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput, GenerationStatistics]:
     """transformers' own loop. Sampling goes through seeded noise: the same seed gives the same tokens here too."""
+    start = time.perf_counter()
+    counts = _CountingCriteria(stopping_criteria)
     config = copy.copy(generation_config)
     noise = None
     if config.do_sample:
@@ -44,11 +66,17 @@ def decode_plainly(
     output = model._sample(  # type: ignore[operator]
         input_ids,
         logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
+        stopping_criteria=counts,
         generation_config=config,
         streamer=streamer,
         **model_kwargs,
     )
     if noise is not None and noise.records and not isinstance(output, torch.Tensor):
         output.scores = tuple(noise.scores)
-    return output
+    statistics = GenerationStatistics(
+        steps=int(counts.num_tokens),
+        forwards=counts.num_steps,
+        generated_tokens=int(counts.num_tokens),
+        seconds_total=time.perf_counter() - start,
+    )
+    return output, statistics

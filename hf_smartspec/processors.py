@@ -9,6 +9,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from .checks import check_seed
+
 # Look at the scores alone: one call serves rows of different lengths.
 _SCORE_ONLY = (
     hf.TemperatureLogitsWarper,
@@ -39,8 +41,8 @@ _ROW_ONLY = (
 )
 
 
-# Noise of a uniform variate of 53 bits never exceeds this, -log(-log(1 - 2**-54)).
-_LARGEST_NOISE = 37.43
+# Noise of a uniform variate of 52 bits never exceeds this, -log(-log(1 - 2**-53)).
+_LARGEST_NOISE = 36.74
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -64,12 +66,15 @@ def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor
 
 
 def _uniform_numpy(key: int, tokens: np.ndarray) -> np.ndarray:
-    """Uniform variates in the open interval (0, 1): the upper 53 bits of the hash, centred in their cell."""
+    """
+    Uniform variates in the open interval (0, 1): the upper 52 bits of the hash, centred in their cell. With 53 bits the
+    centre of the last cell would be rounded to 1, whose noise is infinite.
+    """
     counters = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
     counters = (counters ^ (counters >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
     counters = (counters ^ (counters >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     counters = counters ^ (counters >> np.uint64(31))
-    return ((counters >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return ((counters >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def _uniform_torch(key: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -78,7 +83,7 @@ def _uniform_torch(key: int, tokens: torch.Tensor) -> torch.Tensor:
     counters = (counters ^ _shift(counters, 30)) * _signed(_MULTIPLIERS[0])
     counters = (counters ^ _shift(counters, 27)) * _signed(_MULTIPLIERS[1])
     counters = counters ^ _shift(counters, 31)
-    return (_shift(counters, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return (_shift(counters, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def _signed(value: int) -> int:
@@ -141,9 +146,8 @@ class SeededGumbelLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, seed: int | Sequence[int]):
-        if not isinstance(seed, int) and not all(isinstance(value, int) for value in seed):
-            raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
-        self.seed = seed
+        check_seed(seed)
+        self.seed = [int(value) for value in seed] if isinstance(seed, Sequence) else int(seed)
         self._prompt_length = self._length = -1
         self._is_bound = False
 

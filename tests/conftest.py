@@ -49,11 +49,11 @@ def pytest_terminal_summary(terminalreporter):
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):
-                if name == COUNTS and getattr(report, "when", None) == "call":
+                if name == COUNTS and report.when == "call":
                     total.update(value["counts"])
                     ties += value["ties"]
     if total:
         names = ("cases", "tokens", "drafted", "accepted", "ties", "differences")
         terminalreporter.write_line("exactness: " + ", ".join(f"{total[name]:,} {name}" for name in names))
-        for tie in ties:
+        for tie in ties[:20]:
             terminalreporter.write_line(f"  {tie}")

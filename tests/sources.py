@@ -5,7 +5,7 @@ from functools import wraps
 
 import numpy as np
 
-from hf_smartspec import DraftTree, TreeCandidateGenerator
+from hf_smartspec import DraftTree, GenerationStatistics, TreeCandidateGenerator
 
 from .models import VOCAB_SIZE
 
@@ -30,6 +30,7 @@ class Recording(TreeCandidateGenerator):
         drafted, accepted (`int`): Nodes that `source` proposed, and how many of them came true.
         num_asked, num_observed (`int`): Proposals asked for, and tokens shown.
         texts (`dict`): Every request's text as shown to the source, by its prompt.
+        statistics (`GenerationStatistics`): What the engine counted, where a test has noted it here.
         errors (list): What the source raised, and what it was asked against the contract. The engine survives both.
     """
 
@@ -38,6 +39,7 @@ class Recording(TreeCandidateGenerator):
         self.samples = getattr(source, "samples", False)
         self.drafted = self.accepted = self.num_asked = self.num_observed = 0
         self.errors: list[Exception] = []
+        self.statistics: GenerationStatistics | None = None
         self.texts: dict[tuple[int, ...], list[int]] = {}
         self._running: dict[Hashable, list[int]] = {}
         self._trees: dict[Hashable, DraftTree] = {}

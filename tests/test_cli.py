@@ -4,12 +4,14 @@ import importlib
 import json
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
 from hf_smartspec.benchmark import verify
 from hf_smartspec.cache import SlotCache
 from hf_smartspec.engine import Engine
+from hf_smartspec.forward import PackedForward
 
 from .folders import save_tiny_models
 
@@ -81,7 +83,10 @@ def test_no_command_shows_help_and_fails(capsys):
         (["verify", "{target}", "--num-prompts", "0"], "must be at least 1, got 0"),
         (["verify", "{target}", "--batch-sizes", "1,x"], "'x' is no integer"),
         (["verify", "{target}", "--device", "gpu9"], "cannot use the device 'gpu9'"),
-        (["verify", "{target}", "--json", "/no/such/folder/file.json"], "no such folder: '/no/such/folder'"),
+        (
+            ["verify", "{target}", "--json", "/no/such/folder/file.json"],
+            "cannot write '/no/such/folder/file.json': no such folder",
+        ),
         (["verify", "{target}", "--prompts", "/no/prompts.txt"], "cannot read the prompts '/no/prompts.txt'"),
         (["verify", "{target}", "--max-new-tokens", "999"], "leave no room for a prompt"),
         (["verify", "{target}", "--assistant", "./no-such-draft"], "--assistant: no such model folder"),
@@ -106,8 +111,6 @@ def test_bad_arguments_get_one_line_and_status_2(folder, tmp_path, arguments, me
 
 def test_draft_of_another_vocabulary_is_refused(folder, tmp_path, capsys):
     config = json.loads((folder / "draft" / "config.json").read_text()) | {"vocab_size": 100}
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path / "other")
     assert call("verify", folder / "target", "--assistant", tmp_path / "other", *SHORT) == 2
     assert "vocabulary of 100 tokens" in capsys.readouterr().err
@@ -163,15 +166,30 @@ def test_verify_takes_prompts_from_a_file(folder, tmp_path, name, capsys):
     assert "2 prompts" in capsys.readouterr().out
 
 
-def test_verify_in_half_precision_reports_ties(folder, tmp_path, capsys):
+@pytest.mark.parametrize(("dtype", "status"), [("bfloat16", 0), ("float32", 1)])
+def test_small_error_is_a_tie_in_half_precision_only(folder, tmp_path, dtype, status, monkeypatch, capsys):
+    model = LlamaForCausalLM.from_pretrained(folder / "target")
+    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[::2]  # tokens in pairs of equal logits
+    model.save_pretrained(tmp_path / "pairs")
+    run = PackedForward._run
+
+    def run_with_error(*args):
+        logits = run(*args).float()
+        logits[:, 1::2] += 0.005
+        return logits
+
+    monkeypatch.setattr(PackedForward, "_run", run_with_error)
     file = tmp_path / "report.json"
-    assert run_verify(folder, "--dtype", "bfloat16", "--max-new-tokens", "24", "--json", file) == 0
+    assert call("verify", tmp_path / "pairs", *SHORT, "--dtype", dtype, "--json", file) == status
     report = json.loads(file.read_text())
     differences = [item for check in report["tokens"] for item in check["differences"]]
-    assert differences, "random weights have many near-ties in bfloat16"
-    assert all(item["is_tie"] for item in differences)
+    assert all(item["is_tie"] for item in differences) is (dtype == "bfloat16")
+    greedy = [item for check in report["tokens"] if check["decoding"] == "greedy" for item in check["differences"]]
+    assert {item["own_token"] - item["plain_token"] for item in greedy} == {1}
+    assert {item["plain_gap"] for item in greedy} == {0.0}
     out = capsys.readouterr().out
-    assert "First difference of a row" in out and "Lossless up to rounding" in out
+    assert "First difference of a row" in out
+    assert ("Lossless up to rounding" if dtype == "bfloat16" else "NOT lossless") in out
 
 
 def wrong_pick(monkeypatch):

@@ -1,105 +1,24 @@
 """The promise: the same tokens as plain `generate`, for every architecture, batch, source, tree and sampling."""
 
 import os
-from collections import Counter
 from itertools import product
 
 import pytest
 import torch
 
-import hf_smartspec
-from hf_smartspec import SmartSpecConfig
-
-from .cases import Case, Setting, all_cases
-from .conftest import COUNTS
+from .comparison import Tally, run_cases
 from .models import PACKED
-from .sources import Recording
-from .ties import Difference, first_difference
 
 IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
 # One test of the exhaustive run: ten greedy and ten sampled settings of one architecture, in six cases each.
 SETTINGS_PER_BLOCK, NUM_BLOCKS = 10, 4
-BLOCKS = list(product(PACKED, ("float32", "float64"), range(NUM_BLOCKS)))
+BLOCKS = [
+    (architecture, dtype, block)
+    for architecture, dtype, block in product(PACKED, ("float32", "float64"), range(NUM_BLOCKS))
+    # Plain generate is wrong there: the mask of eager attention overflows in its float32 softmax, and padding is NaN.
+    if (architecture, dtype) != ("gemma2", "float64")
+]
 SKIPPED = pytest.param("", "", 0, marks=pytest.mark.skip(reason="takes an hour: set HF_SMARTSPEC_EXHAUSTIVE=1"))
-ALWAYS_DRAFT = ("draft", "foreign", "oracle", "wrong")
-
-
-class Tally:
-    """Counts of many comparisons."""
-
-    def __init__(self):
-        self.counts: Counter = Counter()
-        self.by_kind: dict[str, Counter] = {}
-        self.differences: list[Difference] = []
-
-    def add(self, case: Case, recording: Recording, num_tokens: int, differences: list[Difference]) -> None:
-        ties = sum(difference.tie is not None for difference in differences)
-        counts = {
-            "cases": 1,
-            "tokens": num_tokens,
-            "drafted": recording.drafted,
-            "accepted": recording.accepted,
-            "ties": ties,
-            "differences": len(differences) - ties,
-        }
-        self.counts.update(counts)
-        self.by_kind.setdefault(case.kind, Counter()).update(counts)
-        self.differences += differences
-
-    @property
-    def faults(self) -> str:
-        return "\n".join(str(item) for item in self.differences if item.tie is None)
-
-    def report(self, record_property) -> None:
-        ties = [str(item) for item in self.differences if item.tie is not None]
-        record_property(COUNTS, {"counts": dict(self.counts), "ties": ties})
-
-
-def speculate(case: Case, reference: torch.Tensor) -> tuple[torch.Tensor, Recording]:
-    setting = case.setting
-    recording = Recording(case.source(reference))
-    with hf_smartspec.enabled(setting.model):
-        output = setting.model.generate(
-            **setting.speculative_arguments(),
-            assistant=SmartSpecConfig(recording, num_nodes=case.num_nodes),
-            return_dict_in_generate=case.returns_dict,
-        )
-    return (output.sequences if case.returns_dict else output), recording
-
-
-def compare(case: Case, reference: torch.Tensor, tally: Tally) -> None:
-    """Runs one case and counts its differences from the reference, each explained."""
-    setting = case.setting
-    actual, recording = speculate(case, reference)
-    if recording.errors and case.kind != "flaky":
-        raise AssertionError(f"{case.name}: the source failed") from recording.errors[0]
-    width = setting.inputs["input_ids"].shape[1]
-    assert torch.equal(actual[:, :width], setting.inputs["input_ids"])
-    differences = []
-    for row, (expected_row, actual_row) in enumerate(zip(reference[:, width:].tolist(), actual[:, width:].tolist())):
-        rows = setting.continuation(expected_row), setting.continuation(actual_row)
-        if rows[0] != rows[1]:
-            differences.append(first_difference(case.name, setting, row, *rows))
-    if not differences:
-        assert torch.equal(actual, reference), f"{case.name}: rows are equal but their padding is not"
-        if case.kind != "flaky":  # what a dropped source is not told of, it did not see
-            assert list(recording.texts.values()) == setting.texts(reference), f"{case.name}: the source saw another text"
-    assert recording.is_idle, f"{case.name}: the source was not told of a request's end"
-    if case.kind in ALWAYS_DRAFT and reference.shape[1] > width + 1:
-        assert recording.drafted > 0, f"{case.name}: nothing was drafted"
-    if case.kind == "wrong":
-        assert recording.accepted == 0, f"{case.name}: something wrong was accepted"
-    num_tokens = sum(len(text) for text in setting.texts(reference)) - sum(map(len, setting.prompts))
-    tally.add(case, recording, num_tokens, differences)
-
-
-def run_cases(architecture: str, count: int, first: int = 0, **options) -> Tally:
-    tally = Tally()
-    for setting, cases in all_cases(architecture, count, first, **options):
-        reference = setting.reference()
-        for case in cases:
-            compare(case, reference, tally)
-    return tally
 
 
 def check(tally: Tally) -> None:

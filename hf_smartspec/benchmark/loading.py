@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..config import check_draft_model
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
@@ -44,6 +46,12 @@ def check_device(name: str) -> None:
         raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
 
 
+def check_output(path: Path | None) -> None:
+    """A file that cannot be written is refused before any work."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"cannot write {str(path)!r}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+
+
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference."""
     _check_folder(name)
@@ -55,6 +63,16 @@ def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTra
         raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
     return model.eval()
+
+
+def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:
+    """A model that can draft for the target, on its device."""
+    draft = load_model(name, dtype, str(target.device))
+    try:
+        check_draft_model(draft, target)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return draft
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..config import PRESETS, check_draft_model
+from ..config import PRESETS
 from .drafts import ways_of_drafting
 from .equality import Comparison, TokenCheck
 from .frequencies import check_frequencies, exact_table, ways_of_sampling
@@ -22,8 +22,10 @@ from .loading import (
     PROMPTS,
     UsageError,
     check_device,
+    check_output,
     encode,
     left_padded,
+    load_draft,
     load_model,
     load_tokenizer,
     random_prompts,
@@ -92,8 +94,7 @@ def _integer(text: str, least: int) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UsageError(f"--json: no such folder: {str(args.json.parent)!r}")
+    check_output(args.json)
     texts = [row["prompt"] for row in read_prompts(args.prompts)] if args.prompts else list(PROMPTS)
     check_device(args.device)
     model = load_model(args.model, args.dtype, args.device)
@@ -135,11 +136,9 @@ def _load_assistant(args: argparse.Namespace, model: PreTrainedModel) -> str | P
     if args.assistant in PRESETS:
         return args.assistant
     try:
-        draft = load_model(args.assistant, args.dtype, args.device)
-        check_draft_model(draft, model)
-    except (UsageError, ValueError) as error:
+        return load_draft(args.assistant, model, args.dtype)
+    except UsageError as error:
         raise UsageError(f"--assistant: {error} (presets are {', '.join(sorted(PRESETS))})") from error
-    return draft
 
 
 def _encoded_prompts(

@@ -125,8 +125,10 @@ class Oracle(TreeCandidateGenerator):
         self.is_right = is_right
         self._known = []
         for row, ids in enumerate(sequences):
-            skipped = 0 if mask is None else int((mask[row] == 0).sum())
-            self._known.append(ids[skipped:].tolist())
+            shown = torch.ones_like(ids).bool()
+            if mask is not None:
+                shown[: mask.shape[1]] = mask[row].bool()
+            self._known.append(ids[shown].tolist())
         self._texts: dict = {}
 
     def start(self, request_id, prompt):

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -76,8 +77,6 @@ def test_seeds(model, seed):
 
 
 def test_numpy_seeds(model):
-    import numpy as np
-
     hf_smartspec.enable(model)
     kwargs = BATCH | {"do_sample": True, "max_new_tokens": 8, "assistant": "prompt_lookup"}
     expected = model.generate(**kwargs, seed=7)
