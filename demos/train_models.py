@@ -12,8 +12,10 @@ stages run in order and can be chosen with `--stages`:
     evaluate    held-out losses, and how often the draft's first guess is the target's token; writes results.json
 
 Training goes on from its last checkpoint in `--work` after a Ctrl-C or a crash; a finished model is not trained again
-unless its checkpoint is deleted or the budget is raised. On Linux, `MALLOC_MMAP_THRESHOLD_=8000000000
-MALLOC_TRIM_THRESHOLD_=16000000000` in the environment saves about a tenth of the time: memory is kept between steps.
+unless its checkpoint is deleted or the budget is raised. Two settings of the environment help on Linux:
+`OMP_WAIT_POLICY=passive` where other programs run on the same cores (threads then sleep instead of spinning: several
+times the speed), and `MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`, which keep memory
+between steps (about a tenth).
 """
 
 import argparse
@@ -81,7 +83,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     tuning = parser.add_argument_group("tuning")
     tuning.add_argument("--target-lr", type=float, default=1.5e-3, help="peak learning rate")
     tuning.add_argument("--draft-lr", type=float, default=3e-3, help="peak learning rate")
-    tuning.add_argument("--batch-tokens", type=int, default=3072, help="tokens in a micro-batch; two make a step")
+    tuning.add_argument("--target-batch-tokens", type=int, default=3072, help="tokens in a batch; two make a step")
+    tuning.add_argument("--draft-batch-tokens", type=int, default=1024, help="the same for the draft")
     tuning.add_argument("--precision", choices=("autocast", "fp32"), default="autocast", help="bfloat16 or float32")
     tuning.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
     tuning.add_argument("--threads", type=int, help="CPU threads (torch's choice if not given)")
@@ -121,6 +124,7 @@ class Run:
         torch.manual_seed(self.args.seed)
         target = load_model(self.args.output / "target", self.args.device)
         draft = make_model(tokenizer, self.args.draft_shape, self.args.max_positions).to(self.args.device)
+        copy_embeddings(target, draft)
         self.train("draft", draft, lambda batch: distillation_loss(draft, target, batch), tokenizer)
 
     def prompts(self) -> None:
@@ -166,7 +170,7 @@ class Run:
             ([row for e in examples if (row := encode(e, tokenizer, args.block))], SOURCES[file].repeat)
             for file, examples in corpus.train.items()
         ]
-        mix = Mix(sources, args.batch_tokens, tokenizer.pad_token_id, args.seed)
+        mix = Mix(sources, getattr(args, f"{name}_batch_tokens"), tokenizer.pad_token_id, args.seed)
         describe(corpus, sources, model)
         heldout = self.encode_heldout(tokenizer)
         config = TrainConfig(
@@ -205,6 +209,17 @@ def make_model(tokenizer: PreTrainedTokenizerBase, shape: tuple[int, ...], max_p
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=False, **ids)
     return model
+
+
+@torch.no_grad()
+def copy_embeddings(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Start the draft from the main directions of the target's embeddings: most of its parameters are embeddings, and
+    distilling is too short to learn them from nothing."""
+    weight = target.get_input_embeddings().weight.float()
+    directions = torch.linalg.svd(weight, full_matrices=False).Vh[
+        : draft.config.hidden_size
+    ]  # (hidden, target hidden)
+    draft.get_input_embeddings().weight.copy_(weight @ directions.T)
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:

@@ -1,7 +1,5 @@
 """Faster `model.generate` for transformers models, with the same tokens: lossless speculative decoding for batches."""
 
-import logging as _logging
-
 from .candidates import DraftModelCandidates, PromptLookupCandidates, TreeCandidateGenerator
 from .config import SmartSpecConfig
 from .decode import decode
@@ -29,5 +27,3 @@ __all__ = [
     "enable",
     "enabled",
 ]
-
-_logging.getLogger(__name__).addHandler(_logging.NullHandler())

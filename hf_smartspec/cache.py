@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .layout import CacheRow, StepLayout
@@ -166,13 +165,13 @@ class SlotCache(Cache):
                 layer.move(index[0], index[1])
 
     def export(
-        self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, config: PreTrainedConfig
-    ) -> DynamicCache:
+        self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache
+    ) -> Cache:
         """
-        The committed keys and values as transformers' own cache of `len(rows)` padded rows of `total_length` tokens:
-        token k of row i stands in column `columns[i][k]`, as in the padded batch that plain decoding works on.
+        Writes the committed keys and values to one of transformers' own caches, which must be empty, as `len(rows)`
+        padded rows of `total_length` tokens: token k of row i stands in column `columns[i][k]`, as in the padded batch
+        that plain decoding works on.
         """
-        cache = DynamicCache(config=config)
         for index, layer in enumerate(self.layers):
             states = []
             for memory in (layer.keys, layer.values):

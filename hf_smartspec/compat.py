@@ -19,10 +19,16 @@ TESTED_MODEL_TYPES = frozenset(
     "nemotron persimmon exaone4 ernie4_5 seed_oss biogpt".split()
 )
 
+# Likewise for those that run row by row. Models of other types are probed (`fallback.can_run_rowwise`).
+TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm gpt_oss llama4_text t5 bart".split())
+
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether the model's state cannot be taken back to an earlier token (state-space and recurrent models)."""
-    return bool(model._is_stateful)
+    """
+    Whether the model's state cannot be taken back to an earlier token: state-space and recurrent models, and those with
+    a cache of their own in place of transformers' (MiniMax, XLNet, ...).
+    """
+    return bool(model._is_stateful) or not model._supports_default_dynamic_cache()  # type: ignore[operator]
 
 
 def is_checkpointing(model: PreTrainedModel) -> bool:

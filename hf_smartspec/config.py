@@ -76,6 +76,8 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
         if assistant not in PRESETS:
             raise ValueError(f"Unknown `assistant` preset {assistant!r}; known are {sorted(PRESETS)}.")
         return PRESETS[assistant]()
+    if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
+        assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
         check_draft_model(assistant, target)
         samples = config.verification == "rejection"

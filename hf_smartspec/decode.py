@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import (
     BaseStreamer,
     GenerateDecoderOnlyOutput,
@@ -19,10 +19,10 @@ from .checks import check_mask, check_seed, check_settings, check_token_ids
 from .config import SmartSpecConfig
 from .decoding import DecodingBatch
 from .engine import Engine
-from .fallback import RowwiseForward
+from .fallback import RowwiseForward, can_run_rowwise
 from .forward import PackedForward
 from .layout import RowInput
-from .packing import can_pack, extra_kwargs, has_default_positions, has_holes_in_windows, plain_reason
+from .packing import can_pack, can_pack_call, plain_reason
 from .plain import decode_plainly
 from .processors import TokenPicker, row_seed
 from .request import GenerationStatistics, Request
@@ -86,6 +86,8 @@ def decode(
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = _row_seeds(seed, len(input_ids), generation_config.do_sample)
     reason = plain_reason(model, input_ids, generation_config, model_kwargs)
+    if reason is None and not can_pack_call(model, input_ids, model_kwargs) and not can_run_rowwise(model):
+        reason = f"{type(model).__name__} cannot run several tokens at once and take them back"
     if reason is not None:
         logger.warning_once(f"Decoding without speculation: {reason}.")
         output, statistics = decode_plainly(
@@ -129,8 +131,8 @@ def decode(
     sequences = batch.padded_batch(batch.num_generated)
     if not (generation_config.return_dict_in_generate or gives_back):
         return sequences
-    cache = _export_cache(engine, sequences.shape[1] - 1)
-    if gives_back:
+    cache = _export_cache(engine, sequences.shape[1] - 1, given_cache)
+    if gives_back and cache is not given_cache:
         given_cache.layers, cache = cache.layers, given_cache
     return _output(model, engine, sequences, cache, generation_config, model_kwargs)
 
@@ -177,14 +179,7 @@ def _forward(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> PackedForward | RowwiseForward:
-    is_packable = (
-        can_pack(model)
-        and not extra_kwargs(model, model_kwargs)
-        and has_default_positions(input_ids, model_kwargs)
-        and not has_holes_in_windows(model, model_kwargs.get("attention_mask"))
-        and not model.config.is_encoder_decoder
-    )
-    if not is_packable:
+    if not can_pack_call(model, input_ids, model_kwargs):
         return RowwiseForward(model, input_ids, model_kwargs, generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = generation_config.prefill_chunk_size or 512
@@ -240,14 +235,16 @@ def _record_padding(engine: Engine, late: list[Request], padding: list[list[int]
     engine.forward.commit([item.row for item in inputs], [range(len(item.tree)) for item in inputs])
 
 
-def _export_cache(engine: Engine, total_length: int) -> Any:
+def _export_cache(engine: Engine, total_length: int, prepared: Any) -> Any:
+    """All rows' keys and values in the cache that `generate` prepared, as long as it is empty, else in a new one."""
     rows = [request.cache_row for request in engine.batch.requests]
     if isinstance(engine.forward, RowwiseForward):
-        return engine.forward.export(rows, total_length)
+        return engine.forward.export(rows)
     columns = [request.columns(total_length) for request in engine.batch.requests]
     assert isinstance(engine.forward, PackedForward)
-    config = engine.forward.model.config.get_text_config(decoder=True)
-    return engine.forward.cache.export(rows, columns, total_length, config)
+    if prepared is None or prepared.get_seq_length() > 0:
+        prepared = DynamicCache(config=engine.forward.model.config.get_text_config(decoder=True))
+    return engine.forward.cache.export(rows, columns, total_length, prepared)
 
 
 def _output(

@@ -63,8 +63,12 @@ class DecodingBatch:
     @property
     def num_generated(self) -> int | None:
         """Columns that plain decoding generates; None while some row has not stopped."""
-        stops = [request.stopped_at for request in self.requests if request.stopped_at is not None]
-        return max(stops) if len(stops) == len(self.requests) else None
+        end = 0
+        for request in self.requests:
+            if request.stopped_at is None:  # mostly the first one: this is asked for every row
+                return None
+            end = max(end, request.stopped_at)
+        return end
 
     def is_active(self, request: Request) -> bool:
         """Whether the row needs further tokens."""

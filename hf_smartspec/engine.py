@@ -277,7 +277,7 @@ class Engine:
         request.is_drafting = False
         if not self._has_warned:
             logger.warning(
-                f"{type(self.source).__name__} failed and was dropped for request {request.request_id!r}, which goes "
+                f"{type(self.source).__name__} failed and was dropped for row {request.index}, which goes "
                 f"on without speculation (further failures of this call are not reported): {error!r}"
             )
         self._has_warned = True

@@ -1,15 +1,16 @@
 """What the packed forward cannot serve: models run row by row, with chains, on transformers' own inputs and caches."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
@@ -18,7 +19,11 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.utils import ModelOutput
 
+from .compat import TESTED_ROWWISE_TYPES
 from .layout import CacheRow, RowInput
+from .tree import DraftTree
+
+_probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -68,9 +73,11 @@ class RowwiseForward:
         """Gives the row its keyword arguments and an empty cache."""
         index, batch_size = row.index, len(self._inputs)
         kwargs = {key: _row_of(value, index, batch_size) for key, value in self._kwargs.items()}
+        config = copy.copy(self.generation_config)
+        config.cache_implementation = None  # a static cache cannot be cropped
         # Through transformers' own method: it knows which cache the model wants.
         self.model._prepare_cache_for_generation(  # type: ignore[operator]
-            copy.copy(self.generation_config), kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
+            config, kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
         )
         kwargs["past_key_values"].activate_past_recording()
         row.ids, row.length, row.kwargs = None, 0, kwargs
@@ -144,32 +151,28 @@ class RowwiseForward:
             accepted = row.drafted[: len(path)]
             row.ids = torch.cat([row.ids, torch.from_numpy(accepted).to(row.ids)[None]], dim=1)
 
-    def export(self, rows: Sequence[CacheRow], total_length: int) -> DynamicCache | EncoderDecoderCache | None:
-        """All rows' caches as one of `total_length` columns; None if they hold more than plain keys and values."""
+    def export(self, rows: Sequence[CacheRow]) -> DynamicCache | EncoderDecoderCache | None:
+        """All rows' caches, which must be of one length, as one; None if they hold more than keys and values."""
         caches = [row.kwargs["past_key_values"] for row in rows if isinstance(row, ModelRow)]
-        if len(caches) == 1:
-            return caches[0]
-        if all(isinstance(cache, EncoderDecoderCache) for cache in caches):
-            own = _stack([cache.self_attention_cache for cache in caches], total_length)
-            cross = _stack([cache.cross_attention_cache for cache in caches], None)
-            return None if own is None or cross is None else EncoderDecoderCache(own, cross)
-        return _stack(caches, total_length)
+        if not all(isinstance(cache, EncoderDecoderCache) for cache in caches):
+            return _stack(caches)
+        own = _stack([cache.self_attention_cache for cache in caches])
+        cross = _stack([cache.cross_attention_cache for cache in caches])
+        return None if own is None or cross is None else EncoderDecoderCache(own, cross)
 
 
-def _stack(caches: Sequence[DynamicCache], total_length: int | None) -> DynamicCache | None:
-    """Caches of single rows as one batch; shorter rows are filled up with zeros on the right."""
-    if not all(type(layer) is DynamicLayer for cache in caches for layer in cache.layers):
+def _stack(caches: Sequence[DynamicCache]) -> DynamicCache | None:
+    """Caches of single rows as one batch, in the first of them."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    if len(caches) > 1 and not all(type(layer) in known for cache in caches for layer in cache.layers):
         return None
-    result = DynamicCache()
-    for index, layers in enumerate(zip(*(cache.layers for cache in caches))):
-        states = []
-        for name in ("keys", "values"):
-            rows = [getattr(layer, name) for layer in layers]
-            length = total_length or rows[0].shape[2]
-            rows = [row[:, :, :length] for row in rows]
-            states.append(torch.cat([pad(row, (0, 0, 0, length - row.shape[2])) for row in rows]))
-        result.update(states[0], states[1], index)
-    return result
+    for layers in zip(*(cache.layers for cache in caches)):
+        if hasattr(layers[0], "record_past"):
+            layers[0].record_past = False  # whoever goes on with it need not take anything back
+        if len(layers) > 1:
+            layers[0].keys = torch.cat([layer.keys for layer in layers])
+            layers[0].values = torch.cat([layer.values for layer in layers])
+    return caches[0]
 
 
 def _row_of(value: Any, index: int, batch_size: int) -> Any:
@@ -179,3 +182,67 @@ def _row_of(value: Any, index: int, batch_size: int) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
         return value[index : index + 1]
     return value
+
+
+def can_run_rowwise(model: PreTrainedModel) -> bool:
+    """
+    Whether the model can run several tokens at once and take them back: by its type, else by comparing small forwards,
+    once per model. It cannot if it looks ahead (BERT without `is_decoder`), has no cache (GPT-1) or feeds its cache one
+    token at a time (ProphetNet).
+    """
+    is_tested = model.config.model_type in TESTED_ROWWISE_TYPES and type(model).__module__.startswith("transformers.")
+    if is_tested or model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
+        return True
+    if model not in _probed:
+        _probed[model] = _probe(model)
+    return _probed[model]
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> bool:
+    """Compares chains that are accepted in part, whole and not at all with plain forwards of every text."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    text = (torch.arange(3, 14, device=model.device) * 7 % size)[None]
+    was_training = model.training
+    try:
+        model.eval()
+        kwargs: dict[str, Any] = {"use_cache": True}
+        if model.config.is_encoder_decoder:
+            kwargs["encoder_outputs"] = model.get_encoder()(input_ids=text[:, :4], return_dict=True)
+        else:
+            kwargs["attention_mask"] = torch.ones_like(text[:, :5])
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                kwargs["position_ids"] = torch.arange(5, device=model.device)[None]
+        rowwise = RowwiseForward(model, text[:, :5], kwargs, GenerationConfig())
+        row, start = rowwise.add(), 0
+        # Tokens to feed, to draft, and of these to accept.
+        for num_fed, num_drafted, num_accepted in ((5, 3, 1), (1, 2, 2), (1, 1, 0)):
+            end = start + num_fed
+            tokens = text[0].cpu().numpy()
+            chain = DraftTree.chain(tokens[end : end + num_drafted])
+            logits, _ = rowwise.forward([RowInput(row, tokens[start:end], chain)])
+            for line, length in zip(logits, range(end, end + num_drafted + 1)):
+                if not _agree(line, _last_logits(model, text[:, :length], kwargs)):
+                    return False
+            rowwise.commit([row], [range(num_accepted)])
+            start = end + num_accepted
+        return True
+    except Exception:  # whatever goes wrong in a foreign model: it is left to plain decoding
+        return False
+    finally:
+        model.train(was_training)
+
+
+def _last_logits(model: PreTrainedModel, text: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The plain logits behind a text, `[vocab_size]`."""
+    if model.config.is_encoder_decoder:
+        output = model(encoder_outputs=kwargs["encoder_outputs"], decoder_input_ids=text, return_dict=True)
+    else:
+        output = model(input_ids=text, return_dict=True)
+    return output.logits[0, -1]
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two lines of logits are the same up to rounding."""
+    tolerance = 1e-3 if actual.dtype == torch.float32 else 0.1
+    return bool((actual.float() - expected.float()).abs().max() <= tolerance * expected.float().std())

@@ -28,6 +28,8 @@ def plain_reason(
     """Why this call must be left to plain decoding; None if it need not be."""
     if is_stateful(model):
         return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
+    if "prepare_inputs_for_generation" in vars(model) and prepares_own_inputs(model):
+        return "the inputs of the model are prepared by a wrapper around it"
     if config.output_attentions or config.output_hidden_states:
         return "attentions and hidden states are returned step by step by plain decoding only"
     if model.training and _has_dropout(model):
@@ -63,13 +65,27 @@ def _can_load(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> bool:
-    """A cache of simple layers that holds the beginning of the very sequences that were passed."""
+    """An empty cache of any kind, or one of simple layers that holds the beginning of the very sequences passed."""
+    if not can_pack_call(model, input_ids, model_kwargs):
+        return False
+    if cache.get_seq_length() == 0:
+        return True
     layers = (DynamicLayer, DynamicSlidingWindowLayer)
     if type(cache) is not DynamicCache or not all(type(layer) in layers for layer in cache.layers):
         return False
     mask = model_kwargs.get("attention_mask")
     length = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
-    return length == input_ids.shape[1] > cache.get_seq_length() and can_pack(model)
+    return length == input_ids.shape[1] > cache.get_seq_length()
+
+
+def can_pack_call(model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the packed forward serves this model with these arguments."""
+    return (
+        can_pack(model)
+        and not extra_kwargs(model, model_kwargs)
+        and has_default_positions(input_ids, model_kwargs)
+        and not has_holes_in_windows(model, model_kwargs.get("attention_mask"))
+    )
 
 
 def extra_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> set[str]:
@@ -80,8 +96,8 @@ def extra_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> set[st
 def has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether `position_ids` count the tokens that are not masked, as `generate` fills them in."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    if positions is None:
-        return True
+    if positions is None:  # the model counts by itself, from the first column on
+        return mask is None or bool(mask.all())
     if positions.dim() != 2 or positions.shape[1] != input_ids.shape[1]:
         return False
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -95,22 +111,34 @@ def has_holes_in_windows(model: PreTrainedModel, mask: torch.Tensor | None) -> b
     forward, which leaves them out, do not.
     """
     config = model.config.get_text_config(decoder=True)
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    if mask is None or all(window is None for window in windows):
+    if mask is None or all(getattr(config, name, None) is None for name in _WINDOWS):
         return False
     return bool((mask.long().diff(dim=1) < 0).any())
+
+
+def prepares_own_inputs(model: PreTrainedModel) -> bool:
+    """Whether a forward is fed more than the tokens that it is asked for, which the packed forward would not know."""
+    own = vars(model).get("prepare_inputs_for_generation")
+    if own is None:
+        function = type(model).prepare_inputs_for_generation  # type: ignore[attr-defined]
+        return not function.__module__.startswith("transformers.")
+    # PEFT's wrappers set theirs for the time of the call; only adapters that learn prompts change anything in it.
+    peft_config = getattr(getattr(own, "__self__", None), "active_peft_config", None)
+    return getattr(peft_config, "is_prompt_learning", True)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether the model can run packed trees: by its type, else by comparing a small forward, once per model."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    if model.config.is_encoder_decoder or rope.get("rope_type") in ("dynamic", "longrope"):
+    if model.config.is_encoder_decoder or prepares_own_inputs(model):
+        return False
+    if rope.get("rope_type") in ("dynamic", "longrope"):
         return False  # frequencies that depend on the longest row of the batch would depend on the drafts
     layer_types = getattr(config, "layer_types", None)
     if not set(layer_types or ()) <= {"full_attention", "sliding_attention"}:
         return False  # chunked attention and the like: the probe's texts are too short to tell
-    if model.config.model_type in TESTED_MODEL_TYPES:
+    if model.config.model_type in TESTED_MODEL_TYPES and type(model).__module__.startswith("transformers."):
         return True
     if not layer_types and any(getattr(config, name, None) is not None for name in _WINDOWS):
         return False  # likewise: the window may be known to the model's own masks only

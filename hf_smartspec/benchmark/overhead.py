@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     console = Console()
-    model = random_llama(num_layers=args.layers).to(device, dtype)
-    draft = random_llama(num_layers=1).to(device, dtype)
+    model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
     results: dict[str, Any] = {
         "environment": environment(device, dtype),
         "parameters": model.num_parameters(),

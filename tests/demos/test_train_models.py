@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
-TINY = ["--vocab-size", "320", "--block", "128", "--batch-tokens", "256"]
+TINY = ["--vocab-size", "320", "--block", "128", "--target-batch-tokens", "256", "--draft-batch-tokens", "256"]
 TINY += ["--target-shape", "16", "2", "4", "2", "32", "--draft-shape", "8", "1", "2", "1", "16"]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.utils import logging as transformers_logging
 
 import hf_smartspec
 from hf_smartspec import DraftTree, FixedLength, SmartSpecConfig, TreeCandidateGenerator
@@ -425,6 +426,41 @@ def test_policies_that_misbehave_are_reported(model):
 
     with hf_smartspec.enabled(model), pytest.raises(ValueError, match="Short selected 3 trees for 4 rows"):
         model.generate(**BATCH, max_new_tokens=8, assistant=SmartSpecConfig("prompt_lookup", policy=Short(3)))
+
+
+# What is not served is said
+
+
+@pytest.fixture
+def unconfigured(monkeypatch):
+    """Logging as in a program that has not set it up."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    transformers_logging.warning_once.cache_clear()
+
+
+def test_plain_serving_is_announced_once(model, unconfigured, capsys):
+    """A draft that is loaded and does nothing, without a hint, costs somebody a day."""
+    hf_smartspec.enable(model)
+    for _ in range(2):
+        kwargs = BATCH | {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
+        model.generate(**kwargs, assistant="prompt_lookup")
+    text = capsys.readouterr().err
+    assert text.count("Decoding without speculation: attentions and hidden states are returned step by step") == 1
+
+
+def test_a_failing_source_is_announced_once_per_call(model, unconfigured, capsys):
+    known = model.generate(**BATCH, max_new_tokens=12)
+    hf_smartspec.enable(model)
+    for _ in range(2):
+        model.generate(**BATCH, max_new_tokens=12, assistant=Faulty(known, "all"))
+    text = capsys.readouterr().err
+    assert text.count("Faulty failed and was dropped") == 2 and "RuntimeError('all')" in text
+
+
+def test_nothing_is_said_where_all_is_well(model, unconfigured, capsys):
+    check_same(model, BATCH | {"max_new_tokens": 12})
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
 
 
 # transformers' own candidate generators

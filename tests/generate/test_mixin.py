@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, StoppingCriteria
 
 import hf_smartspec
 
@@ -207,17 +207,15 @@ def test_attentions_and_hidden_states_are_served_plainly(name):
         check_layers("attentions", output.attentions, attentions)
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3", "gpt2", "mamba"], indirect=True)
 def test_without_input_ids(model, routed):
-    if model.config.is_encoder_decoder:
-        pytest.skip("an encoder needs an input")
     output = routed(max_new_tokens=NEW)
     assert output.shape == (1, 1 + NEW)
     assert output[0, 0] == BOS
 
 
+@pytest.mark.parametrize("model", CACHED, indirect=True)  # a padded state-space model differs from an unpadded one
 def test_left_padding(model, routed):
-    if model.config.model_type == "mamba":
-        pytest.skip("transformers' own padded run of a state-space model differs from the unpadded one")
     padded = prompts([5, 9], seed=2)
     output = routed(**padded, max_new_tokens=NEW)
     alone = routed(
@@ -314,10 +312,23 @@ def test_masks_with_holes(name):
     batch["attention_mask"][1, [0, 1, 16, 18]] = 0
     kwargs = batch | {"max_new_tokens": NEW}
     expected = model.generate(**kwargs)
-    spy = Spy(Oracle(expected, batch["attention_mask"]))
-    with hf_smartspec.enabled():
-        assert torch.equal(model.generate(**kwargs, assistant=spy), expected)
-    assert spy.accepted > 0
+    plain = model.generate(**kwargs, return_dict_in_generate=True)
+    for num_rows in (2, 1):
+        spy = Spy(Oracle(expected, batch["attention_mask"]))
+        rows = {name: value[:num_rows] for name, value in batch.items()}
+        with hf_smartspec.enabled():
+            output = model.generate(**rows, max_new_tokens=NEW, return_dict_in_generate=True, assistant=spy)
+        assert torch.equal(output.sequences, expected[:num_rows])
+        assert spy.accepted > 0
+        layers = zip(output.past_key_values.layers, plain.past_key_values.layers, strict=True)
+        for index, (ours, theirs) in enumerate(layers):
+            assert type(ours) is type(theirs) and ours.get_seq_length() == theirs.get_seq_length()
+            columns = torch.nn.functional.pad(rows["attention_mask"], (0, NEW - 1), value=1).bool()
+            columns = columns[:, -ours.keys.shape[2] :]
+            for name in ("keys", "values"):
+                states, reference = getattr(ours, name), getattr(theirs, name)[:num_rows]
+                pair = (item.transpose(1, 2)[columns] for item in (states, reference))
+                torch.testing.assert_close(*pair, atol=5e-5, rtol=1e-4, msg=f"{name} of layer {index}")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])
@@ -336,6 +347,7 @@ def test_encoder_decoder_inputs(name):
     encoder_outputs = model.get_encoder()(**BATCH)
     for kwargs in (
         BATCH | {"decoder_input_ids": start},
+        BATCH | {"decoder_input_ids": start, "decoder_attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])},
         {"encoder_outputs": encoder_outputs, "attention_mask": BATCH["attention_mask"]},
         {"inputs": BATCH["input_ids"]},
     ):
@@ -371,6 +383,43 @@ def test_criteria_and_processors_of_the_user(model):
         output = model.generate(**BATCH, **kwargs, assistant=Oracle(expected, mask))
     assert torch.equal(output, expected)
     assert log == plain_log and len(log) == 10
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no_eos"])
+def test_the_cache_of_rows_that_ran_ahead_of_a_criterion(name, eos):
+    """They have to be taken back, sliding windows included."""
+
+    class Ends(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.shape[1] - start >= torch.tensor([12, 7])
+
+    model = build(name)
+    start = prompt_length(model, BATCH)
+    whole = model.generate(**BATCH, max_new_tokens=20)
+    set_special_tokens(model, eos)
+    settings = BATCH | {"max_new_tokens": 20, "stopping_criteria": [Ends()], "return_dict_in_generate": True}
+    plain = model.generate(**settings)
+    source = Oracle(whole, None if name == "t5" else BATCH["attention_mask"])
+    source.default_num_nodes = 15
+    spy = Spy(source)
+    with hf_smartspec.enabled():
+        output = model.generate(**settings, assistant=spy)
+    assert spy.accepted > 0
+    assert torch.equal(output.sequences, plain.sequences)
+    ours, theirs = output.past_key_values, plain.past_key_values
+    if name == "t5":
+        ours, theirs = ours.self_attention_cache, theirs.self_attention_cache
+    for layer, reference in zip(ours.layers, theirs.layers, strict=True):
+        assert layer.get_seq_length() == reference.get_seq_length()
+        torch.testing.assert_close(layer.keys, reference.keys, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_that_are_no_tokens(model, routed):
+    """The mixin switches EOS off by an id that never comes."""
+    model.generation_config.update(eos_token_id=-1, pad_token_id=-1)
+    with torch.no_grad():
+        routed(**BATCH, max_new_tokens=NEW)
 
 
 def test_the_model_is_left_as_it_was(model):

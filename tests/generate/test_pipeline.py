@@ -141,7 +141,11 @@ class Adapter(PromptTuned):
 
 def test_adapters_in_the_weights_are_speculated_for(model):
     adapter = hf_smartspec.enable(Adapter(model))
-    inputs = prompts([6, 4]) | {"max_new_tokens": 16}
+    inputs = prompts([6, 4]) | {"max_new_tokens": 16, "return_dict_in_generate": True}
+    output = model.generate(**inputs, assistant=Adapter(noisy_copy(model)))  # a draft may be wrapped as well
+    assert torch.equal(output.sequences, model.generate(**inputs).sequences)
+    assert output.statistics.accepted_tokens > 0
+    inputs.pop("return_dict_in_generate")
     spy = Spy(draft_source(model))
     assert torch.equal(adapter.generate(**inputs, assistant=spy), adapter.generate(**inputs))
     assert spy.accepted > 0

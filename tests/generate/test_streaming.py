@@ -1,5 +1,6 @@
 """Streamers get the same sequence of `put` calls as in plain decoding, and nothing after a stop."""
 
+import functools
 import threading
 
 import pytest
@@ -213,3 +214,19 @@ def test_models_that_are_served_plainly_stream_too():
         output = model.generate(**BATCH, max_new_tokens=5, streamer=recorder, assistant="prompt_lookup")
     assert recorder.comparable()[-1] == "end"
     assert len(recorder.calls) == output.shape[1] - IDS.shape[1] + 2
+
+
+def test_what_the_callable_gets_from_transformers(model, draft):
+    """
+    `custom_generate=decode` without the patch: transformers hands on neither streamer nor tokenizer. Bound to the
+    callable, the streamer arrives; if this test fails, newer versions hand it on, and it may be simplified.
+    """
+    settings = BATCH | {"max_new_tokens": 8, "assistant": draft}
+    expected = model.generate(**BATCH, max_new_tokens=8)
+    dropped, bound = Recorder(), Recorder()
+    output = model.generate(**settings, custom_generate=hf_smartspec.decode, streamer=dropped)
+    assert torch.equal(output, expected)
+    assert dropped.comparable() == [([4, 9], IDS.tolist())]  # the prompt, and not even an end
+    decode = functools.partial(hf_smartspec.decode, streamer=bound)
+    assert torch.equal(model.generate(**settings, custom_generate=decode, streamer=bound), expected)
+    assert len(bound.calls) == expected.shape[1] - 9 + 2 and bound.calls[-1] == "end"

@@ -1,0 +1,251 @@
+"""
+Which token the target picks, and with what probability.
+
+The statistical tests have fixed seeds, so they pass or fail once and for all. Had the seeds been drawn, a right
+implementation would fail any of them with a probability of 1e-6; each shows as well that it would notice a wrong one.
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+import hf_smartspec
+from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
+from hf_smartspec.processors import add_gumbel_noise, argmax, draft_seed
+from hf_smartspec.request import Request
+from hf_smartspec.verify import coupled_picks, rejection_picks
+
+from .models import new_model
+from .sources import Random, Recording
+
+FALSE_ALARM = 1e-6
+
+
+def a_request(seed: int | None, num_generated: int = 0, tree: DraftTree | None = None, cursor: int = -1) -> Request:
+    request = Request(object(), 0, torch.tensor([3, 4]), torch.tensor([True, True]), seed=seed)
+    for _ in range(num_generated):
+        request.append(1)
+    request.tree, request.cursor = tree, cursor
+    return request
+
+
+def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """p-value of a chi-square test; cells too rare for it (expected below 5) are counted as one."""
+    expected = probabilities / probabilities.sum() * counts.sum()
+    rare = expected < 5
+    assert counts[probabilities == 0].sum() == 0, "something impossible came out"
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < 5:  # too rare together as well
+        assert counts[-1] < 40
+        counts, expected = counts[:-1], expected[:-1] * (counts[:-1].sum() / expected[:-1].sum())
+    return float(stats.chisquare(counts, expected * (counts.sum() / expected.sum())).pvalue)
+
+
+# --- One pick ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_rows_take_the_highest_score_and_sampling_rows_the_highest_with_noise():
+    scores = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    requests = [a_request(None), a_request(7, num_generated=3), a_request(8)]
+    noisy = add_gumbel_noise(scores, [None, 7, 8], [0, 3, 0])
+    assert coupled_picks(requests, scores) == argmax(noisy)
+    assert coupled_picks(requests, scores)[0] == int(scores[0].argmax())
+
+
+def test_a_coupled_pick_does_not_depend_on_the_draft():
+    scores = torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
+    trees = [None, DraftTree.chain([3]), DraftTree.chain([4, 5], distributions=torch.full((2, 20), 0.05))]
+    assert len({coupled_picks([a_request(5, 2, tree)], scores)[0] for tree in trees}) == 1
+
+
+def distribution(*weights: float) -> np.ndarray:
+    return np.array(weights) / sum(weights)
+
+
+PAIRS = {
+    "like": (distribution(5, 3, 1, 1, 4, 2), distribution(4, 4, 1, 2, 3, 2)),
+    "unlike": (distribution(8, 1, 1, 1, 1, 1), distribution(1, 1, 1, 1, 1, 8)),
+    "equal": (distribution(3, 1, 2, 2, 1, 1), distribution(3, 1, 2, 2, 1, 1)),
+    "filtered": (distribution(3, 2, 1, 0, 0, 0), distribution(1, 2, 3, 2, 1, 0)),
+    "disjoint": (distribution(3, 2, 1, 0, 0, 0), distribution(0, 0, 0, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rejection_picks_have_the_targets_distribution(name):
+    """2,500 draws from q, each kept or replaced. Kept are as many as the theory says: the overlap of p and q."""
+    target, draft = PAIRS[name]
+    size, num_draws = len(target), 2500
+    scores = torch.from_numpy(target).log().float()
+    proposals = torch.from_numpy(draft).log().float()
+    counts, num_kept = np.zeros(size), 0
+    for seed in range(num_draws):
+        token = argmax(add_gumbel_noise(proposals[None], [draft_seed(seed)], [4]))[0]
+        tree = DraftTree.chain([token], distributions=torch.from_numpy(draft).float()[None])
+        pick = rejection_picks([a_request(seed, 4, tree)], scores[None])[0]
+        counts[pick] += 1
+        num_kept += pick == token
+    assert fits(counts, target) > FALSE_ALARM
+    if name in ("like", "unlike", "filtered"):
+        assert fits(np.ceil(counts), np.where(draft > 0, draft, 1e-12)) < 1e-12, "the draft's own must be told apart"
+    overlap = np.minimum(target, draft).sum()
+    low, high = stats.binom.interval(1 - FALSE_ALARM, num_draws, min(overlap, 1.0))
+    assert low <= num_kept <= high
+
+
+def test_rejection_without_distributions_is_coupled():
+    scores = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    for seed, tree, cursor in (
+        (None, DraftTree.chain([1], distributions=torch.full((1, 6), 1 / 6)), -1),  # greedy
+        (5, None, -1),
+        (5, DraftTree.chain([1]), -1),
+        (5, DraftTree.chain([1], distributions=torch.full((1, 6), 1 / 6)), 0),  # behind the draft's end
+    ):
+        request = a_request(seed, 2, tree, cursor)
+        assert rejection_picks([request], scores) == coupled_picks([request], scores)
+
+
+# --- Whole generations ------------------------------------------------------------------------------------------------
+
+SIZE = 5  # of the vocabulary
+NUM_TOKENS = 3
+NUM_ROWS = 1200
+PROMPT = (3, 1, 4, 2)
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 3},
+    "top_p": {"temperature": 1.4, "top_p": 0.8},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return new_model("llama", seed=3, vocab_size=SIZE, std=0.25)
+
+
+@pytest.fixture(scope="module")
+def draft():
+    """Another model altogether: its guesses are often wrong."""
+    return new_model("llama", seed=4, vocab_size=SIZE, std=0.25)
+
+
+def warpers(settings: dict) -> LogitsProcessorList:
+    made = {"temperature": hf.TemperatureLogitsWarper, "top_k": hf.TopKLogitsWarper, "top_p": hf.TopPLogitsWarper}
+    return LogitsProcessorList([made[name](value) for name, value in settings.items()])
+
+
+def exact_probabilities(model, settings: dict) -> np.ndarray:
+    """Of every text of `NUM_TOKENS` tokens behind the prompt, `[SIZE] * NUM_TOKENS`."""
+    texts = torch.tensor([[*PROMPT, *text] for text in product(range(SIZE), repeat=NUM_TOKENS)])
+    logits = model.double()(input_ids=texts).logits[:, len(PROMPT) - 1 : -1]
+    model.float()
+    scores = warpers(settings)(None, logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
+    chosen = scores.softmax(-1).gather(2, texts[:, len(PROMPT) :, None]).squeeze(2)
+    return chosen.prod(dim=1).numpy().reshape((SIZE,) * NUM_TOKENS)
+
+
+def sample(target, settings: dict, num_rows: int = NUM_ROWS, **options):
+    """Counts of texts over many rows of one prompt, and the output of `generate`."""
+    ids = torch.tensor([PROMPT] * num_rows)
+    everything = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    with hf_smartspec.enabled(target):
+        output = target.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=True,
+            return_dict_in_generate=True,
+            **everything,
+            **options,
+        )
+    counts = np.zeros((SIZE,) * NUM_TOKENS)
+    np.add.at(counts, tuple(output.sequences[:, len(PROMPT) :].T.numpy()), 1)
+    return counts, output
+
+
+@pytest.mark.parametrize("name", ["plain", "top_p"])
+def test_coupled_sampling_has_the_targets_distribution(target, draft, name):
+    settings = SETTINGS[name]
+    counts, output = sample(target, settings, seed=11, assistant=draft)
+    assert 0 < output.statistics.accepted_tokens < output.statistics.drafted_tokens
+    assert fits(counts.ravel(), exact_probabilities(target, settings).ravel()) > FALSE_ALARM
+    assert fits(counts.ravel(), exact_probabilities(draft, {}).ravel() + 1e-12) < 1e-12
+
+    plain = target.generate(
+        input_ids=output.sequences[:, : len(PROMPT)],
+        attention_mask=torch.ones(NUM_ROWS, len(PROMPT), dtype=torch.long),
+        max_new_tokens=NUM_TOKENS,
+        logits_processor=[*warpers(settings), SeededGumbelLogitsProcessor(11)],
+    )
+    assert torch.equal(output.sequences, plain)
+
+
+@pytest.mark.parametrize(("name", "num_nodes"), [*[(name, 4) for name in SETTINGS], ("plain", 1)])
+def test_rejection_sampling_has_the_targets_distribution(target, draft, name, num_nodes):
+    """The joint distribution of three tokens: dependence between positions would show, too."""
+    settings = SETTINGS[name]
+    config = SmartSpecConfig(draft, num_nodes=num_nodes, verification="rejection")
+    counts, output = sample(target, settings, seed=12, assistant=config)
+    statistics = output.statistics
+    assert 0 < statistics.accepted_tokens < statistics.drafted_tokens
+    assert fits(counts.ravel(), exact_probabilities(target, settings).ravel()) > FALSE_ALARM
+    assert fits(counts.ravel(), exact_probabilities(draft, {}).ravel() + 1e-12) < 1e-12
+
+
+def test_rejection_accepts_first_drafts_as_often_as_the_distributions_overlap(target, draft):
+    config = SmartSpecConfig(draft, num_nodes=1, verification="rejection")
+    ids = torch.tensor([PROMPT] * NUM_ROWS)
+    source = Recording(DraftModelCandidates(draft, samples=True))
+    config = SmartSpecConfig(source, num_nodes=1, verification="rejection")
+    with hf_smartspec.enabled(target):
+        # Two tokens: one draft for each row, at its first step.
+        target.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=2,
+            do_sample=True,
+            top_k=0,
+            seed=13,
+            assistant=config,
+        )
+    first = [exact_probabilities(model, {}).sum(axis=(1, 2)) for model in (target, draft)]
+    overlap = float(np.minimum(*first).sum())
+    low, high = stats.binom.interval(1 - FALSE_ALARM, NUM_ROWS, overlap)
+    assert source.drafted == NUM_ROWS
+    assert low <= source.accepted <= high
+    assert 0.2 < overlap < 0.9, "the example must be neither hopeless nor trivial"
+
+
+def test_what_is_sampled_does_not_depend_on_who_drafts(target, draft):
+    outputs = [
+        sample(target, {}, num_rows=200, seed=14, assistant=assistant)[1]
+        for assistant in (
+            draft,
+            "prompt_lookup",
+            "none",
+            SmartSpecConfig(DraftModelCandidates(draft, width=3), num_nodes=7),
+            SmartSpecConfig(_RandomOfSize(SIZE), num_nodes=4),
+        )
+    ]
+    drafted = [output.statistics.drafted_tokens for output in outputs]
+    assert all(torch.equal(outputs[0].sequences, other.sequences) for other in outputs[1:])
+    assert drafted[2] == 0 and all(number > 0 for number in (*drafted[:2], *drafted[3:]))
+
+
+class _RandomOfSize(Random):
+    """Random trees over a small vocabulary."""
+
+    def __init__(self, size: int):
+        super().__init__(seed=0, is_tree=True)
+        self.size = size
+
+    def draft(self, text, limit):
+        tree = super().draft(text, limit)
+        return DraftTree(tree.tokens % self.size, tree.parents, tree.probs)
