@@ -165,7 +165,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
             inputs.append(RowInput(state.row, feed, growth.cached_tree(), first))
         logits, offsets = self._forward.forward(inputs)
         lines = [offset + i for growth, offset in zip(growths, offsets) for i in range(len(growth.frontier))]
-        if len(lines) != len(logits):
+        if lines != list(range(len(logits))):  # also where rows have changed slots, and lines their order
             logits = logits[torch.tensor(lines, device=logits.device)]
         tokens, probs, distributions = self._best_children(growths, logits)
         owners = ((growth, node) for growth in growths for node in growth.frontier)

@@ -17,7 +17,7 @@ from hf_smartspec import (
     TreeCandidateGenerator,
 )
 
-from .models import PACKED, VOCAB_SIZE, noisy_model, shared_model
+from .models import CONFIGS, PACKED, VOCAB_SIZE, noisy_model, shared_model
 from .sources import Empty, Flaky, Oracle, Random, WithDecoys, Wrong
 
 # What `generate(do_sample=True)` is given, and the warpers that it makes of it, in its order.
@@ -167,7 +167,7 @@ def settings(
     architecture: str, samples: bool, count: int, first: int = 0, dtype: torch.dtype = torch.float32
 ) -> Iterator[Setting]:
     """`count` settings; what matters most goes round evenly, the rest is drawn."""
-    offset = list(PACKED).index(architecture)
+    offset = list(CONFIGS).index(architecture)
     for index in range(first, first + count):
         name = f"{architecture}/{'sampled' if samples else 'greedy'}/{index}"
         rng = random.Random(name)
@@ -193,9 +193,13 @@ def settings(
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Six ways to speculate: both real sources as chain and as tree, and two of the artificial ones in turn."""
+    """
+    Six ways to speculate: both real sources as chain and as tree, and two of the artificial ones in turn. The draft model
+    is a noisy copy of the target, or another model where the target's kind cannot draft.
+    """
     rng = random.Random(f"{setting.name}/cases")
-    kinds = [("draft", False), ("draft", True), ("lookup", False), ("lookup", True)]
+    model = "draft" if setting.architecture in PACKED else "foreign"
+    kinds = [(model, False), (model, True), ("lookup", False), ("lookup", True)]
     others = ("foreign", "random", "oracle", "wrong", "flaky", "empty")
     kinds += [(kind, rng.random() < 0.5) for kind in rng.sample(others, 2)]
     return [

@@ -136,12 +136,35 @@ ENCODER_DECODER = {
     ),
 }
 
-# Models whose state cannot be taken back: these are decoded plainly.
-STATEFUL = {
+# Models that cannot take tokens back, or run several at once: these are decoded plainly.
+PLAIN = {
     "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+    "qwen3_next": (  # linear attention in one layer, plain attention in the other
+        "Qwen3NextConfig",
+        _LLAMA
+        | _EXPERTS
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 8}
+        | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+    "minimax": (  # brings a cache of its own
+        "MiniMaxConfig",
+        _LLAMA
+        | {"head_dim": 8, "num_local_experts": 4, "block_size": 4}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "openai-gpt": ("OpenAIGPTConfig", _GPT),  # has no cache
+    "bert": ("BertConfig", _BART | {"intermediate_size": 64}),  # looks ahead unless it is told that it is a decoder
+    "prophetnet": (  # feeds its cache one token at a time
+        "ProphetNetConfig",
+        _TOKENS
+        | {"hidden_size": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_encoder_layers": 2}
+        | {"num_decoder_layers": 2, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4}
+        | {"max_position_embeddings": 256, "is_encoder_decoder": False},
+    ),
 }
 
-CONFIGS = PACKED | ROWWISE | ENCODER_DECODER | STATEFUL
+CONFIGS = PACKED | ROWWISE | ENCODER_DECODER | PLAIN
 
 
 def new_model(

@@ -94,6 +94,20 @@ def test_a_draft_with_the_targets_own_weights_is_accepted_whole(architecture, is
             assert recording.statistics.steps == 12
 
 
+@SAMPLES
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_drafts_stay_right_when_other_rows_have_ended(row, samples, monkeypatch):
+    """Rows change their places in the draft's cache then, and must not take one another's drafts."""
+    monkeypatch.setattr("tests.cases.noisy_model", partial(noisy_model, noise=0.0))
+    endless = a_setting(samples=samples)
+    eos = generated(endless, endless.reference())[row][6]
+    setting = replace(endless, eos=(eos,), name=f"{endless.name}/ends{row}")
+    reference, recording = run(setting, "draft", num_nodes=3)
+    lengths = list(map(len, generated(setting, reference)))
+    assert min(lengths) <= 7 and max(lengths) == 20
+    assert recording.statistics.steps == steps_of_full_acceptance(lengths, 3)
+
+
 @SHAPES
 @SAMPLES
 @pytest.mark.parametrize("max_new_tokens", range(1, 9))

@@ -155,7 +155,7 @@ def test_export_puts_tokens_where_the_padded_batch_has_them():
     cache, rows = filled([2, 4])
     config = LlamaConfig(num_hidden_layers=LAYERS)
     columns = [torch.tensor([2, 3, 4]), torch.tensor([0, 1, 2, 3, 4])]  # two columns of padding before the first row
-    exported = cache.export(rows, columns, 5, config)
+    exported = cache.export(rows, columns, 5, DynamicCache(config=config))
     assert exported.get_seq_length() == 5
     for index, layer in enumerate(exported.layers):
         assert torch.equal(layer.keys[0, :, 2:4], states([100, 101], KEY_DIM, index)[0])
@@ -165,7 +165,7 @@ def test_export_puts_tokens_where_the_padded_batch_has_them():
 
 def test_export_cuts_rows_that_are_longer_than_the_batch():
     cache, rows = filled([4])
-    exported = cache.export(rows, [torch.arange(3)], 3, LlamaConfig(num_hidden_layers=LAYERS))
+    exported = cache.export(rows, [torch.arange(3)], 3, DynamicCache())
     assert torch.equal(exported.layers[0].keys[0], states([100, 101, 102], KEY_DIM, 0)[0])
 
 
@@ -176,8 +176,9 @@ def test_load_takes_what_export_gave(window):
     windowed = {} if window is None else {"sliding_window": window, "layer_types": ["sliding_attention"] * LAYERS}
     config = LlamaConfig(num_hidden_layers=LAYERS, **windowed)
     masks = [torch.tensor([False, False, True, True]), torch.tensor([True] * 4)]
-    exported = cache.export(rows, [mask.nonzero().squeeze(1) for mask in masks], 4, config)
-    assert isinstance(exported, DynamicCache)
+    columns = [mask.nonzero().squeeze(1) for mask in masks]
+    exported = cache.export(rows, columns, 4, DynamicCache(config=config))
+    assert exported.layers[0].keys.shape[2] == (4 if window is None else window - 1)
 
     loaded = SlotCache(num_slots=2, capacity=1)
     copies = [loaded.add(), loaded.add()]

@@ -11,7 +11,7 @@ from hf_smartspec.forward import PackedForward
 from hf_smartspec.layout import CacheRow, RowInput
 from hf_smartspec.packing import can_pack
 
-from .models import PACKED, ROWWISE, STATEFUL, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
+from .models import PACKED, ROWWISE, PLAIN, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
 from .sources import random_tree
 from .strategies import path_to
 
@@ -210,7 +210,7 @@ def test_listed_model_types_are_those_under_test():
     assert {shared_model(name).config.model_type for name in PACKED} >= TESTED_MODEL_TYPES
 
 
-@pytest.mark.parametrize("architecture", [*ROWWISE, *STATEFUL])
+@pytest.mark.parametrize("architecture", [*ROWWISE, *PLAIN])
 def test_architectures_that_must_not_be_packed(architecture):
     assert not can_pack(shared_model(architecture))
 

@@ -62,8 +62,9 @@ def _explain(setting: Setting, row: int, generated: list[int], expected: int, ac
 
     exact = in_float64(copy.deepcopy(setting.model))
     logits, scores = logits_and_scores(exact)
-    gap = abs(float(scores[expected] - scores[actual])) / float(logits.std())
-    if gap < TIE:
+    spread = float(logits.std())
+    gap = abs(float(scores[expected] - scores[actual])) / spread
+    if gap < TIE and float(scores.max() - scores[actual]) < TIE * spread:
         return gap, "scores"
     # Also a tie: a token on the edge of a filter (top-k, top-p, ...), or two experts of equal score. Then weights that
     # are rounded a little differently pick now one token, now the other.

@@ -158,7 +158,7 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
         return
     # The clearest differences first: they tell most.
     found.sort(key=lambda pair: (pair[1].is_tie, -_comparable(pair[1])))
-    columns = ("decoding", "drafts", "batch", "row", "at", "plain", "ours", "plain gap", "our gap", "tie below", "tie")
+    columns = ("decoding", "drafts", "batch", "row", "at", "plain", "ours", "plain gap", "our gap", "limit", "tie")
     lines = table("First difference of a row", *columns, num_text=2)
     for check, item in found[:_SHOWN_DIFFERENCES]:
         tokens = (escape(show(token)) for token in (item.plain_token, item.own_token))
@@ -174,8 +174,9 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
     num_ties = sum(item.is_tie for _, item in found)
     console.print(
         f"{len(found)} of {num_rows} rows differ ({len(found) / max(num_rows, 1):.1%}; one difference in "
-        f"{num_tokens // len(found)} tokens).\n{num_ties} of them at a tie: the scores of both tokens lie within what "
-        f"rounding in {report.environment['dtype']} moves them by.\n",
+        f"{num_tokens // len(found)} tokens), {num_ties} of them at a tie: both gaps lie below the limit, "
+        f"which is what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge of top-k or "
+        "top-p fell to the other side).\n",
         highlight=False,
     )
 
@@ -189,7 +190,7 @@ def _shower(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:
         if token < 0:
             return "(ended)"
         text = f" {tokenizer.decode([token])!r}" if tokenizer is not None else ""
-        return f"{token}{text}"[:11]
+        return f"{token}{text}"[:10]
 
     return show
 

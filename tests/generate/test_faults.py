@@ -5,6 +5,7 @@ weights that change, candidate sources that misbehave. (Criteria, stop strings a
 
 import copy
 import logging
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -431,34 +432,40 @@ def test_policies_that_misbehave_are_reported(model):
 # What is not served is said
 
 
-@pytest.fixture
-def unconfigured(monkeypatch):
-    """Logging as in a program that has not set it up."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+@contextmanager
+def logging_not_configured():
+    """As in a program that has not set logging up. No fixture: pytest adds its handlers after those have run."""
     transformers_logging.warning_once.cache_clear()
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
 
 
-def test_plain_serving_is_announced_once(model, unconfigured, capsys):
+def test_plain_serving_is_announced_once(model, capsys):
     """A draft that is loaded and does nothing, without a hint, costs somebody a day."""
-    hf_smartspec.enable(model)
-    for _ in range(2):
-        kwargs = BATCH | {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
-        model.generate(**kwargs, assistant="prompt_lookup")
+    kwargs = BATCH | {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
+    with hf_smartspec.enabled(model), logging_not_configured():
+        for _ in range(2):
+            model.generate(**kwargs, assistant="prompt_lookup")
     text = capsys.readouterr().err
     assert text.count("Decoding without speculation: attentions and hidden states are returned step by step") == 1
 
 
-def test_a_failing_source_is_announced_once_per_call(model, unconfigured, capsys):
+def test_a_failing_source_is_announced_once_per_call(model, capsys):
     known = model.generate(**BATCH, max_new_tokens=12)
-    hf_smartspec.enable(model)
-    for _ in range(2):
-        model.generate(**BATCH, max_new_tokens=12, assistant=Faulty(known, "all"))
+    with hf_smartspec.enabled(model), logging_not_configured():
+        for _ in range(2):
+            model.generate(**BATCH, max_new_tokens=12, assistant=Faulty(known, "all"))
     text = capsys.readouterr().err
     assert text.count("Faulty failed and was dropped") == 2 and "RuntimeError('all')" in text
 
 
-def test_nothing_is_said_where_all_is_well(model, unconfigured, capsys):
-    check_same(model, BATCH | {"max_new_tokens": 12})
+def test_nothing_is_said_where_all_is_well(model, capsys):
+    with logging_not_configured():
+        check_same(model, BATCH | {"max_new_tokens": 12})
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
 

@@ -343,6 +343,24 @@ def test_a_cache_for_another_batch_fails_as_in_plain_decoding(model):
             model.generate(ids[:2], max_new_tokens=4, past_key_values=copy.deepcopy(cache), **assistant)
 
 
+@pytest.mark.parametrize("eos", [None, [EOS, 8, 12]], ids=["no_eos", "eos"])
+def test_static_caches_are_returned_as_such(model, eos):
+    settings = BATCH | {"max_new_tokens": 16, "return_dict_in_generate": True, "cache_implementation": "static"}
+    settings |= {"eos_token_id": eos}
+    plain = model.generate(**settings).past_key_values
+    output, _ = check_same(model, settings)
+    ours = output.past_key_values
+    assert type(ours) is type(plain) is StaticCache
+    assert int(ours.get_seq_length()) == int(plain.get_seq_length()) == output.sequences.shape[1] - 1
+    length = output.sequences.shape[1] - 1
+    columns = torch.nn.functional.pad(MASK, (0, length - PROMPT_LENGTH), value=1).bool()
+    for layer, reference in zip(ours.layers, plain.layers, strict=True):
+        assert layer.keys.shape == reference.keys.shape
+        for states, wanted in ((layer.keys, reference.keys), (layer.values, reference.values)):
+            pair = (item[:, :, :length].transpose(1, 2)[columns] for item in (states, wanted))
+            torch.testing.assert_close(*pair, atol=2e-5, rtol=1e-5)
+
+
 # `custom_generate`, without the patch
 
 

@@ -1,0 +1,214 @@
+"""The draft model's drafts against plain forwards of the same model, whatever has been accepted before."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from hf_smartspec import DraftModelCandidates
+from hf_smartspec.processors import add_gumbel_noise, draft_seed
+
+from ..models import VOCAB_SIZE, new_model, shared_model
+from ..strategies import path_to
+
+PROMPTS = {"a": [5, 9, 5, 9, 5], "b": [11], "c": [3, 4, 5, 6, 7, 8, 9, 10]}
+
+
+def start(source: DraftModelCandidates, seed: int | None = None, processors=()) -> dict[str, list[int]]:
+    for name, prompt in PROMPTS.items():
+        source.couple(name, LogitsProcessorList(processors), seed)
+        source.start(name, np.array(prompt))
+    return {name: list(prompt) for name, prompt in PROMPTS.items()}
+
+
+def next_scores(model, text: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([text])).logits[0, -1]
+
+
+def check_tree(model, tree, text: list[int], width: int, limit: int) -> None:
+    """Every node is among the best of its parent's continuations and carries its probability."""
+    tree.check_integrity(VOCAB_SIZE)
+    assert 0 < len(tree) <= limit
+    best: dict[int, list[int]] = {}
+    for node in range(-1, len(tree)):
+        children = np.flatnonzero(tree.parents == node)
+        if not len(children):
+            continue
+        scores = next_scores(model, text + tree.tokens[path_to(tree, node)].tolist())
+        best[node] = scores.topk(width).indices.tolist()
+        for child in children:
+            assert int(tree.tokens[child]) in best[node], "not one of the draft's best tokens"
+            np.testing.assert_allclose(tree.probs[child], scores.softmax(0)[tree.tokens[child]], rtol=1e-3)
+    assert int(tree.tokens[0]) == best[-1][0], "the best token of all comes first"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_drafts_follow_the_text_whatever_was_accepted(architecture, width):
+    """Requests are asked in changing company and accept paths of any length, also of nodes that were not proposed."""
+    model, rng = shared_model(architecture), np.random.default_rng(width)
+    source = DraftModelCandidates(model, width=width)
+    texts = start(source)
+    for step in range(15):
+        names = [name for name in rng.permutation(list(texts)) if rng.random() < 0.7]
+        limits = [int(rng.integers(1, 9)) for _ in names]
+        for name, tree, limit in zip(names, source.propose(names, limits), limits):
+            check_tree(model, tree, texts[name], width, limit)
+            path = path_to(tree, int(rng.integers(-1, len(tree))))
+            tokens = tree.tokens[path].tolist()
+            if rng.random() < 0.5:  # the target's own pick is what the draft would have guessed next ...
+                tokens.append(int(next_scores(model, texts[name] + tokens).argmax()))
+            else:  # ... or something else
+                tokens.append(int(rng.integers(VOCAB_SIZE)))
+            source.observe(name, np.array(tokens))
+            texts[name] += tokens
+        if step == 8:
+            source.stop("b")  # whose place in the cache another takes
+            del texts["b"]
+        if step == 10:
+            source.start("d", np.array([40, 41]))
+            texts["d"] = [40, 41]
+
+
+def test_a_chain_is_the_drafts_own_greedy_text():
+    model = shared_model("llama")
+    source = DraftModelCandidates(model)
+    texts = start(source)
+    trees = source.propose(list(texts), [6, 3, 1])
+    for tree, text, length in zip(trees, texts.values(), (6, 3, 1)):
+        expected = model.generate(input_ids=torch.tensor([text]), max_new_tokens=length)[0, len(text) :]
+        assert tree.is_chain and tree.tokens.tolist() == expected.tolist()
+
+
+def test_tokens_that_were_not_drafted_are_taken_in():
+    """The engine need not ask at every step."""
+    model = shared_model("llama")
+    source = DraftModelCandidates(model)
+    texts = start(source)
+    for tokens in ([1, 2, 3], [4], [5, 6]):
+        source.observe("a", np.array(tokens))
+        texts["a"] += tokens
+    check_tree(model, source.propose(["a"], [4])[0], texts["a"], 1, 4)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_more_nodes_are_more_probable_nodes(width):
+    """A tree of n nodes holds the n most probable of the candidates: none was left out for a less probable one."""
+    source = DraftModelCandidates(shared_model("llama"), width=width)
+    start(source)
+    for limit in (2, 5, 12):
+        tree = source.propose(["c"], [limit])[0]
+        assert len(tree) == limit
+        if width == 3:
+            assert not tree.is_chain
+            leaves = set(range(limit)) - set(tree.parents.tolist())
+            assert tree.path_probs.min() == min(tree.path_probs[leaf] for leaf in leaves)
+        source.observe("c", tree.tokens[:1])
+
+
+def test_a_chain_ends_behind_a_token_of_low_confidence():
+    model = shared_model("llama")
+    whole = DraftModelCandidates(model)
+    start(whole)
+    probs = whole.propose(["a"], [8])[0].probs
+    threshold = float(np.sort(probs)[3])  # three of eight lie below
+    source = DraftModelCandidates(model, confidence_threshold=threshold)
+    start(source)
+    first_low = int(np.flatnonzero(probs < threshold)[0])
+    assert len(source.propose(["a"], [8])[0]) == first_low + 1
+
+
+def test_a_coupled_draft_picks_with_the_targets_noise_and_processors():
+    """Token for token what the draft itself would generate with that noise, from the right position on."""
+    model, processors = shared_model("llama"), [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(10)]
+    source = DraftModelCandidates(model)
+    texts = start(source, seed=77, processors=[*processors, hf.RepetitionPenaltyLogitsProcessor(1.2)])
+    num_generated = 0
+    for accepted in (2, 0, 5, 1):
+        tree = source.propose(["a"], [5])[0]
+        text, expected = list(texts["a"]), []
+        for position in range(num_generated, num_generated + 5):
+            scores = LogitsProcessorList(processors)(None, next_scores(model, text)[None])
+            expected.append(int(add_gumbel_noise(scores, [77], [position]).argmax()))
+            text.append(expected[-1])
+        assert tree.tokens.tolist() == expected
+        tokens = [*expected[:accepted], 50]
+        source.observe("a", np.array(tokens))
+        texts["a"] += tokens
+        num_generated += len(tokens)
+
+
+def test_greedy_requests_beside_sampling_ones_stay_greedy():
+    model = shared_model("llama")
+    source = DraftModelCandidates(model)
+    for name, seed in (("a", None), ("c", 5)):
+        source.couple(name, LogitsProcessorList([hf.TemperatureLogitsWarper(2.0)]), seed)
+        source.start(name, np.array(PROMPTS[name]))
+    check_tree(model, source.propose(["c", "a"], [4, 4])[1], PROMPTS["a"], 1, 4)
+
+
+def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from():
+    model, warper = shared_model("llama"), hf.TopKLogitsWarper(7)
+    source = DraftModelCandidates(model, samples=True)
+    start(source, seed=21, processors=[warper])
+    tree = source.propose(["c"], [4])[0]
+    assert tree.distributions.shape == (4, VOCAB_SIZE)
+    text = list(PROMPTS["c"])
+    for node in range(4):
+        scores = warper(None, next_scores(model, text)[None])
+        torch.testing.assert_close(tree.distributions[node], scores.softmax(-1)[0], rtol=1e-4, atol=1e-6)
+        # Drawn with noise of its own, which the target's picks do not see.
+        assert int(tree.tokens[node]) == int(add_gumbel_noise(scores, [draft_seed(21)], [node]).argmax())
+        text.append(int(tree.tokens[node]))
+
+
+def test_nothing_is_kept_when_the_last_request_has_ended():
+    source = DraftModelCandidates(shared_model("llama"))
+    start(source)
+    source.propose(list(PROMPTS), [3, 3, 3])
+    for name in (*PROMPTS, "never started"):
+        source.stop(name)
+    assert source._forward is None and not source._states and not source._coupling
+
+
+def test_new_weights_are_used_by_the_next_call():
+    model = new_model("llama")
+    source = DraftModelCandidates(model)
+    for factor in (1.0, -1.0):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        source.start("a", np.array(PROMPTS["a"]))
+        check_tree(model, source.propose(["a"], [4])[0], PROMPTS["a"], 1, 4)
+        source.stop("a")
+
+
+def test_a_source_that_raised_can_be_used_again(monkeypatch):
+    """The engine asks row by row after an error, and stops all rows in the end."""
+    model = shared_model("llama")
+    source = DraftModelCandidates(model)
+    start(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "_best_children", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            source.propose(list(PROMPTS), [3, 3, 3])
+    for name in PROMPTS:
+        source.stop(name)
+    texts = start(source)
+    check_tree(model, source.propose(["b"], [3])[0], texts["b"], 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": "a name"}, TypeError, "PreTrainedModel"),
+        ({"num_nodes": 0}, ValueError, "num_nodes"),
+        ({"width": 0}, ValueError, "width"),
+        ({"width": 1.5}, ValueError, "1.5"),
+        ({"confidence_threshold": 1.1}, ValueError, "confidence_threshold"),
+        ({"samples": True, "width": 2}, ValueError, "width=1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        DraftModelCandidates(**{"model": shared_model("llama")} | arguments)

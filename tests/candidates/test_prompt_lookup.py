@@ -1,0 +1,83 @@
+"""Prompt lookup against a twin that searches the whole text anew each time."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec import PromptLookupCandidates
+
+texts = st.lists(st.integers(0, 2), max_size=30)  # three tokens only: repetitions of all lengths
+
+
+def twin(text: list[int], max_ngram: int, min_ngram: int, limit: int) -> tuple[list[int], int]:
+    """The continuation of the latest earlier occurrence of the longest possible end of the text, and its length."""
+    for length in range(max_ngram, min_ngram - 1, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == text[-length:]:
+                return text[end : end + limit], length
+    return [], 0
+
+
+@given(texts, st.integers(1, 4), st.integers(1, 4), st.integers(1, 8), st.data())
+def test_proposals_continue_the_longest_then_latest_match(text, max_ngram, min_ngram, limit, data):
+    min_ngram = min(min_ngram, max_ngram)
+    source = PromptLookupCandidates(max_ngram=max_ngram, min_ngram=min_ngram)
+    # The text comes as a prompt and in any number of pieces behind it.
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+    source.start("a", np.array(pieces[0], np.int64))
+    seen = list(pieces[0])
+    for piece in [[], *pieces[1:]]:
+        source.observe("a", np.array(piece, np.int64))
+        seen += piece
+        tree = source.propose(["a"], [limit])[0]
+        expected, length = twin(seen, max_ngram, min_ngram, limit)
+        assert tree.tokens.tolist() == expected
+        assert tree.is_chain
+        np.testing.assert_allclose(tree.probs, length / (length + 1), rtol=1e-6)
+        tree.check_integrity(vocab_size=3)
+
+
+def test_a_small_example():
+    source = PromptLookupCandidates(max_ngram=2)
+    source.start("a", np.array([1, 2, 3, 4, 1, 2, 5, 9, 2]))
+    assert source.propose(["a"], [3])[0].tokens.tolist() == [5, 9, 2]  # behind the latest 2 that goes on
+    source.observe("a", np.array([1, 2]))
+    assert source.propose(["a"], [2])[0].tokens.tolist() == [5, 9]  # behind the latest (1, 2)
+    source.observe("a", np.array([7]))
+    assert len(source.propose(["a"], [2])[0]) == 0  # 7 is new
+
+
+def test_requests_do_not_see_one_anothers_texts():
+    source = PromptLookupCandidates()
+    source.start("a", np.array([1, 2, 1]))
+    source.start("b", np.array([3, 4, 1]))
+    trees = source.propose(["b", "a"], [5, 5])
+    assert [tree.tokens.tolist() for tree in trees] == [[], [2, 1]]
+    source.stop("a")
+    source.stop("never started")
+    assert source.propose(["b"], [5])[0].tokens.tolist() == []
+
+
+def test_a_name_can_be_used_again():
+    source = PromptLookupCandidates()
+    source.start("a", np.array([1, 2, 1]))
+    source.stop("a")
+    source.start("a", np.array([5, 1]))
+    assert len(source.propose(["a"], [5])[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"num_tokens": 0}, "num_tokens"),
+        ({"max_ngram": 0}, "max_ngram"),
+        ({"min_ngram": -1}, "min_ngram"),
+        ({"max_ngram": 2.5}, "2.5"),
+        ({"max_ngram": 2, "min_ngram": 3}, "3 > 2"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        PromptLookupCandidates(**arguments)
