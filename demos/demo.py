@@ -53,9 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="medians are shown (default: 3)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
-    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)

@@ -216,9 +216,7 @@ def copy_embeddings(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Start the draft from the main directions of the target's embeddings: most of its parameters are embeddings, and
     distilling is too short to learn them from nothing."""
     weight = target.get_input_embeddings().weight.float()
-    directions = torch.linalg.svd(weight, full_matrices=False).Vh[
-        : draft.config.hidden_size
-    ]  # (hidden, target hidden)
+    directions = torch.linalg.svd(weight, full_matrices=False).Vh[: draft.config.hidden_size]  # (hidden, target hidden)
     draft.get_input_embeddings().weight.copy_(weight @ directions.T)
 
 

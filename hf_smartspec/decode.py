@@ -22,7 +22,7 @@ from .engine import Engine
 from .fallback import RowwiseForward, can_run_rowwise
 from .forward import PackedForward
 from .layout import RowInput
-from .packing import can_pack, can_pack_call, plain_reason
+from .packing import can_pack_call, plain_reason
 from .plain import decode_plainly
 from .processors import TokenPicker, row_seed
 from .request import GenerationStatistics, Request

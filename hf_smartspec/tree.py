@@ -137,9 +137,7 @@ class DraftTree:
             if not np.issubdtype(np.asarray(array).dtype, np.integer):
                 raise ValueError(f"`{name}` of a DraftTree must be integers, got {array.dtype}.")
         if (self.parents >= np.arange(num_nodes)).any() or self.parents.min() < -1:
-            raise ValueError(
-                f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}."
-            )
+            raise ValueError(f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}.")
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
             raise ValueError(
                 f"Draft tokens must lie in [0, {vocab_size}), got {self.tokens.min()} to {self.tokens.max()}."

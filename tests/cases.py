@@ -107,9 +107,7 @@ class Setting:
     def texts(self, sequences: torch.Tensor) -> list[list[int]]:
         """Rows of a result without their padding, on either side."""
         width = self.inputs["input_ids"].shape[1]
-        return [
-            list(prompt) + self.continuation(ids[width:].tolist()) for prompt, ids in zip(self.prompts, sequences)
-        ]
+        return [list(prompt) + self.continuation(ids[width:].tolist()) for prompt, ids in zip(self.prompts, sequences)]
 
     def continuation(self, tokens: list[int]) -> list[int]:
         """Generated tokens up to the first that ends the row, included."""
@@ -194,8 +192,8 @@ def settings(
 
 def cases(setting: Setting) -> list[Case]:
     """
-    Six ways to speculate: both real sources as chain and as tree, and two of the artificial ones in turn. The draft model
-    is a noisy copy of the target, or another model where the target's kind cannot draft.
+    Six ways to speculate: both real sources as chain and as tree, and two of the artificial ones in turn. The draft
+    model is a noisy copy of the target, or another model where the target's kind cannot draft.
     """
     rng = random.Random(f"{setting.name}/cases")
     model = "draft" if setting.architecture in PACKED else "foreign"

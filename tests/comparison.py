@@ -81,7 +81,9 @@ def compare(case: Case, reference: torch.Tensor, tally: Tally, **arguments) -> R
     if not differences:
         assert torch.equal(actual, reference), f"{case.name}: rows are equal but their padding is not"
         if case.kind != "flaky":  # what a dropped source is not told of, it did not see
-            assert list(recording.texts.values()) == setting.texts(reference), f"{case.name}: the source saw another text"
+            assert list(recording.texts.values()) == setting.texts(reference), (
+                f"{case.name}: the source saw another text"
+            )
     assert recording.is_idle, f"{case.name}: the source was not told of a request's end"
     if case.kind in ALWAYS_DRAFT and reference.shape[1] > width + 1:
         assert recording.drafted > 0, f"{case.name}: nothing was drafted"

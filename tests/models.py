@@ -1,7 +1,7 @@
 """Tiny models with random weights, built from configurations: no download, a few milliseconds each."""
 
 import copy
-from functools import lru_cache
+from functools import cache
 
 import torch
 import transformers
@@ -20,7 +20,12 @@ _LLAMA = _TOKENS | {
     "max_position_embeddings": 1024,
 }
 _GPT = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
-_BART = _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1024}
+_BART = _TOKENS | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
@@ -192,13 +197,13 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     return model.double()
 
 
-@lru_cache(maxsize=None)
+@cache
 def shared_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """One model for the whole session; tests must leave it as it is."""
     return new_model(architecture, seed, dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def noisy_model(
     architecture: str, noise: float = 0.02, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:

@@ -53,7 +53,7 @@ def steps_of_full_acceptance(lengths: list[int], depth: int) -> int:
 @pytest.mark.parametrize("num_nodes", [1, 4, 9])
 def test_all_of_a_right_draft_is_accepted(architecture, samples, is_tree, num_nodes):
     setting = a_setting(architecture, samples)
-    reference, recording = run(setting, "oracle", is_tree, num_nodes)
+    _, recording = run(setting, "oracle", is_tree, num_nodes)
     depth = -(-num_nodes // 2) if is_tree else num_nodes  # the other nodes are decoys
     statistics = recording.statistics
     assert statistics.steps == steps_of_full_acceptance([20, 20, 20], depth)

@@ -11,12 +11,12 @@ from hf_smartspec.forward import PackedForward
 from hf_smartspec.layout import CacheRow, RowInput
 from hf_smartspec.packing import can_pack
 
-from .models import PACKED, ROWWISE, PLAIN, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
+from .models import PACKED, PLAIN, ROWWISE, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
 from .sources import random_tree
 from .strategies import path_to
 
-# Largest difference of two logits, as a share of their spread. Rounding makes about 5e-6 of it in float32 (and less than
-# that in float64, where rotary embeddings and norms are in float32 still); one wrongly masked token makes 1e-1.
+# Largest difference of two logits, as a share of their spread. Rounding makes about 5e-6 of it in float32 (and less
+# than that in float64, where rotary embeddings and norms are in float32 still); one wrongly masked token makes 1e-1.
 TOLERANCE = 1e-4
 
 # Options that change how attention is computed: name -> (architecture, changed options).

@@ -1,4 +1,4 @@
-"""Positions, masks and packing of a step, against a twin that asks for every pair of tokens whether one may see the other."""
+"""Positions, masks and packing of a step, against a twin that asks of every pair of tokens who sees whom."""
 
 from dataclasses import dataclass
 

@@ -20,8 +20,8 @@ VOCAB_SIZE = 50
 EOS = 7
 seeds = st.integers(0, 2**63 - 1)
 
-# Statistical tests have fixed seeds: they pass or fail once and for all. Had the seeds been drawn, a right implementation
-# would fail one of them with a probability of at most this.
+# Statistical tests have fixed seeds: they pass or fail once and for all. Had the seeds been drawn, a right
+# implementation would fail one of them with a probability of at most this.
 FALSE_ALARM = 1e-6
 
 

@@ -141,9 +141,7 @@ def step_overhead(model: PreTrainedModel, draft: PreTrainedModel, batch_size: in
     return results
 
 
-def no_speculation(
-    model: PreTrainedModel, batch_size: int, new_tokens: int = 64, repeats: int = 3
-) -> dict[str, float]:
+def no_speculation(model: PreTrainedModel, batch_size: int, new_tokens: int = 64, repeats: int = 3) -> dict[str, float]:
     """Plain `generate` against the engine without drafts: ragged prompts, rows that end at different lengths."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(8, 96, batch_size)

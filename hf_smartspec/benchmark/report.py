@@ -168,15 +168,13 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
     console.print(lines)
     if len(found) > _SHOWN_DIFFERENCES:
         console.print(f"({_SHOWN_DIFFERENCES} of {len(found)} shown, the clearest first; --json FILE has all.)")
-    num_rows, num_tokens = (
-        sum(getattr(check, name) for check in report.tokens) for name in ("num_rows", "num_tokens")
-    )
+    num_rows, num_tokens = (sum(getattr(check, name) for check in report.tokens) for name in ("num_rows", "num_tokens"))
     num_ties = sum(item.is_tie for _, item in found)
     console.print(
         f"{len(found)} of {num_rows} rows differ ({len(found) / max(num_rows, 1):.1%}; one difference in "
         f"{num_tokens // len(found)} tokens), {num_ties} of them at a tie: both gaps lie below the limit, "
-        f"which is what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge of top-k or "
-        "top-p fell to the other side).\n",
+        f"which is what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge "
+        "of top-k or top-p fell to the other side).\n",
         highlight=False,
     )
 
@@ -253,9 +251,7 @@ def _print_verdict(report: Report, console: Console) -> None:
     if not any(check.statistics.accepted_tokens for check in report.tokens):
         verdict = "[bold yellow]Nothing was speculated:[/bold yellow] the same tokens, but no draft was ever accepted."
     elif num_ties:
-        verdict = (
-            f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
-        )
+        verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
     else:
         verdict = "[bold green]Lossless:[/bold green] the same tokens in every comparison."
     console.print(verdict, highlight=False)

@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"draft model (folder or hub id) or preset ({', '.join(sorted(PRESETS))}); default: prompt_lookup",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
-    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: 32")
     parser.add_argument(

@@ -14,7 +14,9 @@ def test_report_holds_every_setting_and_is_written_as_json(tmp_path, monkeypatch
     overhead.add_arguments(parser)
     path = tmp_path / "overhead.json"
     settings = ["--layers", "1", "--batch-sizes", "1", "2", "--widths", "1", "3", "--repeats", "1"]
-    assert overhead.run(parser.parse_args([*settings, "--dtype", "float32", "--threads", "1", "--json", str(path)])) == 0
+    assert (
+        overhead.run(parser.parse_args([*settings, "--dtype", "float32", "--threads", "1", "--json", str(path)])) == 0
+    )
 
     results = json.loads(path.read_text())
     assert [(row["batch_size"], row["width"]) for row in results["forward"]] == [(1, 1), (1, 3), (2, 1), (2, 3)]

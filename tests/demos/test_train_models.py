@@ -40,9 +40,7 @@ def data(tmp_path, script) -> Path:
     heldout = list(islice((i for i in ids if is_heldout(i)), 2))
     math, chat = [], []
     for i, group in enumerate(learnt + heldout):
-        math.append(
-            {"id": group, "prompt": f"What is {i} plus {i}?", "response": f"{i} + {i} = {2 * i}\n#### {2 * i}"}
-        )
+        math.append({"id": group, "prompt": f"What is {i} plus {i}?", "response": f"{i} + {i} = {2 * i}\n#### {2 * i}"})
         turns = [("user", f"Hello {i}"), ("assistant", "Hi."), ("user", f"Is {i} even?"), ("assistant", "Maybe.")]
         chat.append(
             {

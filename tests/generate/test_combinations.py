@@ -65,7 +65,7 @@ def draw(seed):
         if maybe(0.15):
             settings[name] = value
     if settings["eos_token_id"] and maybe(0.3):
-        settings["min_new_tokens"] = rng.randint(1, 8)
+        settings["min_new_tokens"] = rng.randint(1, min(8, settings["max_new_tokens"]))
     ends = [rng.randint(1, 20) for _ in range(num_rows)]
     has_criterion, has_processor, has_streamer = maybe(0.35), maybe(0.35), maybe(0.3)
     seeds = [rng.getrandbits(40) for _ in range(num_rows)] if maybe(0.4) else None

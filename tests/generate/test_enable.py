@@ -186,9 +186,7 @@ def test_instance_patch_of_others_stays_underneath(model):
 def test_instance_patch_of_others_on_top_survives(model):
     hf_smartspec.enable(model)
     model._old_generate = model.generate
-    model.generate = on_top = types.MethodType(
-        lambda self, *args, **kwargs: self._old_generate(*args, **kwargs), model
-    )
+    model.generate = on_top = types.MethodType(lambda self, *args, **kwargs: self._old_generate(*args, **kwargs), model)
     hf_smartspec.enable(model)  # what lies on top is wrapped, not called by itself again
     assert speculates(model)
     hf_smartspec.disable(model)
