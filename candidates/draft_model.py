@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from ..checks import is_integer
 from ..forward import PackedForward
 from ..layout import CacheRow, RowInput
 from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors
@@ -93,7 +94,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
         for name, value in (("num_nodes", num_nodes), ("width", width)):
-            if not isinstance(value, int) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
         if not 0 <= confidence_threshold <= 1:
             raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
@@ -144,8 +145,13 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     @torch.no_grad()
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        assert self._forward is not None, "no request has been started"
         growths = [_Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
-        growing = [growth for growth in growths if growth.limit > 0]
+        growing = [growth for growth in growths if self._max_depth(growth) > 0]
+        for growth in growing:
+            # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
+            row = growth.state.row
+            self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
         while growing:
             self._grow_level(growing)
             growing = [growth for growth in growing if self._choose_frontier(growth)]
@@ -216,11 +222,14 @@ class DraftModelCandidates(TreeCandidateGenerator):
         depth = growth.depths[newest[-1]]
         if self.width == 1:
             growth.frontier = newest
-            return depth < growth.limit and growth.probs[-1] >= self.confidence_threshold
+            return depth < self._max_depth(growth) and growth.probs[-1] >= self.confidence_threshold
         newest.sort(key=lambda node: -growth.path_probs[node])
         growth.frontier = newest[: self.width]
-        return depth < self._depth(growth.limit)
+        return depth < self._max_depth(growth)
 
-    def _depth(self, num_nodes: int) -> int:
-        """Levels of a tree of `num_nodes` nodes; a chain would be as deep as it has nodes."""
-        return min(num_nodes, -(-num_nodes // self.width) + 1)
+    def _max_depth(self, growth: _Growth) -> int:
+        """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
+        num_positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        room = growth.limit if num_positions is None else num_positions - len(growth.state.tokens) + 1
+        num_levels = -(-growth.limit // self.width) + (self.width > 1)
+        return min(growth.limit, num_levels, room)

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from ..checks import is_integer
 from ..tree import DraftTree
 from .base import TreeCandidateGenerator
 
@@ -46,7 +47,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram), ("min_ngram", min_ngram)):
-            if not isinstance(value, int) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
         if min_ngram > max_ngram:
             raise ValueError(f"`min_ngram` must not exceed `max_ngram`, got {min_ngram} > {max_ngram}.")
@@ -67,6 +68,9 @@ class PromptLookupCandidates(TreeCandidateGenerator):
             return DraftTree.empty()
         start, length = found
         tokens = index.tokens[start : start + limit]
+        # The latest match may end close before the text does; what repeats itself then goes on doing so.
+        period = len(tokens)
+        tokens += [tokens[position % period] for position in range(period, limit)]
         # A longer match is the better guess; the raw score is refined by calibration where there is any.
         return DraftTree.chain(tokens, np.full(len(tokens), length / (length + 1)))
 

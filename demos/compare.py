@@ -1,6 +1,7 @@
 """Side-by-side measurement of ways to call `generate`: the same prompts, dtype, threads and number of tokens."""
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,11 +106,13 @@ def compare(
     batch_size: int,
     max_new_tokens: int,
     repetitions: int,
+    max_seconds: float = math.inf,
 ) -> list[Result]:
     """
     Decodes all prompts greedily with every method. The methods take turns, and a first round, which is not timed,
-    warms up and counts.
+    warms up and counts. Past `max_seconds`, the round that runs is the last one; one is always timed.
     """
+    start = time.perf_counter()
     pad_id = _pad_id(model)
     batches = [
         left_padded(prompts[start : start + batch_size], pad_id, model.device)
@@ -119,6 +122,8 @@ def compare(
     common = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
     plain = [model.generate(**inputs, **common) for inputs in batches]
     for turn in range(1 + repetitions):
+        if turn > 1 and time.perf_counter() - start > max_seconds:
+            break
         for method, result in zip(methods, results):
             if result.refusal is not None:
                 continue

@@ -41,6 +41,7 @@ from hf_smartspec.benchmark.runs import Decoding, decode_plainly, decode_specula
 from hf_smartspec.benchmark.timing import environment
 
 HERE = Path(__file__).resolve().parent
+_MAX_SECONDS = 45.0  # per batch size; on a slower or busier machine there are fewer repetitions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -161,10 +162,11 @@ def print_notes(
     plain = results[0]
     step = 1e3 / plain.tokens_per_second
     sizes = [f"{item.num_parameters() / 1e6:.1f} M" for item in (model, draft)]
+    turns = {len(item.seconds) for item in results if item.seconds}
     refused = next((item.refusal for item in results if item.refusal), None)
     console.print(
         "per step: tokens a row gains by one forward of the target. Medians of "
-        f"{args.repetitions} repetitions that take turns, after a warm-up.",
+        f"{min(turns)} to {max(turns)} repetitions that take turns, after a warm-up.",
         f"Batch 1 decodes {results[0].num_rows} of the {results[-1].num_rows} prompts, one after another; batch "
         f"{results[-1].batch_size} all of them.",
         f"{system['device']}, {system['threads']} threads, {system['dtype']}, torch {system['torch']}, transformers "
@@ -201,7 +203,8 @@ def run(args: argparse.Namespace) -> int:
         with console.status(f"measuring at batch {batch_size}"):
             # One by one takes longest: half of the prompts are enough there.
             chosen = prompts[: max(len(prompts) // 2, 1)] if batch_size == 1 else prompts
-            results += compare(model, all_methods(draft), chosen, batch_size, args.max_new_tokens, args.repetitions)
+            methods, limits = all_methods(draft), (args.max_new_tokens, args.repetitions, _MAX_SECONDS)
+            results += compare(model, methods, chosen, batch_size, *limits)
     print_results(console, results)
     num_sampled = check_sampling(model, draft, prompts, args.max_new_tokens)
     console.print(

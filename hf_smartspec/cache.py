@@ -55,12 +55,14 @@ class SlotLayer(CacheLayerMixin):
             flat = memory.flatten(0, 1)
             flat.index_copy_(0, targets, flat.index_select(0, sources))
 
-    def grow(self) -> None:
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(self.cache.num_slots, self.cache.capacity, *old.shape[2:])
+    def grown(self, num_slots: int, capacity: int) -> list[torch.Tensor]:
+        """Keys and values in larger memory."""
+        memories = []
+        for old in (self.keys, self.values):
+            new = old.new_zeros(num_slots, capacity, *old.shape[2:])
             new[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, new)
+            memories.append(new)
+        return memories
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.capacity, 0
@@ -141,10 +143,12 @@ class SlotCache(Cache):
             self._resize(self.num_slots, max(num_columns, self.capacity + self.capacity // 2))
 
     def _resize(self, num_slots: int, capacity: int) -> None:
-        self.num_slots, self.capacity = num_slots, capacity
-        self._lines = None
-        for layer in self.layers:
-            layer.grow()
+        # All memory first: whatever is missing for the last layer must not leave the first ones larger.
+        memories = [layer.grown(num_slots, capacity) if layer.is_initialized else None for layer in self.layers]
+        for layer, memory in zip(self.layers, memories):
+            if memory is not None:
+                layer.keys, layer.values = memory
+        self.num_slots, self.capacity, self._lines = num_slots, capacity, None
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         """

@@ -45,6 +45,14 @@ class SmartSpecConfig:
             raise ValueError(f"`width` must be a positive integer, got {self.width!r}.")
         if self.policy is not None and not isinstance(self.policy, LengthPolicy):
             raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")
+        if self.num_nodes is not None and self.policy is not None:
+            raise ValueError("`num_nodes` and `policy` both say how much to draft: pass one of them.")
+        is_source = isinstance(self.assistant, str | CandidateGenerator)
+        if self.width > 1 and (is_source or self.verification == "rejection"):
+            raise ValueError(
+                f"`width={self.width}` has an effect on draft models verified by 'coupled' only. Leave it out, or give "
+                "it to the source itself."
+            )
         if isinstance(self.assistant, SmartSpecConfig):
             raise TypeError("`assistant` of a SmartSpecConfig must not be a SmartSpecConfig itself.")
 
@@ -104,8 +112,8 @@ def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: draft and "
-            "target must share one tokenizer. Use a draft of the same model family, or `assistant='prompt_lookup'`, "
-            "which needs none."
+            "target must have one tokenizer, and embeddings of one size. Use another draft, or "
+            "`assistant='prompt_lookup'`, which needs none."
         )
     if draft.config.is_encoder_decoder or not can_pack(draft):
         raise ValueError(

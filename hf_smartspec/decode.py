@@ -111,6 +111,7 @@ def decode(
     )
     given_cache: Any = model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)
+    text_config = model.config.get_text_config(decoder=True)
     engine = Engine(
         forward,
         batch,
@@ -118,8 +119,9 @@ def decode(
         METHODS[config.verification],
         source,
         config.policy_for(source),
-        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        vocab_size=text_config.vocab_size,
         keeps_cache=generation_config.return_dict_in_generate or gives_back,
+        num_positions=getattr(text_config, "max_position_embeddings", None),
     )
     with torch.no_grad():
         engine.run()
@@ -180,6 +182,11 @@ def _forward(
     model_kwargs: dict[str, Any],
 ) -> PackedForward | RowwiseForward:
     if not can_pack_call(model, input_ids, model_kwargs):
+        if len(requests) > 1:
+            logger.warning_once(
+                f"{type(model).__name__} is decoded row by row, since its attention or these arguments cannot be "
+                "packed. For large batches, plain decoding may be faster."
+            )
         return RowwiseForward(model, input_ids, model_kwargs, generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = generation_config.prefill_chunk_size or 512

@@ -46,6 +46,7 @@ class Engine:
         policy (`LengthPolicy`): Says how many nodes are drafted and verified.
         vocab_size (`int`): Draft tokens must lie below.
         keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
+        num_positions (`int`, *optional*): Positions that the target knows; texts may outgrow them, drafts must not.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Engine:
         policy: LengthPolicy,
         vocab_size: int,
         keeps_cache: bool = False,
+        num_positions: int | None = None,
     ):
         self.forward, self.batch, self.picker, self.pick = forward, batch, picker, pick
         self.source, self.policy, self.vocab_size = source, policy, vocab_size
-        self.keeps_cache = keeps_cache
+        self.keeps_cache, self.num_positions = keeps_cache, num_positions
         self.statistics = GenerationStatistics()
         self._has_warned = False
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
@@ -79,7 +81,8 @@ class Engine:
             while not self.batch.is_reported:
                 self.step()
         finally:
-            self._stop_source()
+            for request in self.batch.requests:
+                self._stop_source(request)
         self.statistics.generated_tokens = sum(request.stopped_at or 0 for request in self.batch.requests)
         self.statistics.seconds_total = time.perf_counter() - start
 
@@ -101,6 +104,8 @@ class Engine:
         with self._timed("seconds_draft"):
             limits = self.policy.max_nodes(len(rows))
             # The last token needs no draft: the target's own pick comes free.
+            if len(limits) != len(rows):
+                raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
             wanted = {
                 request.request_id: (request, limit)
                 for request, limit in zip(rows, limits)
@@ -118,7 +123,7 @@ class Engine:
                 raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
             return [self._within_limits(request, tree) for request, tree in zip(rows, trees)]
 
-    def _propose(self, wanted: dict) -> dict:
+    def _propose(self, wanted: dict, first_error: Exception | None = None) -> dict:
         """Checked proposals by request id; a source that fails is asked row by row, to spare the rows it can serve."""
         ids, limits = list(wanted), [limit for _, limit in wanted.values()]
         try:
@@ -129,20 +134,24 @@ class Engine:
                 tree.check_integrity(self.vocab_size)
             return dict(zip(ids, trees))
         except Exception as error:
+            first_error = first_error or error
             if len(ids) == 1:
-                self._drop_source(wanted[ids[0]][0], error)
+                self._drop_source(wanted[ids[0]][0], first_error)
                 return {}
         proposals: dict = {}
         for request_id in ids:
-            proposals |= self._propose({request_id: wanted[request_id]})
+            proposals |= self._propose({request_id: wanted[request_id]}, first_error)
         return proposals
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not self.forward.trees:
             tree = tree.best_chain()
-        remaining = request.num_remaining
-        if remaining is not None and len(tree):
-            tree = tree.keep(tree.depths < remaining)
+        if request.num_remaining is not None and len(tree):
+            tree = tree.keep(tree.depths < request.num_remaining)
+        # Learned position embeddings end somewhere, and plain decoding may stop just before.
+        room = len(tree) if self.num_positions is None else self.num_positions - request.length
+        if 0 <= room < len(tree):
+            tree = tree.keep(tree.depths <= room)
         return tree
 
     # 2. forward
@@ -246,6 +255,7 @@ class Engine:
             if request.row is None or request in active:
                 continue
             request.tree = request.logits = None
+            self._stop_source(request)
             if not self.keeps_cache:
                 self.forward.remove(request.row)
                 request.row = None
@@ -255,11 +265,13 @@ class Engine:
     # Sources are guests: whatever they do wrong costs their request its drafts, nothing more.
 
     def _start_source(self, request: Request) -> None:
+        request.is_known_to_source = True
         self.source.couple(request.request_id, self.picker.processors, request.seed)
         self.source.start(request.request_id, request.prompt)
 
-    def _stop_source(self) -> None:
-        for request in self.batch.requests:
+    def _stop_source(self, request: Request) -> None:
+        if request.is_known_to_source:
+            request.is_known_to_source = False
             try:
                 self.source.stop(request.request_id)
             except Exception as error:

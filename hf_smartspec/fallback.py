@@ -203,7 +203,7 @@ def _probe(model: PreTrainedModel) -> bool:
     """Compares chains that are accepted in part, whole and not at all with plain forwards of every text."""
     size = model.config.get_text_config(decoder=True).vocab_size
     text = (torch.arange(3, 14, device=model.device) * 7 % size)[None]
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         kwargs: dict[str, Any] = {"use_cache": True}
@@ -230,7 +230,8 @@ def _probe(model: PreTrainedModel) -> bool:
     except Exception:  # whatever goes wrong in a foreign model: it is left to plain decoding
         return False
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
 
 
 def _last_logits(model: PreTrainedModel, text: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

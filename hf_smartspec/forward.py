@@ -11,6 +11,8 @@ from .attention import attention_configs, tree_attention_step
 from .cache import SlotCache
 from .layout import CacheRow, RowInput, build_layout
 
+_MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
+
 
 class PackedForward:
     """
@@ -29,6 +31,9 @@ class PackedForward:
         self.cache = SlotCache(num_rows, capacity)
         self.prefill_chunk = prefill_chunk
         self._configs = attention_configs(model)
+        config = model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        self._groups = max(heads // (getattr(config, "num_key_value_heads", None) or heads), 1)
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def add(self) -> CacheRow:
@@ -75,17 +80,24 @@ class PackedForward:
         return logits, [first_line[id(item.row)] for item in inputs]
 
     def _run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
-        while any(len(item.feed) > self.prefill_chunk for item in inputs):
-            long = [item for item in inputs if len(item.feed) > self.prefill_chunk]
-            chunks = [RowInput(item.row, item.feed[: self.prefill_chunk]) for item in long]
-            self.cache.reserve(max(item.row.length for item in chunks) + self.prefill_chunk)
+        chunk = self._chunk(inputs)
+        while any(len(item.feed) > chunk for item in inputs):
+            long = [item for item in inputs if len(item.feed) > chunk]
+            chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
+            self.cache.reserve(max(item.row.length for item in chunks) + chunk)
             self._run(chunks, keep=[0])
             rest = {}
             for item in long:
-                rest[id(item)] = RowInput(item.row, item.feed[self.prefill_chunk :], item.tree, item.first_node)
-                item.row.length += self.prefill_chunk
+                rest[id(item)] = RowInput(item.row, item.feed[chunk:], item.tree, item.first_node)
+                item.row.length += chunk
             inputs = [rest.get(id(item), item) for item in inputs]
         return inputs
+
+    def _chunk(self, inputs: list[RowInput]) -> int:
+        """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
+        longest = max(item.row.length + len(item.feed) for item in inputs)
+        rows = inputs[-1].row.slot + 1
+        return min(self.prefill_chunk, max(_MASK_SIZE // (rows * longest * self._groups), 16))
 
     def _run(self, inputs: Sequence[RowInput], keep: list[int] | None) -> torch.Tensor:
         device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]

@@ -133,6 +133,8 @@ def can_pack(model: PreTrainedModel) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     if model.config.is_encoder_decoder or prepares_own_inputs(model):
         return False
+    if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
+        return False  # spread over devices or offloaded: one step's indices and masks lie on one device
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return False  # frequencies that depend on the longest row of the batch would depend on the drafts
     layer_types = getattr(config, "layer_types", None)
@@ -154,7 +156,7 @@ def _probe(model: PreTrainedModel) -> bool:
     prompts = [np.arange(1, 8) % vocab_size, np.arange(3, 6) % vocab_size]
     tree = DraftTree(np.arange(4) % vocab_size, np.array([-1, -1, 0, 1]), np.ones(4, np.float32))
     paths = [[], [0], [1], [0, 2], [1, 3]]
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         packed = PackedForward(model, num_rows=2, capacity=16)
@@ -171,4 +173,5 @@ def _probe(model: PreTrainedModel) -> bool:
     except Exception:  # whatever goes wrong in a foreign model: it cannot be packed
         return False
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode

@@ -80,6 +80,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
     is_drafting: bool = True  # False: its candidate source failed and was dropped
+    is_known_to_source: bool = False
     num_observed: int = 0  # generated tokens that the source was told of
 
     # The draft under verification: logits [1 + nodes, vocab_size] of the last committed token and of every node, the
@@ -102,6 +103,11 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text so far, padding left aside."""
+        return len(self.prompt) + len(self.tokens)
 
     @property
     def num_remaining(self) -> int | None:

@@ -118,8 +118,11 @@ def test_drafts_never_lead_beyond_the_limit(max_new_tokens, samples, is_tree):
     setting = replace(longer, limit={"max_new_tokens": max_new_tokens}, name="limited")
     _, recording = run(setting, "oracle", is_tree, 12, source=source)
     depth = 6 if is_tree else 12
-    assert recording.statistics.steps == steps_of_full_acceptance([max_new_tokens] * 3, depth)
-    assert (recording.drafted > 0) == (max_new_tokens > 1)
+    statistics = recording.statistics
+    assert statistics.steps == steps_of_full_acceptance([max_new_tokens] * 3, depth)
+    assert (statistics.drafted_tokens > 0) == (max_new_tokens > 1)
+    if not is_tree:
+        assert statistics.drafted_tokens == statistics.accepted_tokens, "nothing was verified that could not count"
 
 
 @SHAPES
@@ -139,6 +142,29 @@ def test_a_row_ends_at_an_eos_anywhere_in_an_accepted_path(depth, samples, is_tr
     assert rows[0] == tokens[: position + 1] and rows[0][-1] == eos
     assert recording.statistics.steps == steps_of_full_acceptance(list(map(len, rows)), 5)
     assert recording.statistics.generated_tokens == sum(map(len, rows))
+
+
+@SHAPES
+@pytest.mark.parametrize("kind", ["oracle", "draft"])
+def test_drafts_do_not_outgrow_learned_positions(kind, is_tree, monkeypatch):
+    """The text ends one token before the model's positions do; the limit on new tokens lies far behind."""
+    model = new_model("gpt2", n_positions=24)
+    for name in ("shared_model", "noisy_model"):
+        monkeypatch.setattr(f"tests.cases.{name}", lambda *args, **kwargs: model)
+    longest = tuple(range(3, 15))
+    short = a_setting("gpt2", prompts=((5, 9, 5), longest), limit={"max_new_tokens": 12})
+    reference = short.reference()
+    first, second = generated(short, reference)
+    ends = (next(token for token in first if token not in second[:10]), second[10])
+    assert second[10] not in second[:10], "the longer row must end at its eleventh token: change the prompt"
+    source = Case(short, kind, is_tree, 9, False).source(reference)
+    # Behind the end, the drafts go on with what comes to mind.
+    if kind == "oracle" and not is_tree:
+        known = source.known
+        source.known = lambda text, limit: (known(text, limit) + [1] * limit)[:limit]
+    setting = replace(short, limit={"max_new_tokens": 100}, eos=ends, name="endless")
+    _, recording = run(setting, kind, is_tree, 9, source=source)
+    assert recording.accepted > 0
 
 
 def test_text_behind_an_eos_in_the_draft_is_not_generated():

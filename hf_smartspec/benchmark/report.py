@@ -172,9 +172,9 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
     num_ties = sum(item.is_tie for _, item in found)
     console.print(
         f"{len(found)} of {num_rows} rows differ ({len(found) / max(num_rows, 1):.1%}; one difference in "
-        f"{num_tokens // len(found)} tokens), {num_ties} of them at a tie: both gaps lie below the limit, "
-        f"which is what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge "
-        "of top-k or top-p fell to the other side).\n",
+        f"{num_tokens // len(found)} tokens), {num_ties} of them at a tie: both gaps lie below the limit, which is "
+        f"what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge of top-k "
+        "or top-p fell to the other side).\n",
         highlight=False,
     )
 

@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..tree import DraftTree
 
 
@@ -30,9 +32,9 @@ class FixedLength(LengthPolicy):
     """
 
     def __init__(self, num_nodes: int):
-        if not isinstance(num_nodes, int) or num_nodes < 0:
+        if isinstance(num_nodes, bool) or not isinstance(num_nodes, (int, np.integer)) or num_nodes < 0:
             raise ValueError(f"`num_nodes` must be an integer of at least 0, got {num_nodes!r}.")
-        self.num_nodes = num_nodes
+        self.num_nodes = int(num_nodes)
 
     def max_nodes(self, num_rows: int) -> list[int]:
         return [self.num_nodes] * num_rows

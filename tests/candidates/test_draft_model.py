@@ -183,19 +183,48 @@ def test_new_weights_are_used_by_the_next_call():
         source.stop("a")
 
 
-def test_a_source_that_raised_can_be_used_again(monkeypatch):
-    """The engine asks row by row after an error, and stops all rows in the end."""
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_draft_that_broke_halfway_can_be_begun_anew(width, level, monkeypatch):
+    """After an error the engine asks row by row; what the failed attempt left in the cache must not matter."""
     model = shared_model("llama")
-    source = DraftModelCandidates(model)
-    start(source)
-    with monkeypatch.context() as patch:
-        patch.setattr(source, "_best_children", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            source.propose(list(PROMPTS), [3, 3, 3])
-    for name in PROMPTS:
-        source.stop(name)
+    source = DraftModelCandidates(model, width=width)
     texts = start(source)
-    check_tree(model, source.propose(["b"], [3])[0], texts["b"], 1, 3)
+    source.propose(list(texts), [2, 2, 2])
+    for name in texts:
+        source.observe(name, np.array([7]))
+        texts[name].append(7)
+    grow, calls = source._grow_level, []
+
+    def breaking(growths):
+        grow(growths)
+        calls.append(growths)
+        if len(calls) > level:
+            raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "_grow_level", breaking)
+        with pytest.raises(RuntimeError):
+            source.propose(list(texts), [8, 8, 8])
+    for name, text in texts.items():
+        check_tree(model, source.propose([name], [8])[0], text, width, 8)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_draft_ends_where_the_models_positions_end(width):
+    """Learned positions end somewhere; a text that has grown beyond them gets no drafts."""
+    model = new_model("gpt2", n_positions=12)
+    source = DraftModelCandidates(model, width=width)
+    source.start("a", np.arange(3, 12))
+    text = list(range(3, 12))
+    for length in range(9, 16):
+        assert len(text) == length
+        tree = source.propose(["a"], [8])[0]
+        deepest = max(tree.depths, default=0)
+        assert deepest <= max(0, 12 - length + 1)
+        assert (len(tree) > 0) == (length <= 12)
+        source.observe("a", np.array([length]))
+        text.append(length)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ def twin(text: list[int], max_ngram: int, min_ngram: int, limit: int) -> tuple[l
     for length in range(max_ngram, min_ngram - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
-                return text[end : end + limit], length
+                found = text[end : end + limit]
+                while len(found) < limit:  # the text repeats itself and ends: it goes on repeating itself
+                    found.append(found[end - len(text)])
+                return found, length
     return [], 0
 
 
