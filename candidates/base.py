@@ -20,9 +20,9 @@ class TreeCandidateGenerator(CandidateGenerator):
     pass an instance as `assistant=`.
 
     The engine calls `couple` and `start` once per request, then `propose` and `observe` in turn, then `stop`; `stop`
-    comes even after an error. One source may serve several `generate` calls, so state belongs to requests. A source
-    that raises, or proposes something that is no tree over the vocabulary, is dropped for that request. Sources cannot
-    make the output wrong: the target decides about every token.
+    comes even after an error. One source may serve several `generate` calls, so state belongs to requests; it need not
+    bear several threads at once. A source that raises, or proposes something that is no tree over the vocabulary, is
+    dropped for that request. Sources cannot make the output wrong: the target decides about every token.
 
     Attributes:
         default_num_nodes (`int`): Nodes per row where the caller names no number.

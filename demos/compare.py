@@ -64,6 +64,16 @@ class Result:
     def tokens_per_second(self) -> float:
         return self.num_tokens / median(self.seconds)
 
+    def speedup(self, plain: "Result") -> float:
+        """Against plain decoding in the same turn, which met the same load of the machine; the median of all turns."""
+        ratios = [before / after for before, after in zip(plain.seconds, self.seconds)]
+        return median(ratios) * self.num_tokens / plain.num_tokens
+
+    @property
+    def spread(self) -> float:
+        """Slowest by fastest repetition: far above 1 if other programs were running."""
+        return max(self.seconds) / min(self.seconds)
+
     @property
     def mean_accepted_length(self) -> float:
         return self.num_tokens / max(self.num_steps, 1)

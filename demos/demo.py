@@ -42,6 +42,7 @@ from hf_smartspec.benchmark.timing import environment
 
 HERE = Path(__file__).resolve().parent
 _MAX_SECONDS = 45.0  # per batch size; on a slower or busier machine there are fewer repetitions
+_MAX_SPREAD = 1.6
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -121,14 +122,14 @@ def stream_answer(
 def print_results(console: Console, results: list[Result]) -> None:
     columns = ("decoding", "batch", "tokens/s", "x plain", "per step", "drafted", "accepted", "identical")
     lines = table("The same prompts, greedy, with every method's defaults", *columns)
-    plain = {item.batch_size: item.tokens_per_second for item in results if item.name == "plain generate"}
+    plain = {item.batch_size: item for item in results if item.name == "plain generate"}
     for item, following in zip_longest(results, results[1:]):
         ends_section = following is not None and following.batch_size != item.batch_size
         lines.add_row(item.name, str(item.batch_size), *_cells(item, plain[item.batch_size]), end_section=ends_section)
     console.print(lines)
 
 
-def _cells(item: Result, plain: float) -> list[str]:
+def _cells(item: Result, plain: Result) -> list[str]:
     if item.refusal is not None:
         return ["refused", *"-" * 5]
     is_plain = item.num_drafted == 0 and not item.is_ours
@@ -137,7 +138,7 @@ def _cells(item: Result, plain: float) -> list[str]:
         identical = f"[red]no: {len(item.different_rows)} of {item.num_rows}[/red]"
     return [
         f"{item.tokens_per_second:.0f}",
-        f"{item.tokens_per_second / plain:.2f}",
+        f"{item.speedup(plain):.2f}",
         f"{item.mean_accepted_length:.2f}",
         "-" if is_plain else str(item.num_drafted),
         "-" if is_plain else str(item.num_accepted),
@@ -162,6 +163,13 @@ def print_notes(
     plain = results[0]
     step = 1e3 / plain.tokens_per_second
     sizes = [f"{item.num_parameters() / 1e6:.1f} M" for item in (model, draft)]
+    spread = max(item.spread for item in results if item.seconds)
+    if spread > _MAX_SPREAD:
+        console.print(
+            f"[yellow]Repetitions of one and the same call differ by up to {spread:.1f} x: other programs are running, "
+            "and the speeds above mean little. Measure again on a quiet machine.[/yellow]\n",
+            highlight=False,
+        )
     turns = {len(item.seconds) for item in results if item.seconds}
     refused = next((item.refusal for item in results if item.refusal), None)
     console.print(

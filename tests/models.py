@@ -89,6 +89,25 @@ PACKED = {
     "mixtral+window": ("MixtralConfig", _LLAMA | {"num_local_experts": 4, "sliding_window": WINDOW}),
     "smollm3+window": ("SmolLM3Config", _LLAMA | _WINDOWED | {"no_rope_layers": [1, 0], "use_sliding_window": True}),
     # Not in the library's list: these are probed on first use.
+    "gemma": ("GemmaConfig", _LLAMA | {"head_dim": 8}),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        _LLAMA
+        | _WINDOWED
+        | {
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
+    "ministral": ("MinistralConfig", _LLAMA | _WINDOWED | {"head_dim": 8}),
+    "apertus": ("ApertusConfig", _LLAMA),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _LLAMA | {"head_dim": 8}),
+    "modernbert-decoder": (
+        "ModernBertDecoderConfig",
+        _BART | {"intermediate_size": 64, "local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2},
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         _LLAMA

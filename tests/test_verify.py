@@ -115,7 +115,7 @@ def test_rejection_without_distributions_is_coupled():
 
 SIZE = 5  # of the vocabulary
 NUM_TOKENS = 3
-NUM_ROWS = 1200
+NUM_ROWS = 800
 PROMPT = (3, 1, 4, 2)
 SETTINGS = {
     "plain": {},

@@ -50,13 +50,15 @@ def test_a_small_example():
     assert source.propose(["a"], [2])[0].tokens.tolist() == [5, 9]  # behind the latest (1, 2)
     source.observe("a", np.array([7]))
     assert len(source.propose(["a"], [2])[0]) == 0  # 7 is new
+    source.observe("a", np.array([7, 8, 7]))
+    assert source.propose(["a"], [5])[0].tokens.tolist() == [8, 7, 8, 7, 8]  # what repeats itself goes on doing so
 
 
 def test_requests_do_not_see_one_anothers_texts():
     source = PromptLookupCandidates()
     source.start("a", np.array([1, 2, 1]))
     source.start("b", np.array([3, 4, 1]))
-    trees = source.propose(["b", "a"], [5, 5])
+    trees = source.propose(["b", "a"], [5, 2])
     assert [tree.tokens.tolist() for tree in trees] == [[], [2, 1]]
     source.stop("a")
     source.stop("never started")

@@ -132,12 +132,18 @@ def test_sources_work_in_transformers_own_loop(name, monkeypatch):
 
 
 def test_another_text_begins_a_new_request():
-    source = PromptLookupCandidates()
-    assert source.get_candidates(torch.tensor([[1, 2, 3, 1]]))[0].tolist() == [[1, 2, 3, 1, 2, 3, 1]]
-    assert source.get_candidates(torch.tensor([[1, 2, 3, 1, 7]]))[0].tolist() == [[1, 2, 3, 1, 7]]  # goes on
-    assert source.get_candidates(torch.tensor([[1, 2, 3, 1, 7, 2]]))[0][0, 6:].tolist() == [3, 1, 7, 2]
-    assert source.get_candidates(torch.tensor([[4, 5, 4]]))[0].tolist() == [[4, 5, 4, 5, 4]]  # another text
-    assert source.get_candidates(torch.tensor([[4, 5]]))[0].tolist() == [[4, 5]]  # taken back
+    source = PromptLookupCandidates(num_tokens=3)
+
+    def drafted(*text: int) -> list[int]:
+        candidates, scores = source.get_candidates(torch.tensor([text]))
+        assert candidates[0, : len(text)].tolist() == list(text) and scores is None
+        return candidates[0, len(text) :].tolist()
+
+    assert drafted(1, 2, 3, 1) == [2, 3, 1]
+    assert drafted(1, 2, 3, 1, 7) == []  # goes on
+    assert drafted(1, 2, 3, 1, 7, 2) == [3, 1, 7]
+    assert drafted(4, 5, 6, 7, 4) == [5, 6, 7]  # another text
+    assert drafted(4, 5) == []  # taken back
 
 
 def test_a_batch_is_refused_as_transformers_knows_none():
