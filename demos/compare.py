@@ -120,7 +120,7 @@ def compare(
 ) -> list[Result]:
     """
     Decodes all prompts greedily with every method. The methods take turns, and a first round, which is not timed,
-    warms up and counts. Past `max_seconds`, the round that runs is the last one; one is always timed.
+    warms up and counts. Past `max_seconds`, the round that runs is the last one; if that is the first, it has to do.
     """
     start = time.perf_counter()
     pad_id = _pad_id(model)
@@ -132,16 +132,18 @@ def compare(
     common = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
     plain = [model.generate(**inputs, **common) for inputs in batches]
     for turn in range(1 + repetitions):
-        if turn > 1 and time.perf_counter() - start > max_seconds:
+        if turn > 0 and time.perf_counter() - start > max_seconds:
             break
         for method, result in zip(methods, results):
             if result.refusal is not None:
                 continue
             try:
                 if turn == 0:
-                    _count(model, method, batches, common, plain, result)
+                    warm_up = _count(model, method, batches, common, plain, result)
+                    result.seconds = [warm_up]
                 else:
-                    _time(model, method, batches, common, plain, result)
+                    seconds = _time(model, method, batches, common, plain, result)
+                    result.seconds = [seconds] if turn == 1 else [*result.seconds, seconds]
             except ValueError as error:
                 if turn > 0 or method.is_ours:
                     raise
@@ -155,7 +157,7 @@ def _pad_id(model: PreTrainedModel) -> int:
     return 0 if ids is None else ids[0] if isinstance(ids, list) else ids
 
 
-def _time(model, method, batches, common, plain, result: Result) -> None:
+def _time(model, method, batches, common, plain, result: Result) -> float:
     seconds = 0.0
     for index, inputs in enumerate(batches):
         with ready_for(model, method):
@@ -165,10 +167,11 @@ def _time(model, method, batches, common, plain, result: Result) -> None:
             synchronize(model.device)
             seconds += time.perf_counter() - start
         _note_differences(result, index, plain[index], output)
-    result.seconds.append(seconds)
+    return seconds
 
 
-def _count(model, method, batches, common, plain, result: Result) -> None:
+def _count(model, method, batches, common, plain, result: Result) -> float:
+    start = time.perf_counter()
     for index, inputs in enumerate(batches):
         counter = TargetCounter()
         with ready_for(model, method), counter.attached_to(model):
@@ -188,6 +191,7 @@ def _count(model, method, batches, common, plain, result: Result) -> None:
             result.num_accepted += num_tokens - counter.num_forwards
         else:
             result.num_steps += num_tokens
+    return time.perf_counter() - start
 
 
 def _note_differences(result: Result, batch: int, plain: torch.Tensor, output: torch.Tensor) -> None:

@@ -167,7 +167,7 @@ def print_notes(
     if spread > _MAX_SPREAD:
         console.print(
             f"[yellow]Repetitions of one and the same call differ by up to {spread:.1f} x: other programs are running, "
-            "and the speeds above mean little. Measure again on a quiet machine.[/yellow]\n",
+            "and the speeds above mean little. Measure again on a quiet machine, or with --threads 1.[/yellow]\n",
             highlight=False,
         )
     turns = {len(item.seconds) for item in results if item.seconds}
