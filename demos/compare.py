@@ -71,8 +71,8 @@ class Result:
 
     @property
     def spread(self) -> float:
-        """Slowest by fastest repetition: far above 1 if other programs were running."""
-        return max(self.seconds) / min(self.seconds)
+        """Median by fastest repetition: well above 1 if other programs were running for long."""
+        return median(self.seconds) / min(self.seconds)
 
     @property
     def mean_accepted_length(self) -> float:

@@ -42,7 +42,7 @@ from hf_smartspec.benchmark.timing import environment
 
 HERE = Path(__file__).resolve().parent
 _MAX_SECONDS = 45.0  # per batch size; on a slower or busier machine there are fewer repetitions
-_MAX_SPREAD = 1.6
+_MAX_SPREAD = 1.3
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", metavar="FILE", help=".jsonl or .txt")
     parser.add_argument("--num-prompts", type=int, default=8, metavar="N", help="default: 8, which is the large batch")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="medians are shown (default: 3)")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="medians are shown (default: 5)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default: 2)")
@@ -166,7 +166,7 @@ def print_notes(
     spread = max(item.spread for item in results if item.seconds)
     if spread > _MAX_SPREAD:
         console.print(
-            f"[yellow]Repetitions of one and the same call differ by up to {spread:.1f} x: other programs are running, "
+            f"[yellow]Repetitions of one and the same call differ by {spread:.1f} x: other programs are running, "
             "and the speeds above mean little. Measure again on a quiet machine, or with --threads 1.[/yellow]\n",
             highlight=False,
         )
@@ -174,7 +174,8 @@ def print_notes(
     refused = next((item.refusal for item in results if item.refusal), None)
     console.print(
         "per step: tokens a row gains by one forward of the target. Medians of "
-        f"{min(turns)} to {max(turns)} repetitions that take turns, after a warm-up.",
+        f"{min(turns) if len(turns) == 1 else f'{min(turns)} to {max(turns)}'} repetitions that take turns, after a "
+        "warm-up.",
         f"Batch 1 decodes {results[0].num_rows} of the {results[-1].num_rows} prompts, one after another; batch "
         f"{results[-1].batch_size} all of them.",
         f"{system['device']}, {system['threads']} threads, {system['dtype']}, torch {system['torch']}, transformers "
