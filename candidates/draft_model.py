@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from ..checks import is_integer
 from ..forward import PackedForward
 from ..layout import CacheRow, RowInput
-from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors
+from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
 from ..tree import DraftTree
 from .base import TreeCandidateGenerator
 
@@ -44,15 +44,26 @@ class _Growth:
     distributions: list[torch.Tensor] = field(default_factory=list)
     expanded: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [-1])  # candidates whose children come next
+    cached: DraftTree = field(default_factory=DraftTree.empty)  # the expanded candidates
 
-    def cached_tree(self) -> DraftTree:
-        """The expanded candidates as a tree of their own."""
+    def expand(self) -> None:
+        """Counts the frontier among the expanded candidates."""
+        self.expanded += [node for node in self.frontier if node >= 0]
         index = {candidate: position for position, candidate in enumerate(self.expanded)} | {-1: -1}
-        return DraftTree(
+        self.cached = DraftTree(
             np.array([self.tokens[node] for node in self.expanded], np.int64),
             np.array([index[self.parents[node]] for node in self.expanded], np.int64),
             np.array([self.probs[node] for node in self.expanded], np.float32),
         )
+
+    def add_children(self, node: int, tokens: list[int], probs: list[float]) -> None:
+        """Further candidates behind candidate `node` (-1: behind the text)."""
+        path_prob = self.path_probs[node] if node >= 0 else 1.0
+        self.tokens += tokens
+        self.parents += [node] * len(tokens)
+        self.probs += probs
+        self.path_probs += [path_prob * prob for prob in probs]
+        self.depths += [self.depths[node] + 1 if node >= 0 else 1] * len(tokens)
 
     def tree(self) -> DraftTree:
         tree = DraftTree(
@@ -102,6 +113,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
             raise ValueError("Sampled drafts are chains: `samples=True` needs `width=1`.")
         self.model, self.default_num_nodes, self.width = model, num_nodes, width
         self.confidence_threshold, self.samples = confidence_threshold, samples
+        config = model.config.get_text_config(decoder=True)
+        self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._forward: PackedForward | None = None
         self._states: dict[Hashable, _DraftState] = {}
         self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
@@ -156,7 +169,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
             self._grow_level(growing)
             growing = [growth for growth in growing if self._choose_frontier(growth)]
         for growth in growths:
-            growth.state.nodes = growth.cached_tree()
+            growth.state.nodes = growth.cached
         return [growth.tree() for growth in growths]
 
     def _grow_level(self, growths: list[_Growth]) -> None:
@@ -167,8 +180,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
             state = growth.state
             feed = np.array(state.tokens[state.row.length :], np.int64)
             first = len(growth.expanded)
-            growth.expanded += [node for node in growth.frontier if node >= 0]
-            inputs.append(RowInput(state.row, feed, growth.cached_tree(), first))
+            growth.expand()
+            inputs.append(RowInput(state.row, feed, growth.cached, first))
         logits, offsets = self._forward.forward(inputs)
         lines = [offset + i for growth, offset in zip(growths, offsets) for i in range(len(growth.frontier))]
         if lines != list(range(len(logits))):  # also where rows have changed slots, and lines their order
@@ -176,14 +189,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         tokens, probs, distributions = self._best_children(growths, logits)
         owners = ((growth, node) for growth in growths for node in growth.frontier)
         for line, (growth, node) in enumerate(owners):
-            path_prob = growth.path_probs[node] if node >= 0 else 1.0
-            depth = growth.depths[node] + 1 if node >= 0 else 1
-            for token, prob in zip(tokens[line], probs[line]):
-                growth.tokens.append(token)
-                growth.parents.append(node)
-                growth.probs.append(prob)
-                growth.path_probs.append(path_prob * prob)
-                growth.depths.append(depth)
+            growth.add_children(node, tokens[line], probs[line])
             if distributions is not None and growth.state.seed is not None:
                 growth.distributions.append(distributions[line])
 
@@ -210,16 +216,16 @@ class DraftModelCandidates(TreeCandidateGenerator):
             scores = add_gumbel_noise(scores, seeds, positions)
         if self.width == 1:
             tokens = torch.tensor(argmax(scores), device=scores.device)[:, None]
-            best = scores.gather(1, tokens)
         else:
-            best, tokens = scores.topk(min(self.width, scores.shape[-1]), dim=-1)
-        probs = torch.exp(best - scores.logsumexp(dim=-1, keepdim=True))
+            tokens = top_tokens(scores, self.width)
+        # Cheaper than the two scores and a log-sum-exp: torch has one fused kernel for this.
+        probs = scores.softmax(dim=-1).gather(1, tokens)
         return tokens.tolist(), probs.tolist(), distributions
 
     def _choose_frontier(self, growth: _Growth) -> bool:
         """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
-        newest = [node for node in range(len(growth.tokens)) if growth.parents[node] in growth.frontier]
-        depth = growth.depths[newest[-1]]
+        depth = growth.depths[-1]
+        newest = list(range(growth.depths.index(depth), len(growth.depths)))
         if self.width == 1:
             growth.frontier = newest
             return depth < self._max_depth(growth) and growth.probs[-1] >= self.confidence_threshold
@@ -229,7 +235,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     def _max_depth(self, growth: _Growth) -> int:
         """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
-        num_positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        room = growth.limit if num_positions is None else num_positions - len(growth.state.tokens) + 1
+        room = growth.limit
+        if self._num_positions is not None:
+            room = self._num_positions - len(growth.state.tokens) + 1
         num_levels = -(-growth.limit // self.width) + (self.width > 1)
         return min(growth.limit, num_levels, room)

@@ -63,6 +63,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path.home() / ".cache/hf_smartspec/training", help="checkpoints and tokenizer"
     )
+    parser.add_argument(
+        "--continue-saved", action="store_true", help="start from the models in OUTPUT, not from random weights"
+    )
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to run", metavar="STAGE")
     budget = parser.add_argument_group("budget, shared by all runs that resume one another")
     budget.add_argument("--target-minutes", type=float, default=50, help="learning rate decays over this time")
@@ -105,6 +108,9 @@ class Run:
         if path.exists():
             print(f"{path} exists: kept, because checkpoints depend on it")
             return
+        if self.args.continue_saved:
+            AutoTokenizer.from_pretrained(self.args.output / "target").save_pretrained(path)
+            return
         texts = [
             content
             for examples in self.corpus.train.values()
@@ -116,15 +122,16 @@ class Run:
     def target(self) -> None:
         tokenizer = self.load_tokenizer()
         torch.manual_seed(self.args.seed)
-        target = make_model(tokenizer, self.args.target_shape, self.args.max_positions).to(self.args.device)
+        target = self.initial("target", tokenizer)
         self.train("target", target, lambda batch: next_token_loss(target, batch), tokenizer)
 
     def draft(self) -> None:
         tokenizer = self.load_tokenizer()
         torch.manual_seed(self.args.seed)
         target = load_model(self.args.output / "target", self.args.device)
-        draft = make_model(tokenizer, self.args.draft_shape, self.args.max_positions).to(self.args.device)
-        copy_embeddings(target, draft)
+        draft = self.initial("draft", tokenizer)
+        if not self.args.continue_saved:
+            copy_embeddings(target, draft)
         self.train("draft", draft, lambda batch: distillation_loss(draft, target, batch), tokenizer)
 
     def prompts(self) -> None:
@@ -150,6 +157,13 @@ class Run:
         text = json.dumps(results, indent=2)
         (self.args.output / "results.json").write_text(text + "\n")
         print(text)
+
+    def initial(self, name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+        """The float32 model that training starts from, if there is no checkpoint."""
+        if self.args.continue_saved:
+            return load_model(self.args.output / name, self.args.device).float().train().requires_grad_(True)
+        shape = getattr(self.args, f"{name}_shape")
+        return make_model(tokenizer, shape, self.args.max_positions).to(self.args.device)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         path = self.args.work / "tokenizer"

@@ -103,7 +103,8 @@ class SlotCache(Cache):
     def lines(self, layout: StepLayout) -> torch.Tensor:
         """Flat index (slot * capacity + column) of every token of the step, `[N]`; computed once per step."""
         if self._lines is None or self._lines[0] is not layout:
-            self._lines = (layout, layout.slots * self.capacity + layout.columns)
+            lines = torch.from_numpy(layout.slots * self.capacity + layout.columns)
+            self._lines = (layout, lines.to(layout.tokens.device, non_blocking=True))
         return self._lines[1]
 
     def add(self) -> CacheRow:

@@ -31,7 +31,8 @@ class RowInput:
         feed (`np.ndarray` of shape `[f]`): Committed tokens that are not cached yet; draft trees hang on the last one.
             May be empty when only further nodes of a tree follow.
         tree (`DraftTree`): The row's draft.
-        first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache.
+        first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache; `feed` is empty
+            then.
     """
 
     row: CacheRow
@@ -58,11 +59,11 @@ class StepLayout:
 
     Args:
         tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
-        slots, columns (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
+        slots, columns (`np.ndarray` of shape `[N]`): Where each token's key and value are written.
         num_rows, width, num_columns: R, S and K.
         limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
         tree_pairs (`torch.Tensor` of shape `[3, P]`): ... and the (row, query, column) triples listed here.
-        query_positions (`torch.Tensor` of shape `[R, S]`), key_positions (`[R, K]`): Positions, for sliding windows.
+        query_positions (`np.ndarray` of shape `[R, S]`), key_positions (`[R, K]`): Positions, for sliding windows.
         gather (`torch.Tensor` of shape `[R * S]`, *optional*): Packed index of every padded query; None where the
             packed sequence already is the padded batch.
         scatter (`torch.Tensor` of shape `[N]`, *optional*): Padded index of every packed token.
@@ -70,15 +71,15 @@ class StepLayout:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
-    columns: torch.Tensor
+    slots: np.ndarray
+    columns: np.ndarray
     num_rows: int
     width: int
     num_columns: int
     limits: torch.Tensor
     tree_pairs: torch.Tensor | None
-    query_positions: torch.Tensor
-    key_positions: torch.Tensor
+    query_positions: np.ndarray
+    key_positions: np.ndarray
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
     _masks: dict = field(default_factory=dict)
@@ -101,7 +102,8 @@ class StepLayout:
         if self.tree_pairs is not None:
             visible[tuple(self.tree_pairs)] = True
         if window is not None:
-            visible &= self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
+            seen = self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
+            visible &= torch.from_numpy(seen).to(visible.device)
         if num_groups > 1:
             visible = visible.repeat_interleave(num_groups, dim=1)
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -111,42 +113,32 @@ class StepLayout:
 def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
     """Lays out one packed forward of the given rows, which must be in ascending order of their slots."""
     num_rows = rows[-1].row.slot + 1
-    width = max(row.num_tokens for row in rows)
-    tokens, positions, columns, limits, pairs = [], [], [], [], []
-    for item in rows:
-        start = item.row.length
-        base = start + len(item.feed)  # the first column of the tree
-        feed = np.arange(start, base)
-        tree, first = item.tree, item.first_node
-        nodes = np.arange(base + first, base + len(tree))
-        tokens += [item.feed, tree.tokens[first:]]
-        columns += [feed, nodes]
-        positions += [feed, tree.depths[first:] + (base - 1)]
-        if tree.is_chain:
-            limits += [feed + 1, nodes + 1]
-        else:
-            limits += [feed + 1, np.full(len(nodes), base)]
-            query, column = np.nonzero(tree.ancestors[first:])
-            pairs.append(np.stack([np.full(len(query), item.row.slot), query + len(item.feed), column + base]))
-
     counts = np.array([row.num_tokens for row in rows])
-    slot_of_row = np.array([row.row.slot for row in rows])
-    slots = np.repeat(slot_of_row, counts)
-    query = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)  # index within the row
-    flat_columns, flat_positions = np.concatenate(columns), np.concatenate(positions)
-    num_columns = int(flat_columns.max()) + 1
+    width, ends = int(counts.max()), np.cumsum(counts)
+    slots = np.repeat([row.row.slot for row in rows], counts)
+    query = np.arange(len(slots)) - np.repeat(ends - counts, counts)  # index within the row
+    columns = np.repeat([row.row.length + row.first_node for row in rows], counts) + query
+    tokens = np.concatenate([part for row in rows for part in (row.feed, row.tree.tokens[row.first_node :])])
+    num_columns = int(columns.max()) + 1
 
-    padded = np.zeros((2, num_rows, width), np.int64)
-    padded[0] = 1  # padding queries see column 0: a softmax over nothing would be NaN
-    padded[0, slots, query] = np.concatenate(limits)
-    padded[1, slots, query] = flat_positions
+    # In chains, a token's column is its position, and it sees all columns up to its own.
+    positions, limits, pairs = columns.copy(), columns + 1, []
     key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
-    if pairs:
-        key_positions[slots, flat_columns] = flat_positions
-        for item in rows:  # nodes of earlier forwards stand at their depth too
-            base = item.row.length + len(item.feed)
-            depths = item.tree.depths[: item.first_node]
-            key_positions[item.row.slot, base : base + item.first_node] = depths + base - 1
+    for row, end in zip(rows, ends):
+        if row.tree.is_chain:
+            continue
+        tree, base = row.tree, row.row.length + len(row.feed)  # the tree's first column
+        depths = tree.depths + (base - 1)
+        nodes = slice(end - row.num_nodes, end)
+        positions[nodes], limits[nodes] = depths[row.first_node :], base
+        key_positions[row.row.slot, base : base + len(tree)] = depths
+        node, ancestor = np.nonzero(tree.ancestors[row.first_node :])
+        pairs.append(np.stack([np.full(len(node), row.row.slot), node + len(row.feed), ancestor + base]))
+
+    padded_limits = np.ones((num_rows, width), np.int64)  # padding queries see column 0: a softmax over nothing is NaN
+    padded_limits[slots, query] = limits
+    query_positions = np.zeros((num_rows, width), np.int64)
+    query_positions[slots, query] = positions
 
     gather = scatter = None
     if len(slots) != num_rows * width:
@@ -154,20 +146,19 @@ def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
         index = np.zeros(num_rows * width, np.int64)
         index[flat] = np.arange(len(slots))
         gather, scatter = _tensor(index, device), _tensor(flat, device)
-    packed = _tensor(np.stack([np.concatenate(tokens), flat_positions]), device)
-    padded_tensor = _tensor(padded, device)
+    packed = _tensor(np.stack([tokens, positions]), device)
     return StepLayout(
         tokens=packed[:1],
         positions=packed[1:],
-        slots=_tensor(slots, device),
-        columns=_tensor(flat_columns, device),
+        slots=slots,
+        columns=columns,
         num_rows=num_rows,
         width=width,
         num_columns=num_columns,
-        limits=padded_tensor[0],
+        limits=_tensor(padded_limits, device),
         tree_pairs=_tensor(np.concatenate(pairs, axis=1), device) if pairs else None,
-        query_positions=padded_tensor[1],
-        key_positions=_tensor(key_positions, device),
+        query_positions=query_positions,
+        key_positions=key_positions,
         gather=gather,
         scatter=scatter,
     )

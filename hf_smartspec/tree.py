@@ -38,7 +38,9 @@ class DraftTree:
         """The tree in which every token follows the one before it; `probs` are 1 where none are given."""
         tokens = np.asarray(tokens, dtype=np.int64)
         probs = np.ones(len(tokens), np.float32) if probs is None else np.asarray(probs, np.float32)
-        return cls(tokens, np.arange(-1, len(tokens) - 1), probs, distributions)
+        tree = cls(tokens, np.arange(-1, len(tokens) - 1), probs, distributions)
+        tree.__dict__["is_chain"] = True  # where `cached_property` keeps what it has found out
+        return tree
 
     @classmethod
     def empty(cls) -> "DraftTree":
@@ -56,22 +58,22 @@ class DraftTree:
         """Depth of each node, `[n]` int64; children of the last committed token have depth 1."""
         if self.is_chain:
             return np.arange(1, len(self) + 1)
-        depths = np.empty(len(self), np.int64)
-        for node, parent in enumerate(self.parents):
-            depths[node] = 1 if parent < 0 else depths[parent] + 1
-        return depths
+        depths: list[int] = []
+        for parent in self.parents.tolist():  # lists: numpy is slow on single elements
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return np.array(depths, np.int64)
 
     @cached_property
     def path_probs(self) -> np.ndarray:
         """a_n of the design: probability that the target's path runs through each node, `[n]` float32."""
         # Rounded softmax values may exceed 1 by a hair, and a child must never outrank its parent.
-        products = np.clip(self.probs, 0, 1).astype(np.float32)
+        probs = np.clip(self.probs, 0, 1).astype(np.float32)
         if self.is_chain:
-            return np.cumprod(products)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                products[node] *= products[parent]
-        return products
+            return np.cumprod(probs)
+        products: list[float] = []
+        for parent, prob in zip(self.parents.tolist(), probs.tolist()):
+            products.append(prob if parent < 0 else prob * products[parent])
+        return np.array(products, np.float32)
 
     @cached_property
     def ancestors(self) -> np.ndarray:
@@ -79,9 +81,9 @@ class DraftTree:
         if self.is_chain:
             return np.tri(len(self), dtype=bool)
         visible = np.eye(len(self), dtype=bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                visible[node] |= visible[parent]
+        for depth in range(2, self.depths.max() + 1):
+            level = np.flatnonzero(self.depths == depth)
+            visible[level] |= visible[self.parents[level]]
         return visible
 
     @cached_property
