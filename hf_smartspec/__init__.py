@@ -1,6 +1,12 @@
 """Faster `model.generate` for transformers models, with the same tokens: lossless speculative decoding for batches."""
 
-from .candidates import DraftModelCandidates, PromptLookupCandidates, TreeCandidateGenerator
+from .candidates import (
+    DatastoreCandidates,
+    DraftModelCandidates,
+    PromptLookupCandidates,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+)
 from .config import SmartSpecConfig
 from .decode import decode
 from .generate import disable, enable, enabled
@@ -12,6 +18,7 @@ from .tree import DraftTree
 __version__ = "0.1.0"
 
 __all__ = [
+    "DatastoreCandidates",
     "DraftModelCandidates",
     "DraftTree",
     "FixedLength",
@@ -21,6 +28,7 @@ __all__ = [
     "PromptLookupCandidates",
     "SeededGumbelLogitsProcessor",
     "SmartSpecConfig",
+    "SuffixTreeCandidates",
     "TreeCandidateGenerator",
     "decode",
     "disable",

@@ -20,9 +20,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     ("verify",): Command("benchmark.verify", "check on your own model that speculation changes nothing"),
+    ("replay",): Command("benchmark.replay", "measure candidate sources on real responses, without a model"),
+    ("datastore", "build"): Command("benchmark.datastore_build", "build a file of continuations, from texts"),
     ("bench", "overhead"): Command("benchmark.overhead", "measure what the machinery costs by itself"),
 }
-GROUPS = {"bench": "measure speed"}
+GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

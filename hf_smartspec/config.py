@@ -1,19 +1,36 @@
 """What `assistant=` may be, and the options that go with it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .candidates import DraftModelCandidates, PromptLookupCandidates, TreeCandidateGenerator, WrappedCandidates
+from .candidates import (
+    Datastore,
+    DatastoreCandidates,
+    DraftModelCandidates,
+    PromptLookupCandidates,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+    WrappedCandidates,
+)
 from .candidates.base import NoCandidates
 from .checks import is_integer
 from .goodput.selector import FixedLength, LengthPolicy
 from .verify import METHODS
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+_DATASTORE = "datastore:"
+
+# The suffix trees of every model, which remember its outputs from one call to the next.
+_suffix_trees: WeakKeyDictionary[PreTrainedModel, SuffixTreeCandidates] = WeakKeyDictionary()
+_lock = Lock()
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,8 @@ class SmartSpecConfig:
     Options of speculative decoding, passed as `assistant=`.
 
     Args:
-        assistant: A preset name, a draft model or a candidate source.
+        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "none"), a draft model or a
+            candidate source.
         num_nodes (`int`, *optional*): Draft nodes per row and step; the source's own default where not given.
         width (`int`): For draft models: 1 drafts chains, more drafts trees (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
@@ -81,9 +99,7 @@ class SmartSpecConfig:
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
     assistant = config.assistant
     if isinstance(assistant, str):
-        if assistant not in PRESETS:
-            raise ValueError(f"Unknown `assistant` preset {assistant!r}; known are {sorted(PRESETS)}.")
-        return PRESETS[assistant]()
+        return _preset(assistant, target)
     if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
         assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
@@ -102,6 +118,36 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
         f"`assistant` must be a preset name {sorted(PRESETS)}, a draft PreTrainedModel, a candidate generator or a "
         f"SmartSpecConfig, got {type(assistant).__name__}."
     )
+
+
+def _preset(name: str, target: PreTrainedModel) -> TreeCandidateGenerator:
+    if name in ("auto", "suffix"):
+        return suffix_trees(target)
+    if name.startswith(_DATASTORE):
+        path = name.removeprefix(_DATASTORE)
+        modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+        return DatastoreCandidates(_opened_datastore(path, modified))
+    if name not in PRESETS:
+        known = sorted([*PRESETS, "auto", "suffix", _DATASTORE + "PATH"])
+        raise ValueError(f"Unknown `assistant` preset {name!r}; known are {known}.")
+    return PRESETS[name]()
+
+
+def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
+    """
+    The suffix trees behind `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
+    calls within its bound on memory. `suffix_trees(model).remove_namespace("")` forgets them.
+    """
+    with _lock:
+        if model not in _suffix_trees:
+            _suffix_trees[model] = SuffixTreeCandidates()
+        return _suffix_trees[model]
+
+
+@lru_cache(maxsize=4)
+def _opened_datastore(path: str, modified: int) -> Datastore:
+    """The file, opened and checked once as long as it stays as it is."""
+    return Datastore.open(path)
 
 
 def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:

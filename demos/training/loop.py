@@ -183,7 +183,7 @@ def train(
     """
     optimizer = make_optimizer(model, config)
     now = load_checkpoint(path, model, optimizer, mix)
-    began = time.monotonic() - now.seconds
+    clock = time.monotonic()
     saved = reported = now.seconds
     loss_mean = None
     used = _used(now, config)
@@ -197,7 +197,9 @@ def train(
                 loss = train_step(model, optimizer, loss_fn, batches)
             now.step += 1
             now.tokens += sum(batch.input_ids.numel() for batch in batches)
-            now.seconds = time.monotonic() - began
+            elapsed, clock = time.monotonic() - clock, time.monotonic()
+            mean = now.seconds / (now.step - 1) if now.step > 20 else elapsed
+            now.seconds += min(elapsed, 10 * mean)  # longer: the process was suspended, or reported losses
             loss_mean = loss if loss_mean is None else 0.98 * loss_mean + 0.02 * loss
             before, used = used, _used(now, config)
             bar.set_postfix_str(

@@ -1,0 +1,407 @@
+"""Drafts from suffix trees over a request's own text and earlier outputs (SuffixDecoding, Oliaro et al., 2024)."""
+
+import gzip
+import json
+import os
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+from transformers.utils.logging import tqdm
+
+from ..checks import is_integer
+from ..tree import DraftTree
+from .base import TreeCandidateGenerator
+from .datastore_file import tokenizer_fingerprint
+from .suffix_batch import (
+    END,
+    NUM_PENDING,
+    START,
+    Slots,
+    absorb,
+    addresses,
+    draft_batch,
+    grow,
+    new_slots,
+)
+from .suffix_corpus import SuffixCorpus, read, split
+from .suffix_draft import MAX_EXPANDED, MAX_MATCH, MAX_TREES, Model, Scratch, new_model, new_scratch
+from .suffix_store import free_tree, insert, move_tree, new_node
+
+logger = logging.get_logger(__name__)
+
+_PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
+_NUM_PENDING = 64
+_LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
+
+
+class SuffixTreeCandidates(TreeCandidateGenerator):
+    """
+    Drafts what followed the last tokens before: in the request's own prompt and output, and in earlier outputs. Costs
+    microseconds and no model.
+
+    Each request has a suffix tree of its own. Finished outputs join the tree of their *namespace*, which only requests
+    of that namespace draft from, and those that name it as one they read. Followers of the last tokens, at several
+    context lengths and in all of these trees, are the candidates; their acceptance probabilities are learnt while
+    decoding, per namespace, and the most probable paths are proposed (see `suffix_draft`). So `probs` of its trees are
+    calibrated.
+
+    Args:
+        max_bytes (`int`): Bound on the memory of all trees; the outputs unused for longest are forgotten first.
+        max_depth (`int`): Longest string whose occurrences are counted, in tokens.
+        max_match (`int`): Longest context that is looked up, in tokens.
+        num_nodes (`int`): Nodes per draft where the caller names no number.
+        min_probability (`float`): Nodes whose path has a lower probability are not proposed.
+        chains (`bool`): Propose chains, not trees.
+        keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
+
+    Methods may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int = 2**28,
+        max_depth: int = 48,
+        max_match: int = 16,
+        num_nodes: int = 16,
+        min_probability: float = 0.1,
+        chains: bool = False,
+        keep_outputs: bool = True,
+    ):
+        for name, value, least in (
+            ("max_bytes", max_bytes, 1),
+            ("max_depth", max_depth, 2),
+            ("max_match", max_match, 1),
+            ("num_nodes", num_nodes, 1),
+        ):
+            if not is_integer(value) or value < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        if max_match > min(MAX_MATCH, max_depth - 1):
+            limit = min(MAX_MATCH, max_depth - 1)
+            raise ValueError(f"`max_match` must be at most {limit} with `max_depth={max_depth}`, got {max_match}.")
+        if not 0 <= min_probability <= 1:
+            raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
+        self.default_num_nodes, self.keep_outputs = num_nodes, keep_outputs
+        self.max_match, self.min_probability, self.chains = max_match, min_probability, chains
+        self._lock = threading.RLock()
+        self._corpus = SuffixCorpus(max_bytes, max_depth)
+        self._model = new_model()
+        self._lines: dict[Hashable, int] = {"": 0}  # of the model, by namespace
+        self._slots, self._scratch = new_slots(8, max_depth, _NUM_PENDING), new_scratch(8)
+        self._free_slots = list(range(8))
+        self._slot_of: dict[Hashable, int] = {}
+        self._regions: dict[int, list[tuple[int, int]]] = {}  # per slot, places and sizes of texts; its own comes first
+        self._room: dict[int, int] = {}  # per slot, tokens until its own text outgrows its place
+        self._rows = np.empty((3, 16), np.int64)
+        self._settings = np.array([max_match, min_probability, chains, *_LEARNING, max_depth, _NUM_PENDING], np.float64)
+        self._refresh()
+        self._prompt_ends: dict[int, int] = {}
+        self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}
+        self._namespaces: dict[int, Hashable] = {}
+
+    # The contract
+
+    def assign(
+        self,
+        request_id: Hashable,
+        namespace: Hashable = "",
+        reads: Sequence[Hashable] = (),
+        references: Sequence[np.ndarray] = (),
+    ) -> None:
+        """
+        Says, before `start`, what a request drafts from beside its own text.
+
+        Args:
+            namespace (`Hashable`): Whose outputs it drafts from, and which its own output joins.
+            reads (sequence of `Hashable`): Up to two further namespaces that it drafts from.
+            references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as
+                a file to be edited, a predicted output or retrieved passages. They feed this request only.
+        """
+        if len(reads) > MAX_TREES - 2:
+            raise ValueError(f"A request may read {MAX_TREES - 2} further namespaces, got {len(reads)}.")
+        with self._lock:
+            self._assigned[request_id] = namespace, tuple(reads), [_checked(text) for text in references]
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        tokens = _checked(prompt)
+        with self._lock:
+            namespace, reads, references = self._assigned.pop(request_id, ("", (), []))
+            if request_id in self._slot_of:
+                raise ValueError(f"Request {request_id!r} has been started already.")
+            corpus = self._corpus
+            if not corpus.has_room(len(tokens) + sum(map(len, references)) + 2 * _NUM_PENDING):
+                raise MemoryError(f"The prompt does not fit into `max_bytes={corpus.max_bytes}`.")
+            slot = self._take_slot()
+            self._slot_of[request_id], self._namespaces[slot] = slot, namespace
+            root = new_node(corpus.store, 0, 0)
+            trees = [root, *(corpus.root(name) for name in (namespace, *reads))]
+            self._slots.trees[slot] = trees + [-1] * (MAX_TREES - len(trees))
+            self._regions[slot] = []
+            size = len(tokens) + 4 * _NUM_PENDING
+            self._regions[slot].append((corpus.allocate(size), size))
+            self._room[slot] = size - len(tokens)
+            for text in references:
+                self._regions[slot].append((corpus.allocate(len(text)), len(text)))
+                insert(corpus.store, root, self._regions[slot][-1][0], text, corpus.max_depth)
+            start = self._regions[slot][0][0]
+            self._slots.state[slot] = start, start, 0, 0, self._line(namespace)
+            self._slots.points[slot, 0] = root, 0
+            self._scratch.sizes[slot] = 0
+            grow(corpus.store, self._slots, slot, tokens)
+            self._prompt_ends[slot] = len(tokens)
+
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        with self._lock:
+            rows, limits, sizes = self._arguments(request_ids, max_nodes)
+            ints, probs = (
+                np.empty((2, len(sizes), MAX_EXPANDED), np.int64),
+                np.empty((len(sizes), MAX_EXPANDED), np.float32),
+            )
+            draft_batch(self._views, self._settings, self._corpus.clock, rows, limits, ints[0], ints[1], probs, sizes)
+            return [
+                DraftTree.of(ints[0, row, :size], ints[1, row, :size], probs[row, :size])
+                for row, size in enumerate(sizes.tolist())
+            ]
+
+    def _arguments(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> Sequence[np.ndarray]:
+        """Slots, limits and room for the sizes of drafts, in memory that is used again."""
+        if len(request_ids) > self._rows.shape[1]:
+            self._rows = np.empty((3, 2 * len(request_ids)), np.int64)
+        rows = self._rows[:, : len(request_ids)]
+        for k, (name, limit) in enumerate(zip(request_ids, max_nodes)):
+            rows[0, k] = self._slot_of[name]
+            rows[1, k] = limit
+        return rows[0], rows[1], rows[2]
+
+    def _refresh(self) -> None:
+        """The addresses of all arrays, after one was replaced."""
+        corpus = self._corpus
+        self._views = addresses(
+            corpus.store, self._model, self._slots, self._scratch, others=[corpus.owners, corpus.used]
+        )
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        with self._lock:
+            slot = self._slot_of[request_id]
+            self._room[slot] -= len(tokens)
+            if self._room[slot] < 0:
+                self._enlarge(slot)
+            for first in range(0, len(tokens), _NUM_PENDING):
+                self._append(slot, tokens[first : first + _NUM_PENDING])
+
+    def _append(self, slot: int, tokens: np.ndarray) -> None:
+        """The tokens join the tree with the next draft, which saves a compiled call, or when there are too many."""
+        state = self._slots.state[slot]
+        pending = int(state[NUM_PENDING])
+        if pending + len(tokens) > _NUM_PENDING:
+            self._absorb(slot)
+            pending = 0
+        self._slots.pending[slot, pending : pending + len(tokens)] = tokens
+        state[NUM_PENDING] = pending + len(tokens)
+
+    def _absorb(self, slot: int) -> None:
+        corpus = self._corpus
+        absorb(
+            corpus.store, self._model, self._slots, self._scratch, slot, *_LEARNING,
+            corpus.owners, corpus.used, corpus.clock,
+        )  # fmt: skip
+
+    def _enlarge(self, slot: int) -> None:
+        """Moves a request's text to a larger place."""
+        self._absorb(slot)
+        corpus, state = self._corpus, self._slots.state[slot]
+        (old, size), *others = self._regions[slot]
+        if not corpus.has_room(2 * size):
+            raise MemoryError(f"The text does not fit into `max_bytes={corpus.max_bytes}` any more.")
+        new = corpus.allocate(2 * size)
+        move_tree(corpus.store, int(self._slots.trees[slot, 0]), old, int(state[END]), new)
+        state[[START, END]] += new - old
+        corpus.release(old, size)
+        self._regions[slot] = [(new, 2 * size), *others]
+        self._room[slot] += size
+
+    def stop(self, request_id: Hashable) -> None:
+        with self._lock:
+            self._assigned.pop(request_id, None)
+            slot = self._slot_of.pop(request_id, None)
+            if slot is None:
+                return
+            self._absorb(slot)
+            start, end = self._slots.state[slot, [START, END]].tolist()
+            first = max(self._prompt_ends.pop(slot) - _PROMPT_TAIL, 0)
+            output = self._corpus.store.text[start + first : end].copy()
+            is_empty = end - start - first <= min(_PROMPT_TAIL, first)
+            namespace = self._namespaces.pop(slot)
+            free_tree(self._corpus.store, int(self._slots.trees[slot, 0]))
+            for region in self._regions.pop(slot):
+                self._corpus.release(*region)
+            del self._room[slot]
+            self._free_slots.append(slot)
+            if self.keep_outputs and not is_empty:
+                self._keep(output, namespace)
+
+    def _keep(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
+        used = self._corpus.used
+        number = self._corpus.add(tokens, namespace)
+        if self._corpus.used is not used:
+            self._refresh()
+        return number
+
+    def _take_slot(self) -> int:
+        if not self._free_slots:
+            num_slots = len(self._slots.state)
+            self._slots = Slots(*_doubled(self._slots, new_slots(num_slots, self._corpus.max_depth, _NUM_PENDING)))
+            self._scratch = Scratch(*_doubled(self._scratch, new_scratch(num_slots)))
+            self._free_slots = list(range(num_slots, 2 * num_slots))
+            self._refresh()
+        return self._free_slots.pop()
+
+    def _line(self, namespace: Hashable) -> int:
+        """The namespace's line of the model; a new one begins with nothing learnt."""
+        if namespace not in self._lines:
+            self._lines[namespace] = len(self._lines)
+            if self._lines[namespace] == len(self._model.cells):
+                self._model = Model(*_doubled(self._model, new_model(len(self._model.cells))))
+                self._refresh()
+        return self._lines[namespace]
+
+    # Earlier outputs
+
+    @property
+    def max_bytes(self) -> int:
+        return self._corpus.max_bytes
+
+    def num_bytes(self) -> int:
+        """Memory in use by all trees, in bytes."""
+        with self._lock:
+            return self._corpus.num_bytes
+
+    def num_cached_tokens(self) -> int:
+        """Tokens of the outputs that are kept."""
+        with self._lock:
+            return self._corpus.num_tokens
+
+    def add_outputs(
+        self, outputs: Iterable[np.ndarray | Sequence[int]], namespace: Hashable = "", progress: bool = True
+    ) -> list[int | None]:
+        """
+        Adds finished outputs, as token ids. Returns a number for each, by which `remove_output` knows it (None: it is
+        empty, or memory is full).
+        """
+        numbers = []
+        for tokens in tqdm(outputs, desc="suffix tree", unit=" outputs", disable=not progress):
+            checked = _checked(tokens)
+            with self._lock:
+                numbers.append(self._keep(checked, namespace))
+        return numbers
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        tokenizer: PreTrainedTokenizerBase,
+        namespace: Hashable = "",
+        progress: bool = True,
+    ) -> list[int | None]:
+        """`add_outputs` for texts, such as a column of a `datasets.Dataset` or `read_texts` of a JSON-lines file."""
+        outputs = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+        return self.add_outputs(outputs, namespace, progress)
+
+    def remove_output(self, number: int) -> None:
+        """Forgets one output. Raises `KeyError` if it is not kept (any more)."""
+        with self._lock:
+            self._corpus.remove(number)
+
+    def remove_namespace(self, namespace: Hashable) -> None:
+        """
+        Forgets all outputs of a namespace and what was learnt from them.
+
+        Raises:
+            ValueError: while a request drafts from it.
+        """
+        with self._lock:
+            root = self._corpus.roots.get(namespace)
+            if any(root in self._slots.trees[slot].tolist() for slot in self._slot_of.values()):
+                raise ValueError(f"Namespace {namespace!r} is in use by a running request.")
+            self._corpus.remove_namespace(namespace)
+            if namespace in self._lines:
+                fresh, line = new_model(), self._lines[namespace]
+                self._model.cells[line], self._model.weights[line] = fresh.cells[0], fresh.weights[0]
+
+    # Files
+
+    def save(self, path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """
+        Writes the kept outputs and what was learnt. The file is replaced as a whole; with `tokenizer`, it can only be
+        loaded for the same vocabulary.
+        """
+        with self._lock:
+            lines = [[name, line] for name, line in self._lines.items()]
+            header = {"lines": lines, "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer)}
+            self._corpus.save(path, header, {"cells": self._model.cells, "weights": self._model.weights})
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> "SuffixTreeCandidates":
+        """
+        A source with the outputs of a saved file; `options` are the constructor's.
+
+        Raises:
+            ValueError: if the file is damaged, foreign, of another version or of another tokenizer.
+        """
+        header, arrays = read(path)
+        fingerprint = header["fingerprint"]
+        if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
+            raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
+        source, fresh = cls(**options), new_model()
+        model = Model(arrays["cells"].copy(), arrays["weights"].copy())
+        if model.cells.shape[1:] == fresh.cells.shape[1:] and model.weights.shape[1:] == fresh.weights.shape[1:]:
+            source._model, source._lines = model, {name: line for name, line in header["lines"]}
+        source._refresh()
+        texts = split(arrays["tokens"], arrays["lengths"].tolist())
+        for tokens, name in zip(tqdm(texts, total=len(arrays["lengths"]), disable=not progress), arrays["namespaces"]):
+            source._keep(tokens.copy(), header["names"][name])
+        return source
+
+    def warm_up(self) -> None:
+        """Compiles everything, or loads it from numba's cache, so that no request has to wait for that."""
+        other = SuffixTreeCandidates(max_bytes=2**16, max_depth=4, max_match=2)
+        for _ in range(2):
+            other.assign("", references=[np.array([1, 2, 3])])
+            other.start("", np.array([1, 2, 1, 2]))
+            other.propose([""], [4])
+            other.observe("", np.tile([1, 2], 400))
+            other.stop("")
+        other.remove_output(1)
+        other.remove_namespace("")
+
+
+def read_texts(path: str | os.PathLike, field: str = "response") -> Iterator[str]:
+    """The texts under `field` of a JSON-lines file (.jsonl, .jsonl.gz); rows without one are skipped."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            text = json.loads(line).get(field)
+            if text:
+                yield text
+
+
+def _doubled(arrays: Iterable[np.ndarray], more: Iterable[np.ndarray]) -> list[np.ndarray]:
+    return [np.concatenate([array, other]) for array, other in zip(arrays, more)]
+
+
+def _checked(tokens: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Token ids as int32. Raises `TypeError` or `ValueError` for anything else."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(f"Tokens must be a sequence of integers, got {array.dtype} of shape {array.shape}.")
+    if array.size and (array.min() < 0 or array.max() >= 2**31):
+        raise ValueError(f"Token ids must lie in [0, 2**31), got {array.min()} to {array.max()}.")
+    return array.astype(np.int32)

@@ -1,0 +1,343 @@
+"""Suffix tree candidates: what they draft, whose text it comes from, what they keep, and files."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_smartspec import SuffixTreeCandidates
+
+SENTENCE = np.array([11, 12, 13, 14, 15, 16, 17, 18])
+
+
+def small(**options):
+    return SuffixTreeCandidates(**({"max_bytes": 2**20, "max_depth": 16, "max_match": 8} | options))
+
+
+def ids(*tokens):
+    return np.array(tokens, np.int64)
+
+
+def run(source, request_id, prompt, output, limit=8, piece=1):
+    """Decodes `output` as a target would that says just that; returns (drafted, accepted)."""
+    source.start(request_id, np.asarray(prompt))
+    at = drafted = accepted = 0
+    while at < len(output):
+        tree = source.propose([request_id], [limit])[0]
+        tree.check_integrity(2**31)
+        node, length = -1, 0
+        while at + length < len(output) - 1 and (child := tree.child(node, int(output[at + length]))) is not None:
+            node, length = child, length + 1
+        drafted, accepted = drafted + len(tree), accepted + length
+        source.observe(request_id, np.asarray(output[at : at + length + 1]))
+        at += length + 1
+    source.stop(request_id)
+    return drafted, accepted
+
+
+def paths(tree):
+    """Every node's tokens from the root."""
+    found = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+        found.append([*(found[parent] if parent >= 0 else []), token])
+    return found
+
+
+def occurs(part, text):
+    return any(list(text[i : i + len(part)]) == list(part) for i in range(len(text) - len(part) + 1))
+
+
+def test_repeated_prompt_is_continued():
+    source = small()
+    source.start("a", ids(*SENTENCE, 1, 11, 12, 13))
+    tree = source.propose(["a"], [4])[0]
+    assert tree.best_chain().tokens.tolist() == [14, 15, 16, 17]
+
+
+def test_earlier_outputs_are_continued_once_they_are_finished():
+    source = small()
+    source.start("a", ids(1))
+    source.observe("a", SENTENCE)
+    source.start("b", ids(9, 11, 12))
+    assert len(source.propose(["b"], [4])[0]) == 0, "not finished yet"
+    source.stop("a")
+    assert source.propose(["b"], [3])[0].best_chain().tokens.tolist() == [13, 14, 15]
+
+
+def test_prompts_are_not_kept_for_others():
+    source = small()
+    source.start("a", ids(*SENTENCE, *range(100, 120)))
+    source.observe("a", ids(50, 51))
+    source.stop("a")
+    source.start("b", ids(11, 12, 13))
+    assert len(source.propose(["b"], [4])[0]) == 0
+    assert source.num_cached_tokens() == 2 + 8, "the output and the few tokens before it"
+
+
+def test_first_token_is_drafted_from_how_outputs_begin():
+    source = small()
+    for k in range(3):
+        run(source, k, [40 + k, 5, 6], [70, 71, 72, k])
+    source.start("b", ids(99, 5, 6))
+    assert source.propose(["b"], [3])[0].best_chain().tokens.tolist() == [70, 71, 72]
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=25)
+
+
+@settings(deadline=None)
+@given(st.lists(texts, max_size=4), texts, st.lists(texts, max_size=2), st.integers(0, 12), st.booleans(), st.data())
+def test_drafts_are_probable_continuations_that_have_occurred(outputs, prompt, references, limit, chains, data):
+    source = small(chains=chains, min_probability=data.draw(st.sampled_from([0.0, 0.1, 0.4])))
+    source.add_outputs(outputs, progress=False)
+    source.assign("a", references=[np.array(text) for text in references])
+    source.start("a", np.array(prompt))
+    text = list(prompt)
+    for piece in data.draw(st.lists(texts, max_size=3)):
+        source.observe("a", np.array(piece))
+        text += piece
+        tree = source.propose(["a"], [limit])[0]
+        tree.check_integrity(4)
+        assert len(tree) <= limit and (tree.is_chain or not chains)
+        assert (tree.path_probs >= source.min_probability - 1e-6).all() and (tree.probs < 1).all()
+        siblings = list(zip(tree.parents.tolist(), tree.tokens.tolist()))
+        assert len(set(siblings)) == len(siblings)
+        for path in paths(tree):
+            assert any(occurs([text[-1], *path], known) for known in [text, *outputs, *references]), path
+
+
+def test_batch_drafts_equal_single_ones():
+    rng = np.random.default_rng(0)
+    outputs, prompts = rng.integers(0, 6, (20, 30)), rng.integers(0, 6, (11, 25))
+    batch, single = small(), small()
+    for source in (batch, single):
+        source.add_outputs(list(outputs), progress=False)
+        for name, prompt in enumerate(prompts):
+            source.start(name, prompt)
+    together = batch.propose(range(11), range(11))
+    alone = [single.propose([name], [name])[0] for name in range(11)]
+    for one, other in zip(together, alone):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
+        assert one.probs.tolist() == other.probs.tolist()
+    assert max(map(len, together)) > 5
+
+
+def test_probabilities_are_learnt():
+    """A follower that comes true one time in five is first overrated, then not."""
+    source, rng = small(min_probability=0.0), np.random.default_rng(0)
+    probs, hits = [], []
+    for k in range(300):
+        follower = int(rng.choice([60, 61, 62, 63, 64]))
+        source.start(k, ids(1000 + k))
+        source.observe(k, ids(50))
+        tree = source.propose([k], [8])[0]
+        if k >= 100:
+            probs += tree.probs[tree.parents < 0].tolist()
+            hits += (tree.tokens[tree.parents < 0] == follower).tolist()
+        source.observe(k, ids(follower))
+        source.stop(k)
+    assert len(hits) > 800 and abs(np.mean(probs) - np.mean(hits)) < 0.05
+
+
+def test_namespaces_neither_feed_nor_steer_one_another():
+    source, alone = small(), small()
+    for k in range(20):
+        source.assign(k, "other")
+        run(source, k, [1, 2], [*SENTENCE, k])
+    for one in (source, alone):
+        one.assign("mine", "tenant")
+        one.start("mine", ids(1, 2, 5, 5, 5, 11, 12))
+    assert source.propose(["mine"], [6])[0].tokens.tolist() == alone.propose(["mine"], [6])[0].tokens.tolist()
+    for one in (source, alone):
+        one.observe("mine", ids(5, 5))
+    drafts = [one.propose(["mine"], [6])[0] for one in (source, alone)]
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    assert drafts[0].probs.tolist() == drafts[1].probs.tolist(), "what was learnt elsewhere has no influence"
+    source.assign("reader", "tenant", reads=["other"])
+    source.start("reader", ids(11, 12))
+    assert source.propose(["reader"], [3])[0].best_chain().tokens.tolist() == [13, 14, 15]
+
+
+def test_references_feed_their_request_only():
+    source = small()
+    source.assign("a", references=[SENTENCE])
+    source.start("a", ids(1, 12))
+    source.start("b", ids(1, 12))
+    first, second = source.propose(["a", "b"], [3, 3])
+    assert first.best_chain().tokens.tolist() == [13, 14, 15] and len(second) == 0
+    source.stop("a")
+    source.start("c", ids(1, 12))
+    assert len(source.propose(["c"], [3])[0]) == 0
+
+
+def test_long_outputs_move_to_larger_places():
+    source, rng = SuffixTreeCandidates(max_bytes=2**22), np.random.default_rng(0)
+    output = np.concatenate([SENTENCE, rng.integers(100, 2000, 3000), SENTENCE[:4]])
+    source.start("a", ids(1))
+    for first in range(0, len(output), 37):
+        source.observe("a", output[first : first + 37])
+    assert source.propose(["a"], [4])[0].best_chain().tokens.tolist() == [15, 16, 17, 18]
+    source.stop("a")
+    assert source.num_cached_tokens() == len(output) + 1
+
+
+def test_memory_is_bounded_and_the_unused_go_first():
+    source, rng = small(max_bytes=100_000), np.random.default_rng(0)
+    useful = [300, 301, 302, 303, 304, 305, 306, 307]
+    run(source, "useful", [1], useful)
+    for k in range(200):
+        run(source, k, [2], rng.integers(1000, 9000, 30))
+        if k % 5 == 0:
+            _, accepted = run(source, ("again", k), [3], useful[:-1])
+            assert accepted > 0, "what is of use is kept"
+        assert source.num_bytes() <= source.max_bytes
+    assert 500 < source.num_cached_tokens() < 200 * 30
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=80), st.integers(0, 9)), max_size=40))
+def test_bound_holds_through_additions_and_removals(operations):
+    source = small(max_bytes=20_000)
+    kept = []
+    for tokens, action in operations:
+        if action < 3 and kept:
+            number = kept.pop(action % len(kept))
+            if number in source._corpus.outputs:
+                source.remove_output(number)
+        else:
+            kept += [number for number in source.add_outputs([tokens], progress=False) if number is not None]
+        assert source.num_bytes() <= source.max_bytes
+    for number in list(source._corpus.outputs):
+        source.remove_output(number)
+    source.start("a", ids(*range(6)))
+    assert len(source.propose(["a"], [8])[0]) == 0, "nothing is left"
+
+
+def test_removed_outputs_are_not_drafted():
+    source = small()
+    first, second = source.add_outputs([SENTENCE, [21, 22, 23]], progress=False)
+    source.remove_output(first)
+    source.start("a", ids(1, 11, 12))
+    source.start("b", ids(1, 21))
+    trees = source.propose(["a", "b"], [4, 4])
+    assert len(trees[0]) == 0 and trees[1].best_chain().tokens.tolist() == [22, 23]
+    with pytest.raises(KeyError):
+        source.remove_output(first)
+    with pytest.raises(ValueError, match="in use by a running request"):
+        source.remove_namespace("")
+    source.stop("a")
+    source.stop("b")
+    source.remove_namespace("")
+    assert source.num_cached_tokens() == 0 and second not in source._corpus.outputs
+
+
+def test_prompt_that_does_not_fit_is_refused_and_others_go_on():
+    source = small(max_bytes=50_000)
+    source.start("a", ids(*SENTENCE, 11, 12))
+    with pytest.raises(MemoryError, match="max_bytes=50000"):
+        source.start("b", np.arange(10_000_000))
+    assert len(source.propose(["a"], [3])[0]) == 3
+    source.stop("b")
+
+
+def test_saved_source_drafts_as_before(tmp_path):
+    source, path = small(), tmp_path / "trees"
+    for k in range(30):
+        run(source, k, [1, 2], [*SENTENCE, k])
+    source.save(path)
+    loaded = SuffixTreeCandidates.load(path, progress=False, max_bytes=2**20, max_depth=16, max_match=8)
+    assert loaded.num_cached_tokens() == source.num_cached_tokens()
+    for one in (source, loaded):
+        one.start("x", ids(1, 2, 11, 12))
+    trees = [one.propose(["x"], [8])[0] for one in (source, loaded)]
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist() and trees[0].probs.tolist() == trees[1].probs.tolist()
+
+
+class Tokenizer:
+    def __init__(self, *words):
+        self.words = words
+
+    def get_vocab(self):
+        return {word: k for k, word in enumerate(self.words)}
+
+
+def test_damaged_or_foreign_files_are_refused(tmp_path):
+    source, path = small(), tmp_path / "trees"
+    source.add_outputs([SENTENCE], progress=False)
+    source.save(path, Tokenizer("a", "b"))
+    whole = path.read_bytes()
+    SuffixTreeCandidates.load(path, Tokenizer("a", "b"), progress=False)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        SuffixTreeCandidates.load(path, Tokenizer("b", "a"), progress=False)
+    for size in range(0, len(whole), max(len(whole) // 60, 1)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"holds no suffix trees|is damaged"):
+            SuffixTreeCandidates.load(path, progress=False)
+    rng = np.random.default_rng(0)
+    for position in rng.integers(0, len(whole), 60):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"holds no suffix trees|is damaged"):
+            SuffixTreeCandidates.load(path, progress=False)
+
+
+def test_two_may_save_at_once(tmp_path):
+    path, sources = tmp_path / "trees", [small(), small()]
+    for k, source in enumerate(sources):
+        source.add_outputs([np.full(200 + k, k)], progress=False)
+    threads = [threading.Thread(target=lambda s=source: [s.save(path) for _ in range(20)]) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert SuffixTreeCandidates.load(path, progress=False).num_cached_tokens() in (200, 201)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trees"], "no temporary file is left"
+
+
+def test_threads_may_share_a_source():
+    source, errors = small(), []
+    rng = np.random.default_rng(0)
+    outputs = rng.integers(0, 50, (8, 10, 40))
+
+    def work(k):
+        try:
+            for turn, output in enumerate(outputs[k]):
+                run(source, (k, turn), [1, 2, 3], output)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and source.num_cached_tokens() == 80 * (40 + 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_bytes": 0}, "`max_bytes` must be an integer of at least 1"),
+        ({"max_depth": 1}, "`max_depth` must be an integer of at least 2"),
+        ({"max_match": 16}, "`max_match` must be at most 15"),
+        ({"num_nodes": True}, "`num_nodes` must be an integer"),
+        ({"min_probability": 1.5}, r"`min_probability` must lie in \[0, 1\]"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        small(**options)
+
+
+def test_bad_tokens_are_refused():
+    source = small()
+    with pytest.raises(TypeError, match="sequence of integers"):
+        source.add_outputs([[0.5, 1.0]], progress=False)
+    with pytest.raises(ValueError, match="must lie in"):
+        source.add_outputs([[-1]], progress=False)
+    with pytest.raises(ValueError, match="read 2 further"):
+        source.assign("a", reads=["x", "y", "z"])
+    source.stop("never started")
