@@ -99,7 +99,9 @@ class SmartSpecConfig:
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
     assistant = config.assistant
     if isinstance(assistant, str):
-        return _preset(assistant, target)
+        assistant = _preset(assistant, target)
+    if isinstance(assistant, DatastoreCandidates):
+        check_datastore(assistant.datastore, target)
     if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
         assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
@@ -148,6 +150,16 @@ def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
 def _opened_datastore(path: str, modified: int) -> Datastore:
     """The file, opened and checked once as long as it stays as it is."""
     return Datastore.open(path)
+
+
+def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
+    """Raises `ValueError` if the datastore holds tokens that the target does not know."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    if datastore.vocab_size > vocab_size:
+        raise ValueError(
+            f"The datastore has a vocabulary of {datastore.vocab_size} tokens and the target one of {vocab_size}: "
+            "build one with the target's tokenizer."
+        )
 
 
 def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from hf_smartspec import (
     DraftModelCandidates,
     PromptLookupCandidates,
     SeededGumbelLogitsProcessor,
+    SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
 
@@ -140,6 +141,13 @@ class Case:
             return DraftModelCandidates(draft, width=2 if self.is_tree else 1)
         if self.kind in ("random", "flaky"):
             return {"random": Random, "flaky": Flaky}[self.kind](setting.seed, self.is_tree)
+        if self.kind == "suffix":
+            source = SuffixTreeCandidates(max_bytes=2**20, min_probability=0.02, chains=not self.is_tree)
+            rng = random.Random(self.name)
+            for text in setting.texts(reference):  # earlier outputs that resemble these: right drafts, and wrong ones
+                changed = [rng.randrange(VOCAB_SIZE) if rng.random() < 0.1 else token for token in text]
+                source.add_outputs([changed, text[::-1]], progress=False)
+            return source
         if self.kind == "wrong":
             return Wrong(setting.texts(reference), setting.seed, self.is_tree)
         chains = {
@@ -192,14 +200,14 @@ def settings(
 
 def cases(setting: Setting) -> list[Case]:
     """
-    Six ways to speculate: both real sources as chain and as tree, and two of the artificial ones in turn. The draft
-    model is a noisy copy of the target, or another model where the target's kind cannot draft.
+    Six ways to speculate: draft model and prompt lookup as chain and as tree, suffix trees, and one of the artificial
+    ones. The draft model is a noisy copy of the target, or another model where the target's kind cannot draft.
     """
     rng = random.Random(f"{setting.name}/cases")
     model = "draft" if setting.architecture in PACKED else "foreign"
     kinds = [(model, False), (model, True), ("lookup", False), ("lookup", True)]
     others = ("foreign", "random", "oracle", "wrong", "flaky", "empty")
-    kinds += [(kind, rng.random() < 0.5) for kind in rng.sample(others, 2)]
+    kinds += [(kind, rng.random() < 0.5) for kind in ("suffix", rng.choice(others))]
     return [
         Case(setting, kind, is_tree, rng.randint(3, 14) if is_tree else rng.randint(1, 10), rng.random() < 0.4)
         for kind, is_tree in kinds

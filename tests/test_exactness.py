@@ -26,6 +26,7 @@ def check(tally: Tally) -> None:
     if "draft" in tally.by_kind:  # not where the target's kind cannot draft
         assert tally.by_kind["draft"]["accepted"] > 0, "no draft was accepted"
     assert tally.by_kind["lookup"]["drafted"] > 0, "nothing was looked up"
+    assert tally.by_kind["suffix"]["accepted"] > 0, "no suffix was continued"
 
 
 @pytest.mark.skipif(IS_EXHAUSTIVE, reason="the exhaustive run contains it")
