@@ -1,0 +1,218 @@
+"""How likely draft nodes are accepted: raw scores of sources, calibrated by what was observed."""
+
+from collections.abc import Hashable, Sequence
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from ..tree import DraftTree
+
+# Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
+# are the ratios of small counts, which are the scores that suffix trees give most often.
+_SCORE_EDGES = np.array(
+    [0.015, 0.035, 0.07, 0.12, 0.18, 0.23, 0.29, 0.36, 0.44, 0.55, 0.63, 0.71, 0.78, 0.845, 0.895, 0.935, 0.965, 0.985,
+     0.995]
+)  # fmt: skip
+# Lower ends of the bins of depths and match lengths, which matter by ratio: 4 differs from 2 as 32 does from 16.
+_LENGTH_EDGES = np.array([1, 2, 3, 4, 5, 7, 9, 13, 17, 33])
+_NUM_SCORES, _NUM_LENGTHS = len(_SCORE_EDGES) + 1, len(_LENGTH_EDGES) + 1
+
+# Cells of all levels lie in one array, coarse levels first: [whole source | by score | and depth | and match length].
+_SIZES = np.array([1, _NUM_SCORES, _NUM_SCORES * _NUM_LENGTHS, _NUM_SCORES * _NUM_LENGTHS**2])
+_STARTS = np.cumsum(_SIZES) - _SIZES
+
+
+class Calibrator:
+    """
+    Maps (source, raw score bin, depth, match length) to the observed acceptance frequency (design, section 3.3).
+
+    Every cell shrinks towards the next coarser one by `strength` pseudo-observations, and the coarsest towards the raw
+    score: without data the raw score is returned, with little data it is scaled by how far the source as a whole is
+    off, with much data the observed frequency of the finest cell is returned. Counts decay, so that what a source has
+    learnt since, or another kind of text, shows.
+
+    Calls may come from several threads.
+
+    Args:
+        half_life (`float`): Observed nodes of a source after which an observation counts half. Recorded text changes
+            within a file: at 20,000, prompt lookup on two text-to-SQL files stayed off by up to 0.07 (expected
+            calibration error), at 4,000 by up to 0.03.
+        strength (`float`): Weight of the coarser level, in observations.
+
+    Example:
+        >>> calibrator = Calibrator()
+        >>> calibrator.update("suffix", scores=[0.9, 0.9], depths=[1, 2], match_lengths=[3, 3], hits=[True, False])
+        >>> probs = calibrator.calibrate("suffix", scores=[0.9], depths=[1], match_lengths=[3])
+    """
+
+    def __init__(self, half_life: float = 4_000, strength: float = 8.0):
+        for name, value in (("half_life", half_life), ("strength", strength)):
+            if not np.isfinite(value) or value <= 0:
+                raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
+        self.half_life, self.strength = float(half_life), float(strength)
+        self._tables: dict[Hashable, _Table] = {}
+        self._lock = Lock()
+
+    def calibrate(
+        self,
+        source: Hashable,
+        scores: Sequence[float] | np.ndarray,
+        depths: Sequence[int] | np.ndarray,
+        match_lengths: Sequence[int] | np.ndarray | int = 0,
+    ) -> np.ndarray:
+        """
+        Args:
+            source: Whose scores they are; sources are kept apart.
+            scores (`[n]` floats): Raw estimates that a node is accepted given its parent was; clipped to [0, 1].
+            depths (`[n]` integers): Depth of each node, 1 for children of the last committed token.
+            match_lengths (`[n]` integers or one): Tokens of context that the draft was found by; 0 where unknown.
+
+        Returns:
+            `np.ndarray` of shape `[n]`, float32: acceptance probabilities, to be put in place of `DraftTree.probs`.
+
+        Raises:
+            ValueError: if the arrays differ in length.
+        """
+        scores, depths, match_lengths = _checked(scores, depths, match_lengths)
+        with self._lock:
+            table = self._tables.get(source)
+            if table is None:
+                return scores.astype(np.float32)
+            probs = table.probs(scores, _cells(scores, depths, match_lengths), self.strength)
+        return probs.astype(np.float32)
+
+    def update(
+        self,
+        source: Hashable,
+        scores: Sequence[float] | np.ndarray,
+        depths: Sequence[int] | np.ndarray,
+        match_lengths: Sequence[int] | np.ndarray | int,
+        hits: Sequence[bool] | np.ndarray,
+    ) -> None:
+        """
+        Learns whether nodes came true. Give it only nodes whose parent did, see `outcomes`; `scores` are the raw ones,
+        not what `calibrate` has returned.
+
+        Raises:
+            ValueError: if the arrays differ in length.
+        """
+        scores, depths, match_lengths = _checked(scores, depths, match_lengths)
+        hits = np.asarray(hits, np.float64)
+        if hits.shape != scores.shape:
+            raise ValueError(f"`hits` must have the shape of `scores`, got {hits.shape} and {scores.shape}.")
+        if not len(scores):
+            return
+        with self._lock:
+            table = self._tables.setdefault(source, _Table())
+            table.add(scores, _cells(scores, depths, match_lengths), hits, 0.5 ** (len(scores) / self.half_life))
+
+
+class _Table:
+    """One source's decayed counts, in cells of all levels."""
+
+    def __init__(self) -> None:
+        self.num = np.zeros(_SIZES.sum())
+        self.hits = np.zeros(_SIZES.sum())
+        self.expected = 0.0  # sum of raw scores: what the source itself expected of `hits[0]`
+
+    def add(self, scores: np.ndarray, cells: np.ndarray, hits: np.ndarray, decay: float) -> None:
+        # In place, over 2,400 cells: microseconds. Nodes of one call count alike.
+        self.num *= decay
+        self.hits *= decay
+        self.expected = self.expected * decay + scores.sum()
+        for level in cells:
+            np.add.at(self.num, level, 1.0)
+            np.add.at(self.hits, level, hits)
+
+    def probs(self, scores: np.ndarray, cells: np.ndarray, strength: float) -> np.ndarray:
+        """`[n]` float64: from the raw score, level by level, to the finest cell."""
+        ratio = (self.hits[0] + strength) / (self.expected + strength)
+        probs = np.minimum(scores * ratio, 1.0)
+        for level in cells[1:]:
+            probs = (self.hits[level] + strength * probs) / (self.num[level] + strength)
+        return probs
+
+
+def _cells(scores: np.ndarray, depths: np.ndarray, match_lengths: np.ndarray) -> np.ndarray:
+    """`[levels, n]` indices of the nodes' cells."""
+    by_score = np.searchsorted(_SCORE_EDGES, scores, side="right")
+    by_depth = by_score * _NUM_LENGTHS + np.searchsorted(_LENGTH_EDGES, depths, side="right")
+    by_match = by_depth * _NUM_LENGTHS + np.searchsorted(_LENGTH_EDGES, match_lengths, side="right")
+    return np.stack([np.zeros_like(by_score), by_score, by_depth, by_match]) + _STARTS[:, None]
+
+
+def _checked(
+    scores: Sequence[float] | np.ndarray,
+    depths: Sequence[int] | np.ndarray,
+    match_lengths: Sequence[int] | np.ndarray | int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    scores, depths, match_lengths = np.asarray(scores, np.float64), np.asarray(depths), np.asarray(match_lengths)
+    if match_lengths.ndim == 0:
+        match_lengths = np.broadcast_to(match_lengths, scores.shape)
+    if scores.ndim != 1 or not scores.shape == depths.shape == match_lengths.shape:
+        raise ValueError(
+            "`scores`, `depths` and `match_lengths` must be of one length, got shapes "
+            f"{scores.shape}, {depths.shape} and {match_lengths.shape}."
+        )
+    # A score that is no number says nothing: an even chance.
+    return np.clip(np.nan_to_num(scores, nan=0.5), 0.0, 1.0), depths, match_lengths
+
+
+class Outcomes(NamedTuple):
+    """Which nodes of a tree can be judged, and how they fared."""
+
+    nodes: np.ndarray  # [m] int64, indices of nodes whose parent is on the true path and whose depth is known
+    hits: np.ndarray  # [m] bool, whether each of them is the true token
+
+
+def outcomes(tree: DraftTree, tokens: Sequence[int] | np.ndarray) -> Outcomes:
+    """
+    Scores a proposal against what really followed, whether its nodes were verified or not (design, section 3.3).
+
+    Args:
+        tree (`DraftTree`): The proposal, as drafted: not what a selector left of it.
+        tokens (`[n]` integers): The true tokens after the one that the tree hangs on, as many as are known. Nodes
+            deeper than n are left out: their truth is unknown.
+    """
+    tokens = np.asarray(tokens, np.int64)
+    depths = tree.depths
+    is_known = depths <= len(tokens)
+    is_true = np.zeros(len(tree), bool)
+    is_true[is_known] = tree.tokens[is_known] == tokens[depths[is_known] - 1]
+    parent_is_true = _parents_on_path(tree, is_true)
+    nodes = np.flatnonzero(is_known & parent_is_true)
+    return Outcomes(nodes, is_true[nodes])
+
+
+def _parents_on_path(tree: DraftTree, is_true: np.ndarray) -> np.ndarray:
+    """`[n]` bool: whether all ancestors of each node hold the true tokens."""
+    if tree.is_chain:
+        return np.append(True, np.logical_and.accumulate(is_true[:-1])) if len(tree) else is_true
+    result: list[bool] = []
+    truth = is_true.tolist()
+    for parent in tree.parents.tolist():  # lists: numpy is slow on single elements
+        result.append(parent < 0 or (truth[parent] and result[parent]))
+    return np.array(result, bool)
+
+
+def expected_calibration_error(
+    probs: Sequence[float] | np.ndarray, hits: Sequence[bool] | np.ndarray, num_bins: int = 15
+) -> float:
+    """
+    Mean distance between predicted probability and observed frequency, over `num_bins` bins of equal width in [0, 1],
+    weighted by the number of nodes in them (ECE). 0 is perfect; 0 too where there are no nodes.
+
+    Raises:
+        ValueError: if the arrays differ in length, or for less than one bin.
+    """
+    probs, hits = np.asarray(probs, np.float64), np.asarray(hits, np.float64)
+    if probs.ndim != 1 or probs.shape != hits.shape:
+        raise ValueError(f"`probs` and `hits` must be of one length, got shapes {probs.shape} and {hits.shape}.")
+    if num_bins < 1:
+        raise ValueError(f"`num_bins` must be at least 1, got {num_bins}.")
+    if not len(probs):
+        return 0.0
+    bins = np.clip((probs * num_bins).astype(np.int64), 0, num_bins - 1)
+    gaps = np.bincount(bins, weights=probs - hits, minlength=num_bins)
+    return float(np.abs(gaps).sum() / len(probs))
