@@ -4,6 +4,7 @@ from .base import TreeCandidateGenerator
 from .datastore import DatastoreCandidates
 from .datastore_file import Datastore, build_datastore
 from .draft_model import DraftModelCandidates
+from .fused import FusedCandidates
 from .prompt_lookup import PromptLookupCandidates
 from .suffix_tree import SuffixTreeCandidates
 from .wrapped import WrappedCandidates
@@ -12,6 +13,7 @@ __all__ = [
     "Datastore",
     "DatastoreCandidates",
     "DraftModelCandidates",
+    "FusedCandidates",
     "PromptLookupCandidates",
     "SuffixTreeCandidates",
     "TreeCandidateGenerator",

@@ -1,8 +1,7 @@
 """What `assistant=` may be, and the options that go with it."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -15,6 +14,7 @@ from .candidates import (
     Datastore,
     DatastoreCandidates,
     DraftModelCandidates,
+    FusedCandidates,
     PromptLookupCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
@@ -22,6 +22,7 @@ from .candidates import (
 )
 from .candidates.base import NoCandidates
 from .checks import is_integer
+from .goodput.acceptance import Calibrator
 from .goodput.selector import FixedLength, LengthPolicy
 from .verify import METHODS
 
@@ -30,6 +31,7 @@ _DATASTORE = "datastore:"
 
 # The suffix trees of every model, which remember its outputs from one call to the next.
 _suffix_trees: WeakKeyDictionary[PreTrainedModel, SuffixTreeCandidates] = WeakKeyDictionary()
+_calibrators: WeakKeyDictionary[PreTrainedModel, Calibrator] = WeakKeyDictionary()  # of fused sources
 _lock = Lock()
 
 
@@ -39,8 +41,8 @@ class SmartSpecConfig:
     Options of speculative decoding, passed as `assistant=`.
 
     Args:
-        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "none"), a draft model or a
-            candidate source.
+        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "none"), a draft model, a
+            candidate source, or a list of these, which are fused.
         num_nodes (`int`, *optional*): Draft nodes per row and step; the source's own default where not given.
         width (`int`): For draft models: 1 drafts chains, more drafts trees (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
@@ -114,12 +116,33 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
         return assistant
     if isinstance(assistant, CandidateGenerator):
         return WrappedCandidates(assistant, target.device)
-    if isinstance(assistant, Sequence):
-        raise ValueError("A list of assistants cannot be fused yet: pass one of them.")
+    if isinstance(assistant, list | tuple):
+        return _fused(config, target)
     raise TypeError(
         f"`assistant` must be a preset name {sorted(PRESETS)}, a draft PreTrainedModel, a candidate generator or a "
         f"SmartSpecConfig, got {type(assistant).__name__}."
     )
+
+
+def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
+    """A list of assistants as one source; a draft model among them speaks where the others have little to say."""
+    is_source = [isinstance(item, str | CandidateGenerator) for item in config.assistant]
+    widths = [1 if known else config.width for known in is_source]  # of trees, which only draft models are told
+    sources = [
+        _as_source(replace(config, assistant=item, width=width), target)
+        for item, width in zip(config.assistant, widths)
+    ]
+    drafters = [source for source in sources if isinstance(source, DraftModelCandidates)]
+    others = [source for source in sources if source not in drafters]
+    if not sources:
+        raise ValueError("`assistant` must name at least one source, got an empty list.")
+    if len(drafters) > 1:
+        raise ValueError(f"A list of assistants may hold one draft model, got {len(drafters)}.")
+    if len(sources) == 1:
+        return sources[0]
+    with _lock:
+        calibrator = _calibrators.setdefault(target, Calibrator())
+    return FusedCandidates(others, drafter=drafters[0] if drafters else None, calibrator=calibrator)
 
 
 def _preset(name: str, target: PreTrainedModel) -> TreeCandidateGenerator:

@@ -1,6 +1,7 @@
 """How likely draft nodes are accepted: raw scores of sources, calibrated by what was observed."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
 
@@ -106,6 +107,22 @@ class Calibrator:
         with self._lock:
             table = self._tables.setdefault(source, _Table())
             table.add(scores, _cells(scores, depths, match_lengths), hits, 0.5 ** (len(scores) / self.half_life))
+
+    def calibrated(self, source: Hashable, tree: DraftTree, match_lengths: np.ndarray | int = 0) -> DraftTree:
+        """The tree with calibrated probabilities."""
+        if not len(tree):
+            return tree
+        return replace(tree, probs=self.calibrate(source, tree.probs, tree.depths, match_lengths))
+
+    def learn(
+        self, source: Hashable, tree: DraftTree, tokens: Sequence[int] | np.ndarray, match_lengths: np.ndarray | int = 0
+    ) -> None:
+        """Learns from a tree with raw probabilities, verified or not, and the tokens that were committed behind it."""
+        if not len(tree):
+            return
+        nodes, hits = outcomes(tree, tokens)
+        lengths = np.broadcast_to(np.asarray(match_lengths), len(tree))[nodes]
+        self.update(source, tree.probs[nodes], tree.depths[nodes], lengths, hits)
 
 
 class _Table:

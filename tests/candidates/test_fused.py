@@ -1,0 +1,170 @@
+"""Fused sources: the merged tree against all paths of all trees, the drafter's threshold, calibration."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_smartspec
+from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
+from hf_smartspec.candidates.fused import FusedCandidates, merge
+from hf_smartspec.goodput import Calibrator
+
+from ..generate.helpers import noisy_copy, tiny_llama
+
+
+class Scripted(TreeCandidateGenerator):
+    """Proposes one tree all the time and remembers what it was told."""
+
+    def __init__(self, tree):
+        self.tree, self.calls = tree, []
+
+    def start(self, request_id, prompt):
+        self.calls.append(("start", request_id))
+
+    def propose(self, request_ids, max_nodes):
+        self.calls.append(("propose", *request_ids))
+        return [self.tree.most_likely(limit) for limit in max_nodes]
+
+    def observe(self, request_id, tokens):
+        self.calls.append(("observe", request_id, *tokens.tolist()))
+
+    def stop(self, request_id):
+        self.calls.append(("stop", request_id))
+
+
+@st.composite
+def trees(draw):
+    size = draw(st.integers(0, 8))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
+    tokens, seen = [], set()
+    for parent in parents:
+        token = draw(st.integers(0, 3).filter(lambda t, p=parent: (p, t) not in seen)) if size < 4 else len(tokens)
+        seen.add((parent, token))
+        tokens.append(token)
+    probs = [draw(st.integers(1, 100)) / 100 for _ in range(size)]
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(probs, np.float32))
+
+
+def by_path(tree, discount=1.0):
+    """Path probability of every token path from the root."""
+    found, nodes = {}, []
+    for token, parent, prob in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()):
+        path, above = nodes[parent] if parent >= 0 else ((), 1.0)
+        nodes.append(((*path, token), above * prob * discount))
+        found[nodes[-1][0]] = max(found.get(nodes[-1][0], 0), nodes[-1][1])
+    return found
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(0, 12), st.data())
+def test_merged_tree_holds_the_most_probable_paths_of_all(sources, limit, data):
+    discounts = [data.draw(st.sampled_from([1.0, 0.8, 0.5])) for _ in sources]
+    merged = merge(sources, discounts, limit)
+    merged.check_integrity(100)
+    everything = {}
+    for tree, discount in zip(sources, discounts):
+        for path, prob in by_path(tree, discount).items():
+            everything[path] = max(everything.get(path, 0), prob)
+    actual = by_path(merged)
+    assert len(actual) == len(merged) == min(limit, len(everything))
+    for path, prob in actual.items():
+        assert prob == pytest.approx(everything[path], rel=1e-4)
+    if actual and len(actual) < len(everything):
+        rest = [prob for path, prob in everything.items() if path not in actual]
+        assert min(actual.values()) >= max(rest) - 1e-5
+
+
+def test_everybody_is_told_everything():
+    sources = [Scripted(DraftTree.chain([1, 2], [0.9, 0.9])), Scripted(DraftTree.chain([1, 3], [0.5, 0.9]))]
+    fused = FusedCandidates(sources)
+    fused.start("a", np.array([7]))
+    tree = fused.propose(["a"], [4])[0]
+    assert sorted(by_path(tree)) == [(1,), (1, 2), (1, 3)]
+    fused.observe("a", np.array([1, 2, 9]))
+    fused.stop("a")
+    for source in sources:
+        assert source.calls == [("start", "a"), ("propose", "a"), ("observe", "a", 1, 2, 9), ("stop", "a")]
+
+
+def test_drafter_speaks_where_little_is_promised():
+    weak, strong = DraftTree.chain([1], [0.4]), DraftTree.chain([1, 2, 3], [0.9, 0.9, 0.9])
+    drafter = Scripted(DraftTree.chain([5, 6]))
+    for tree, threshold, expected in (
+        (weak, 1.0, [5, 6]),
+        (strong, 1.0, [1, 2, 3]),
+        (strong, 9.0, [5, 6]),
+        (weak, 0.0, [1]),
+    ):
+        fused = FusedCandidates([Scripted(tree)], drafter=drafter, threshold=threshold)
+        fused.start("a", np.array([7]))
+        assert fused.propose(["a"], [4])[0].tokens.tolist() == expected
+
+
+def test_threshold_becomes_the_drafters_mean_accepted_length():
+    fused = FusedCandidates([Scripted(DraftTree.empty())], drafter=Scripted(DraftTree.chain([5, 6, 7, 8])))
+    fused.start("a", np.array([7]))
+    for _ in range(200):
+        fused.propose(["a"], [4])
+        fused.observe("a", np.array([5, 6, 7, 9]))
+    assert fused.threshold == pytest.approx(3.0, abs=0.01)
+
+
+def test_calibration_corrects_a_boastful_source():
+    """The first source is always sure and mostly wrong, the second seldom sure and always right."""
+    boastful, modest = Scripted(DraftTree.chain([1], [0.99])), Scripted(DraftTree.chain([2], [0.3]))
+    fused = FusedCandidates([boastful, modest], calibrator=Calibrator())
+    fused.start("a", np.array([7]))
+    assert fused.propose(["a"], [1])[0].tokens.tolist() == [1]
+    for _ in range(60):
+        fused.propose(["a"], [1])
+        fused.observe("a", np.array([2, 9]))
+    tree = fused.propose(["a"], [1])[0]
+    assert tree.tokens.tolist() == [2] and tree.probs[0] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"sources": []}, ValueError, "at least one"),
+        ({"sources": ["suffix"]}, TypeError, "Only TreeCandidateGenerators"),
+        ({"sources": [PromptLookupCandidates()], "discounts": [2.0]}, ValueError, r"in \[0, 1\]"),
+        ({"sources": [PromptLookupCandidates()], "threshold": 1.0}, ValueError, "goes with a `drafter`"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        FusedCandidates(**arguments)
+
+
+def test_one_source_cannot_be_fused_with_itself():
+    source = PromptLookupCandidates()
+    with pytest.raises(ValueError, match="once only"):
+        FusedCandidates([source, source])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5}])
+def test_lists_generate_the_plain_tokens(sampling):
+    model = hf_smartspec.enable(tiny_llama())
+    prompts = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 8, 9, 8], [0, 11, 12, 13, 14]])
+    inputs = {"input_ids": prompts, "attention_mask": (prompts > 0).long(), "max_new_tokens": 24, **sampling}
+    expected = model.generate(**inputs, assistant="none")
+    for assistant in (
+        ["suffix", "prompt_lookup"],
+        [noisy_copy(model), "suffix"],
+        [SuffixTreeCandidates(max_bytes=2**20)],
+    ):
+        output = model.generate(**inputs, assistant=assistant, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+        assert output.statistics.drafted_tokens > 0
+
+
+def test_lists_that_cannot_be_fused_are_refused():
+    model = hf_smartspec.enable(tiny_llama())
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="at least one"):
+        model.generate(ids, assistant=[])
+    with pytest.raises(ValueError, match="one draft model"):
+        model.generate(ids, assistant=[noisy_copy(model), noisy_copy(model)])
+    with pytest.raises(ValueError, match="Unknown `assistant` preset 'fast'"):
+        model.generate(ids, assistant=["suffix", "fast"])
