@@ -78,7 +78,19 @@ def absorb(s, model, slots, scr, slot, rate, memory, owners, used, clock):
     state = slots.state[slot]
     tokens = slots.pending[slot, : state[NUM_PENDING]]
     line = state[NAMESPACE]
-    learn(s, model.cells[line], model.weights[line], _of_slot(scr, slot), tokens, rate, memory, owners, used, clock)
+    learn(
+        s,
+        model.cells[line],
+        model.odds[line],
+        model.weights[line],
+        _of_slot(scr, slot),
+        tokens,
+        rate,
+        memory,
+        owners,
+        used,
+        clock,
+    )
     grow(s, slots, slot, tokens)
     state[NUM_PENDING] = 0
 
@@ -111,7 +123,7 @@ def _ints(views, k):
 @compiled
 def _memory(views, max_depth, num_pending):
     """The arrays behind `addresses(store, model, slots, scratch, others=[owners, used])`."""
-    num_slots, lines = views[6, 1], views[4, 1]
+    num_slots, lines = views[7, 1], views[4, 1]
     store = Store(
         _ints(views, 0),
         carray(_pointer(views[1, 0]), (views[1, 1], 8), np.int32),
@@ -119,29 +131,30 @@ def _memory(views, max_depth, num_pending):
         carray(_pointer(views[3, 0]), (views[3, 1],), np.int64),
     )
     model = Model(
-        carray(_pointer(views[4, 0]), (lines, NUM_CELLS, 3), np.float32),
-        carray(_pointer(views[5, 0]), (lines, NUM_SETS, NUM_FEATURES), np.float32),
+        carray(_pointer(views[4, 0]), (lines, NUM_CELLS, 2), np.float32),
+        carray(_pointer(views[5, 0]), (lines, NUM_CELLS), np.float32),
+        carray(_pointer(views[6, 0]), (lines, NUM_SETS, NUM_FEATURES), np.float32),
     )
     slots = Slots(
-        carray(_pointer(views[6, 0]), (num_slots, 5), np.int64),
-        carray(_pointer(views[7, 0]), (num_slots, MAX_TREES), np.int32),
-        carray(_pointer(views[8, 0]), (num_slots, max_depth + 1, 2), np.int32),
-        carray(_pointer(views[9, 0]), (num_slots, num_pending), np.int32),
+        carray(_pointer(views[7, 0]), (num_slots, 5), np.int64),
+        carray(_pointer(views[8, 0]), (num_slots, MAX_TREES), np.int32),
+        carray(_pointer(views[9, 0]), (num_slots, max_depth + 1, 2), np.int32),
+        carray(_pointer(views[10, 0]), (num_slots, num_pending), np.int32),
     )
     scratch = Scratch(
-        carray(_pointer(views[10, 0]), (num_slots, MAX_EXPANDED, MAX_TREES * MAX_CONTEXTS, 4), np.int32),
-        carray(_pointer(views[11, 0]), (num_slots, MAX_EXPANDED, MAX_TREES), np.int32),
-        carray(_pointer(views[12, 0]), (num_slots, MAX_EXPANDED, 2), np.int32),
-        carray(_pointer(views[13, 0]), (num_slots, MAX_CANDIDATES), np.int32),
+        carray(_pointer(views[11, 0]), (num_slots, MAX_EXPANDED, MAX_TREES * MAX_CONTEXTS, 4), np.int32),
+        carray(_pointer(views[12, 0]), (num_slots, MAX_EXPANDED, MAX_TREES), np.int32),
+        carray(_pointer(views[13, 0]), (num_slots, MAX_EXPANDED, 2), np.int32),
         carray(_pointer(views[14, 0]), (num_slots, MAX_CANDIDATES), np.int32),
         carray(_pointer(views[15, 0]), (num_slots, MAX_CANDIDATES), np.int32),
-        carray(_pointer(views[16, 0]), (num_slots, MAX_CANDIDATES), np.float32),
+        carray(_pointer(views[16, 0]), (num_slots, MAX_CANDIDATES), np.int32),
         carray(_pointer(views[17, 0]), (num_slots, MAX_CANDIDATES), np.float32),
-        carray(_pointer(views[18, 0]), (num_slots, MAX_CANDIDATES, NUM_FEATURES), np.int32),
-        carray(_pointer(views[19, 0]), (num_slots, MAX_CANDIDATES, 5), np.int32),
-        carray(_pointer(views[20, 0]), (num_slots, 2), np.int32),
+        carray(_pointer(views[18, 0]), (num_slots, MAX_CANDIDATES), np.float32),
+        carray(_pointer(views[19, 0]), (num_slots, MAX_CANDIDATES, NUM_FEATURES), np.int32),
+        carray(_pointer(views[20, 0]), (num_slots, MAX_CANDIDATES, 5), np.int32),
+        carray(_pointer(views[21, 0]), (num_slots, 2), np.int32),
     )
-    return store, model, slots, scratch, _ints(views, 21), carray(_pointer(views[22, 0]), (views[22, 1],), np.int64)
+    return store, model, slots, scratch, _ints(views, 22), carray(_pointer(views[23, 0]), (views[23, 1],), np.int64)
 
 
 @compiled
@@ -165,7 +178,7 @@ def draft_batch(views, settings, clock, rows, limits, tokens, parents, probs, si
         state = slots.state[slot]
         line = state[NAMESPACE]
         sizes[k] = make_draft(
-            s, model.cells[line], model.weights[line], slots.trees[slot], slots.points[slot], state[NUM_POINTS],
+            s, model.odds[line], model.weights[line], slots.trees[slot], slots.points[slot], state[NUM_POINTS],
             state[START], state[END], min(limits[k], MAX_EXPANDED - 1), settings, _of_slot(scr, slot),
             tokens[k], parents[k], probs[k],
         )  # fmt: skip

@@ -45,12 +45,14 @@ class Model(NamedTuple):
     What was learnt, one line per namespace: nothing that one tenant's text has taught steers another's drafts.
 
     Args:
-        cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 3]`, float32): Acceptance frequency, number of
-            observations behind it, and log-odds of the frequency.
+        cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
+            observations behind it.
+        odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
         weights (`np.ndarray` of shape `[namespaces, sets, 7]`, float32): Mixing weights of the tables and a bias.
     """
 
     cells: np.ndarray
+    odds: np.ndarray
     weights: np.ndarray
 
 
@@ -114,16 +116,16 @@ def new_model(num_namespaces: int = 1) -> Model:
     own, earlier, own_share, earlier_share = np.meshgrid(np.arange(6), np.arange(6), seen, seen, indexing="ij")
     joint = np.maximum(np.maximum(own_share * (own > 0), earlier_share * (earlier > 0)), 0.02).ravel()
     probs = np.concatenate([contexts, contexts, joint, np.full(NUM_CELLS - _ROUGH, 0.3)])
-    cells = np.empty((num_namespaces, NUM_CELLS, 3), np.float32)
+    cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
     cells[:, :, 1] = 2
-    cells[:, :, 2] = np.log(cells[:, :, 0] / (1 - cells[:, :, 0]))
+    odds = np.log(cells[:, :, 0] / (1 - cells[:, :, 0]))
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
     for known in range(16):
         present = np.array([known >> table & 1 for table in range(4)])
         weights[:, 2 * known : 2 * known + 2, :4] = 0.8 * present / max(present.sum(), 1)
     weights[:, :, 4:6] = 0.3
-    return Model(cells, weights)
+    return Model(cells, odds, weights)
 
 
 # --- Places: where the last tokens stand in a tree --------------------------------------------------------------------
@@ -311,7 +313,7 @@ def _find_candidates(s, draft, e, min_share):
 
 
 @compiled
-def _estimate(s, cells, weights, own_root, draft, e, path):
+def _estimate(s, odds, weights, own_root, draft, e, path):
     """Gives the candidates of expanded node `e` their probabilities; `path` is that of the node itself."""
     start, known = draft.spans[e, 0], draft.known
     for c in range(start, draft.spans[e, 1]):
@@ -328,20 +330,18 @@ def _estimate(s, cells, weights, own_root, draft, e, path):
             present |= (draft.features[c, table] >= 0) << table
         mix = 2 * present + (c > start)
         draft.features[c, 6] = mix
-        odds = weights[mix, _NUM_TABLES] * np.float32(_BIAS)
+        mixed = weights[mix, _NUM_TABLES] * np.float32(_BIAS)
         for table in range(_NUM_TABLES):
             cell = draft.features[c, table]
             if cell >= 0:
-                odds += weights[mix, table] * cells[cell, 2]
-        prob = min(max(1 / (1 + np.exp(-odds)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB))
+                mixed += weights[mix, table] * odds[cell]
+        prob = min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB))
         draft.probs[c] = prob
         draft.paths[c] = prob * path
 
 
 @compiled
-def make_draft(
-    s, cells, weights, trees, points, num_points, start, end, limit, settings, draft, tokens, parents, probs
-):
+def make_draft(s, odds, weights, trees, points, num_points, start, end, limit, settings, draft, tokens, parents, probs):
     """Drafts for one slot, best path first. Returns the number of nodes."""
     found = np.empty((MAX_MATCH, 4), np.int32)
     nodes_of = np.empty(MAX_EXPANDED, np.int64)  # the draft node of every expanded node
@@ -351,7 +351,7 @@ def make_draft(
     draft.sizes[0], draft.sizes[1] = 0, 1
     _root_places(s, trees, points, num_points, start, end, int(settings[0]), found, draft)
     _find_candidates(s, draft, 0, min_share)
-    _estimate(s, cells, weights, trees[0], draft, 0, np.float32(1))
+    _estimate(s, odds, weights, trees[0], draft, 0, np.float32(1))
     n, first = 0, 0
     while n < limit and draft.sizes[1] < MAX_EXPANDED:
         best, best_path = -1, min_path
@@ -368,9 +368,11 @@ def make_draft(
         draft.sizes[1] = e + 1
         if is_chain:
             first = draft.sizes[0]
-        _child_places(s, trees, found, draft, parent, e, token)
-        _find_candidates(s, draft, e, min_share)
-        _estimate(s, cells, weights, trees[0], draft, e, best_path)
+        draft.spans[e, 0] = draft.spans[e, 1] = draft.sizes[0]
+        if n < limit:  # the last node's followers would not be drafted any more
+            _child_places(s, trees, found, draft, parent, e, token)
+            _find_candidates(s, draft, e, min_share)
+            _estimate(s, odds, weights, trees[0], draft, e, best_path)
     return n
 
 
@@ -378,7 +380,7 @@ def make_draft(
 
 
 @compiled
-def learn(s, cells, weights, draft, tokens, rate, memory, owners, used, clock):
+def learn(s, cells, odds, weights, draft, tokens, rate, memory, owners, used, clock):
     """
     Scores the last draft's candidates against the committed tokens, as far as these follow the draft. Texts that a
     right draft was copied from are marked as used.
@@ -399,13 +401,13 @@ def learn(s, cells, weights, draft, tokens, rate, memory, owners, used, clock):
             for table in range(_NUM_TABLES):
                 cell = draft.features[c, table]
                 if cell >= 0:
-                    weights[mix, table] += step * cells[cell, 2]
+                    weights[mix, table] += step * odds[cell]
                     number = cells[cell, 1] + 1
                     prob = cells[cell, 0] + (hit - cells[cell, 0]) / number
                     prob = min(max(prob, np.float32(_MIN_PROB)), np.float32(_MAX_PROB))
                     cells[cell, 0] = prob
                     cells[cell, 1] = min(number, np.float32(memory))
-                    cells[cell, 2] = _LOG_ODDS[int(prob * _STEPS)]
+                    odds[cell] = _LOG_ODDS[int(prob * _STEPS)]
         if following < 0:
             break
         e = following

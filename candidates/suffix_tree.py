@@ -95,7 +95,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         self._slot_of: dict[Hashable, int] = {}
         self._regions: dict[int, list[tuple[int, int]]] = {}  # per slot, places and sizes of texts; its own comes first
         self._room: dict[int, int] = {}  # per slot, tokens until its own text outgrows its place
-        self._rows = np.empty((3, 16), np.int64)
+        self._memory = _row_memory(16)
         self._settings = np.array([max_match, min_probability, chains, *_LEARNING, max_depth, _NUM_PENDING], np.float64)
         self._refresh()
         self._prompt_ends: dict[int, int] = {}
@@ -155,26 +155,19 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         with self._lock:
-            rows, limits, sizes = self._arguments(request_ids, max_nodes)
-            ints, probs = (
-                np.empty((2, len(sizes), MAX_EXPANDED), np.int64),
-                np.empty((len(sizes), MAX_EXPANDED), np.float32),
-            )
-            draft_batch(self._views, self._settings, self._corpus.clock, rows, limits, ints[0], ints[1], probs, sizes)
+            num_rows = len(request_ids)
+            if num_rows > len(self._memory[0]):
+                self._memory = _row_memory(2 * num_rows)
+            rows, limits, sizes = (array[:num_rows] for array in self._memory)
+            for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
+                rows[row], limits[row] = self._slot_of[name], limit
+            tokens, parents = np.empty((num_rows, MAX_EXPANDED), np.int64), np.empty((num_rows, MAX_EXPANDED), np.int64)
+            probs = np.empty((num_rows, MAX_EXPANDED), np.float32)
+            draft_batch(self._views, self._settings, self._corpus.clock, rows, limits, tokens, parents, probs, sizes)
             return [
-                DraftTree.of(ints[0, row, :size], ints[1, row, :size], probs[row, :size])
+                DraftTree.of(tokens[row, :size], parents[row, :size], probs[row, :size])
                 for row, size in enumerate(sizes.tolist())
             ]
-
-    def _arguments(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> Sequence[np.ndarray]:
-        """Slots, limits and room for the sizes of drafts, in memory that is used again."""
-        if len(request_ids) > self._rows.shape[1]:
-            self._rows = np.empty((3, 2 * len(request_ids)), np.int64)
-        rows = self._rows[:, : len(request_ids)]
-        for k, (name, limit) in enumerate(zip(request_ids, max_nodes)):
-            rows[0, k] = self._slot_of[name]
-            rows[1, k] = limit
-        return rows[0], rows[1], rows[2]
 
     def _refresh(self) -> None:
         """The addresses of all arrays, after one was replaced."""
@@ -328,7 +321,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             self._corpus.remove_namespace(namespace)
             if namespace in self._lines:
                 fresh, line = new_model(), self._lines[namespace]
-                self._model.cells[line], self._model.weights[line] = fresh.cells[0], fresh.weights[0]
+                for learnt, initial in zip(self._model, fresh):
+                    learnt[line] = initial[0]
 
     # Files
 
@@ -340,7 +334,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         with self._lock:
             lines = [[name, line] for name, line in self._lines.items()]
             header = {"lines": lines, "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer)}
-            self._corpus.save(path, header, {"cells": self._model.cells, "weights": self._model.weights})
+            self._corpus.save(path, header, self._model._asdict())
 
     @classmethod
     def load(
@@ -361,8 +355,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
             raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
         source, fresh = cls(**options), new_model()
-        model = Model(arrays["cells"].copy(), arrays["weights"].copy())
-        if model.cells.shape[1:] == fresh.cells.shape[1:] and model.weights.shape[1:] == fresh.weights.shape[1:]:
+        model = Model(*(arrays[name].copy() for name in Model._fields))
+        if all(learnt.shape[1:] == initial.shape[1:] for learnt, initial in zip(model, fresh)):
             source._model, source._lines = model, {name: line for name, line in header["lines"]}
         source._refresh()
         texts = split(arrays["tokens"], arrays["lengths"].tolist())
@@ -391,6 +385,11 @@ def read_texts(path: str | os.PathLike, field: str = "response") -> Iterator[str
             text = json.loads(line).get(field)
             if text:
                 yield text
+
+
+def _row_memory(num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots, limits and sizes of a batch of drafts."""
+    return np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
 
 
 def _doubled(arrays: Iterable[np.ndarray], more: Iterable[np.ndarray]) -> list[np.ndarray]:
