@@ -21,6 +21,7 @@ from .suffix_draft import (
     learn,
     make_draft,
 )
+from .suffix_score import draft_by_score
 from .suffix_store import Store, extend
 
 # Columns of `Slots.state`
@@ -164,8 +165,9 @@ def draft_batch(views, settings, clock, rows, limits, tokens, parents, probs, si
 
     Args:
         views (`np.ndarray`): `addresses(store, model, slots, scratch, others=[owners, used])`.
-        settings (`np.ndarray` of shape `[7]`, float64): Longest match, least path probability, whether drafts are
-            chains, learning rate of the weights, observations that a frequency remembers, depth limit, pending tokens.
+        settings (`np.ndarray` of shape `[10]`, float64): Longest match, least path probability, whether drafts are
+            chains, learning rate of the weights, observations that a frequency remembers, depth limit, pending tokens,
+            whether drafts are ranked by counts alone, and then alpha and the offset of their size.
         limits (`np.ndarray` of shape `[rows]`, int64): Nodes per draft.
         tokens, parents, probs (`np.ndarray` of shape `[rows, nodes]`, int64, int64, float32): Get the drafts.
         sizes (`np.ndarray` of shape `[rows]`, int64): Gets the numbers of nodes.
@@ -177,8 +179,14 @@ def draft_batch(views, settings, clock, rows, limits, tokens, parents, probs, si
         slot = rows[k]
         state = slots.state[slot]
         line = state[NAMESPACE]
-        sizes[k] = make_draft(
-            s, model.odds[line], model.weights[line], slots.trees[slot], slots.points[slot], state[NUM_POINTS],
-            state[START], state[END], min(limits[k], MAX_EXPANDED - 1), settings, _of_slot(scr, slot),
-            tokens[k], parents[k], probs[k],
-        )  # fmt: skip
+        limit = min(limits[k], MAX_EXPANDED - 1)
+        if settings[7] > 0:
+            sizes[k] = draft_by_score(
+                s, slots.trees[slot], slots.points[slot], state[NUM_POINTS], state[START], state[END], limit, settings,
+                tokens[k], parents[k], probs[k],
+            )  # fmt: skip
+        else:
+            sizes[k] = make_draft(
+                s, model.odds[line], model.weights[line], slots.trees[slot], slots.points[slot], state[NUM_POINTS],
+                state[START], state[END], limit, settings, _of_slot(scr, slot), tokens[k], parents[k], probs[k],
+            )  # fmt: skip

@@ -132,7 +132,7 @@ def new_model(num_namespaces: int = 1) -> Model:
 
 
 @compiled
-def _locate(s, root, first, end):
+def locate(s, root, first, end):
     """Where `text[first:end]` leads from the root: (whether it does, node, child code, offset)."""
     node, at = root, first
     while at < end:
@@ -197,7 +197,7 @@ def _root_places(s, trees, points, num_points, start, end, max_match, found, dra
                     if offset > 0:
                         child = s.rows[(s.nodes[node, KIDS] + i) * ROW + CHILD]
                 else:
-                    is_found, node, child, offset = _locate(s, trees[t], end - depth, end)
+                    is_found, node, child, offset = locate(s, trees[t], end - depth, end)
                     if not is_found:
                         break
                 first = max_match - depth

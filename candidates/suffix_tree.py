@@ -57,6 +57,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         min_probability (`float`): Nodes whose path has a lower probability are not proposed.
         chains (`bool`): Propose chains, not trees.
         keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
+        scoring (`str`): "learned" (see above), or "counts": SuffixDecoding as published (algorithm 1), for comparison.
+        factor, offset (`float`): With "counts", a match of p tokens is continued by up to `factor * p + offset` (alpha p).
 
     Methods may be called from several threads.
     """
@@ -70,6 +72,9 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         min_probability: float = 0.1,
         chains: bool = False,
         keep_outputs: bool = True,
+        scoring: str = "learned",
+        factor: float = 4.0,
+        offset: float = 0.0,
     ):
         for name, value, least in (
             ("max_bytes", max_bytes, 1),
@@ -82,6 +87,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         if max_match > min(MAX_MATCH, max_depth - 1):
             limit = min(MAX_MATCH, max_depth - 1)
             raise ValueError(f"`max_match` must be at most {limit} with `max_depth={max_depth}`, got {max_match}.")
+        if scoring not in ("learned", "counts"):
+            raise ValueError(f"`scoring` must be 'learned' or 'counts', got {scoring!r}.")
+        if not (factor >= 0 and np.isfinite(factor) and np.isfinite(offset)):
+            raise ValueError(f"`factor` and `offset` must be finite, and `factor` at least 0, got {factor}, {offset}.")
         if not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
         self.default_num_nodes, self.keep_outputs = num_nodes, keep_outputs
@@ -96,7 +105,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         self._regions: dict[int, list[tuple[int, int]]] = {}  # per slot, places and sizes of texts; its own comes first
         self._room: dict[int, int] = {}  # per slot, tokens until its own text outgrows its place
         self._memory = _row_memory(16)
-        self._settings = np.array([max_match, min_probability, chains, *_LEARNING, max_depth, _NUM_PENDING], np.float64)
+        settings = [max_match, min_probability, chains, *_LEARNING, max_depth, _NUM_PENDING]
+        self._settings = np.array([*settings, scoring == "counts", factor, offset], np.float64)
         self._refresh()
         self._prompt_ends: dict[int, int] = {}
         self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}

@@ -141,6 +141,43 @@ def test_probabilities_are_learnt():
     assert len(hits) > 800 and abs(np.mean(probs) - np.mean(hits)) < 0.05
 
 
+def expand(outputs, pattern, size):
+    """EXPANDSPECULATIONTREE by counting in the texts: path probabilities of the likeliest nodes, best first."""
+
+    def count(string):
+        return sum(text[i : i + len(string)] == string for text in outputs for i in range(len(text)))
+
+    drafted, queue = [], [(1.0, pattern)]
+    nodes = []
+    while queue:
+        path, string = queue.pop()
+        nodes += [(path * count([*string, t]) / count(string), [*string, t]) for t in range(4) if count([*string, t])]
+        nodes.sort(key=lambda node: -node[0])
+        if len(drafted) < size and nodes:
+            drafted.append(nodes.pop(0))
+            queue.append(drafted[-1])
+    return [path for path, _ in drafted]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=3, unique=True), st.data())
+def test_published_algorithm_finds_the_best_score(outputs, end, data):
+    factor, limit = data.draw(st.sampled_from([1.0, 2.5])), data.draw(st.integers(1, 8))
+    source = small(scoring="counts", factor=factor, offset=1.0, min_probability=0.0, max_depth=40)
+    source.add_outputs(outputs, progress=False)
+    prompt = [50, 51, *end]  # no token twice: nothing comes from the request's own tree
+    source.start("a", np.array(prompt))
+    tree = source.propose(["a"], [limit])[0]
+    patterns = [prompt[len(prompt) - length :] for length in range(1, len(end) + 1)]
+    found = [pattern for pattern in patterns if any(occurs(pattern, text) for text in outputs)]
+    drafts = [expand(outputs, pattern, min(limit, int(factor * len(pattern) + 1))) for pattern in found]
+    best = max(map(sum, drafts), default=0)
+    assert tree.path_probs.sum() == pytest.approx(best, abs=1e-4)
+    if best:
+        sizes = {len(draft) for draft in drafts if sum(draft) == pytest.approx(best, abs=1e-4)}
+        assert len(tree) in sizes
+
+
 def test_namespaces_neither_feed_nor_steer_one_another():
     source, alone = small(), small()
     for k in range(20):

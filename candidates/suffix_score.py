@@ -1,0 +1,110 @@
+"""SuffixDecoding as published (Oliaro et al., 2024, algorithm 1): drafts ranked by counts alone (compiled)."""
+
+import numpy as np
+
+from .compiled import compiled
+from .suffix_draft import MAX_EXPANDED, MAX_TREES, locate
+from .suffix_store import CHILD, COUNT, ENDED, KIDS, LABEL, LEN, NUM, ROW, TOTAL, _settle
+
+_QUEUE = 4 * MAX_EXPANDED
+
+
+@compiled
+def draft_by_score(s, trees, points, num_points, start, end, limit, settings, tokens, parents, probs):
+    """
+    EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes; the draft of the highest
+    SCORE, the sum of its path probabilities, wins, the longer match in a tie. Returns its number of nodes.
+    """
+    trial_tokens = np.empty(MAX_EXPANDED, np.int64)
+    trial_parents = np.empty(MAX_EXPANDED, np.int64)
+    trial_probs = np.empty(MAX_EXPANDED, np.float32)
+    best_score, best_size = 0.0, 0
+    for t in range(MAX_TREES):
+        if trees[t] < 0:
+            continue
+        for length in range(1, min(num_points if t == 0 else end - start, int(settings[0])) + 1):
+            child = -1
+            if t == 0:
+                node, offset, i = _settle(s, trees[0], points[length, 0], points[length, 1], end)
+                points[length, 0], points[length, 1] = node, offset
+                if offset > 0:
+                    child = s.rows[(s.nodes[node, KIDS] + i) * ROW + CHILD]
+            else:
+                is_found, node, child, offset = locate(s, trees[t], end - length, end)
+                if not is_found:
+                    break
+            size = min(limit, MAX_EXPANDED - 1, int(settings[8] * length + settings[9]))
+            num, score = _expand(
+                s, node, child, offset, size, settings[1], settings[2] > 0, trial_tokens, trial_parents, trial_probs
+            )
+            if score > 0 and score >= best_score:
+                best_score, best_size = score, num
+                tokens[:num], parents[:num], probs[:num] = trial_tokens[:num], trial_parents[:num], trial_probs[:num]
+    return best_size
+
+
+@compiled
+def _expand(s, node, child, offset, limit, least, is_chain, tokens, parents, probs):
+    """The likeliest nodes below a place, by D(N) = D(parent) COUNT(N) / COUNT(parent). Returns (nodes, SCORE)."""
+    # The queue's entries: a node's next child that was not drafted yet, or a place on an edge (child index -1).
+    likely = np.empty(_QUEUE, np.float64)
+    places = np.empty((_QUEUE, 5), np.int64)  # node, child code, offset, index of the child, parent in the draft
+    size = _push(s, likely, places, 0, node, child, offset, 0, -1, 1.0)
+    num, score = 0, 0.0
+    while num < limit and size > 0:
+        k = 0
+        for other in range(1, size):
+            if likely[other] > likely[k]:
+                k = other
+        path = likely[k]
+        if path < least:
+            break
+        node, child, offset, i, parent = places[k]
+        size -= 1
+        likely[k] = likely[size]
+        places[k] = places[size]
+        above = path_of(probs, parents, parent)
+        if offset == 0:
+            at = (s.nodes[node, KIDS] + i) * ROW
+            token = s.rows[at]
+            if not is_chain and i + 1 < s.nodes[node, NUM]:
+                size = _push(s, likely, places, size, node, -1, 0, i + 1, parent, above)
+            child = s.rows[at + CHILD]
+        else:
+            token = s.text[(s.nodes[child, LABEL] if child >= 0 else ~child) + offset]
+        tokens[num], parents[num], probs[num] = token, parent, path / above
+        offset += 1
+        if child >= 0 and offset == s.nodes[child, LEN]:
+            node, child, offset = child, -1, 0
+        size = _push(s, likely, places, size, node, child, offset, 0, num, path)
+        num += 1
+        score += path
+    return num, score
+
+
+@compiled
+def path_of(probs, parents, node):
+    """Probability of the path to a drafted node."""
+    path = 1.0
+    while node >= 0:
+        path *= probs[node]
+        node = parents[node]
+    return path
+
+
+@compiled
+def _push(s, likely, places, size, node, child, offset, i, parent, path):
+    """Queues what follows a place, if anything does; returns the queue's size."""
+    if size == _QUEUE:
+        return size
+    if offset == 0:
+        if i >= s.nodes[node, NUM]:
+            return size
+        count = s.rows[(s.nodes[node, KIDS] + i) * ROW + COUNT]
+        path *= count / (s.nodes[node, TOTAL] + s.nodes[node, ENDED])
+    elif s.text[(s.nodes[child, LABEL] if child >= 0 else ~child) + offset] < 0:
+        return size
+    likely[size] = path
+    places[size, 0], places[size, 1], places[size, 2], places[size, 3] = node, child, offset, i
+    places[size, 4] = parent
+    return size + 1
