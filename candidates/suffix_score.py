@@ -12,8 +12,8 @@ _QUEUE = 4 * MAX_EXPANDED
 @compiled
 def draft_by_score(s, trees, points, num_points, start, end, limit, settings, tokens, parents, probs):
     """
-    EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes; the draft of the highest
-    SCORE, the sum of its path probabilities, wins, the longer match in a tie. Returns its number of nodes.
+    EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes. The draft of the
+    highest SCORE, the sum of its path probabilities, wins, the longer match in a tie. Returns its number of nodes.
     """
     trial_tokens = np.empty(MAX_EXPANDED, np.int64)
     trial_parents = np.empty(MAX_EXPANDED, np.int64)

@@ -58,7 +58,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         chains (`bool`): Propose chains, not trees.
         keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
         scoring (`str`): "learned" (see above), or "counts": SuffixDecoding as published (algorithm 1), for comparison.
-        factor, offset (`float`): With "counts", a match of p tokens is continued by up to `factor * p + offset` (alpha p).
+        factor, offset (`float`): With "counts", p matching tokens are continued by up to `factor * p + offset` nodes.
 
     Methods may be called from several threads.
     """
