@@ -36,6 +36,7 @@ class FusedCandidates(TreeCandidateGenerator):
         threshold (`float`, *optional*): τ, in tokens. By default the drafter's running mean accepted length.
         calibrator (`ProbabilityCalibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
             frequencies, before discounts apply.
+        min_probability (`float`): Nodes whose path has a lower probability, after all that, are not proposed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FusedCandidates(TreeCandidateGenerator):
         drafter: TreeCandidateGenerator | None = None,
         threshold: float | None = None,
         calibrator: ProbabilityCalibrator | None = None,
+        min_probability: float = 0.05,
     ):
         everyone = [*sources, *([] if drafter is None else [drafter])]
         for source in everyone:
@@ -59,6 +61,9 @@ class FusedCandidates(TreeCandidateGenerator):
             raise ValueError(f"`discounts` must give a number in [0, 1] for each source, got {discounts!r}.")
         if threshold is not None and (drafter is None or threshold < 0):
             raise ValueError(f"`threshold` goes with a `drafter` and must not be negative, got {threshold!r}.")
+        if not 0 <= min_probability <= 1:
+            raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
+        self.min_probability = min_probability
         self.sources, self.discounts = list(sources), discounts
         self.drafter, self.calibrator = drafter, calibrator
         self.default_num_nodes = max(source.default_num_nodes for source in everyone)
@@ -100,9 +105,7 @@ class FusedCandidates(TreeCandidateGenerator):
     def _merge(self, trees: Sequence[DraftTree], limit: int) -> DraftTree:
         if self.calibrator is not None:
             trees = [self.calibrator.calibrated(name, tree) for name, tree in zip(self._names, trees)]
-        elif len(trees) == 1 and self.discounts == [1.0]:
-            return trees[0].most_likely(limit)
-        return merge(trees, self.discounts, limit)
+        return merge(trees, self.discounts, limit, self.min_probability)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         drafts, modelled = self._drafts.pop(request_id, []), self._modelled.pop(request_id, None)
@@ -121,8 +124,11 @@ class FusedCandidates(TreeCandidateGenerator):
             source.stop(request_id)
 
 
-def merge(trees: Sequence[DraftTree], discounts: Sequence[float], limit: int) -> DraftTree:
-    """The `limit` most probable nodes of several trees as one tree (SSSD, algorithm 1)."""
+def merge(trees: Sequence[DraftTree], discounts: Sequence[float], limit: int, least: float = 0.0) -> DraftTree:
+    """
+    The `limit` most probable nodes of several trees as one tree (SSSD, algorithm 1), as far as their paths have a
+    probability of at least `least`.
+    """
     children = [_children(tree) for tree in trees]
     probs = [np.clip(tree.probs, 0, 1).tolist() for tree in trees]
     tokens: list[int] = []
@@ -142,7 +148,7 @@ def merge(trees: Sequence[DraftTree], discounts: Sequence[float], limit: int) ->
         negative, source, node, parent = heapq.heappop(queue)
         place = parent, int(trees[source].tokens[node])
         if place not in places:
-            if len(tokens) == limit:
+            if len(tokens) == limit or -negative < least:
                 break
             places[place] = len(tokens)
             tokens.append(place[1])

@@ -166,6 +166,7 @@ def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
     with _lock:
         if model not in _suffix_trees:
             _suffix_trees[model] = SuffixTreeCandidates()
+            _suffix_trees[model].warm_up()  # not in the middle of decoding; compiles once per installation
         return _suffix_trees[model]
 
 

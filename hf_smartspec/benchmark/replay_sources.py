@@ -11,11 +11,13 @@ from transformers.generation import PromptLookupCandidateGenerator
 
 from ..candidates import (
     DatastoreCandidates,
+    FusedCandidates,
     PromptLookupCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
     WrappedCandidates,
 )
+from ..goodput.acceptance import Calibrator
 from ..tree import DraftTree
 from .loading import UsageError
 
@@ -126,11 +128,20 @@ def hf_prompt_lookup(num_tokens: int = 10, max_ngram: int = 2) -> WrappedCandida
 
 
 # Names for the command line only; a source of one's own is named by its class, "module:Class(option=value)".
+def fused(*names: str) -> FusedCandidates:
+    """The named sources as one, calibrated: "fused:suffix,prompt_lookup"."""
+    for name in names:
+        if name not in SOURCES:
+            raise UsageError(f"unknown source {name!r} in a fused one; known are {', '.join(SOURCES)}")
+    return FusedCandidates([SOURCES[name]() for name in names], calibrator=Calibrator())
+
+
 SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "prompt_lookup": PromptLookupCandidates,
     "suffix": SuffixTreeCandidates,
     "datastore": DatastoreCandidates,
     "hf_prompt_lookup": hf_prompt_lookup,
+    "fused": fused,
     "arctic": ArcticCandidates,
 }
 

@@ -75,6 +75,14 @@ def test_merged_tree_holds_the_most_probable_paths_of_all(sources, limit, data):
         assert min(actual.values()) >= max(rest) - 1e-5
 
 
+def test_improbable_paths_are_left_out():
+    tree = DraftTree.chain([1, 2, 3], [0.5, 0.5, 0.5])
+    assert merge([tree], [1.0], 8, least=0.2).tokens.tolist() == [1, 2]
+    fused = FusedCandidates([Scripted(tree)], min_probability=0.3)
+    fused.start("a", np.array([7]))
+    assert fused.propose(["a"], [8])[0].tokens.tolist() == [1]
+
+
 def test_everybody_is_told_everything():
     sources = [Scripted(DraftTree.chain([1, 2], [0.9, 0.9])), Scripted(DraftTree.chain([1, 3], [0.5, 0.9]))]
     fused = FusedCandidates(sources)
