@@ -23,9 +23,9 @@ def _drop_stale_code(folder: Path) -> None:
     """
     newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for cached in (folder / "__pycache__").glob("*.nb[ic]"):
-        if cached.stat().st_mtime < newest:
-            cached.unlink(missing_ok=True)
+        with suppress(OSError):  # another process was faster, or nothing can be written here
+            if cached.stat().st_mtime < newest:
+                cached.unlink()
 
 
-with suppress(OSError):  # a folder that cannot be written holds no code of ours
-    _drop_stale_code(Path(__file__).parent)
+_drop_stale_code(Path(__file__).parent)

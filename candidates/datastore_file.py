@@ -157,7 +157,7 @@ class Datastore:
             checksum = zlib.crc32(part, checksum)
         sizes = len(self.tokens), len(self.suffixes), self.vocab_size
         header = _Header(_MAGIC, _VERSION, self.sort_depth, *sizes, self.fingerprint.encode(), checksum)
-        with _replacing(Path(path)) as file:
+        with replacing(Path(path)) as file:
             file.write(header.pack())
             for part in data:
                 file.write(part)
@@ -275,7 +275,7 @@ class _Header(NamedTuple):
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once it is complete and on the disk, and that vanishes on errors."""
     # Opened by hand, since files of `tempfile` cannot be read by other users.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")

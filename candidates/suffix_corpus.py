@@ -3,19 +3,21 @@
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .datastore_file import replacing
 from .suffix_store import (
+    BLOCK,
     NODES_LIVE,
     NODES_TOP,
     ROW,
     ROWS_LIVE,
     ROWS_TOP,
+    clear_store,
     free_tree,
     insert,
     new_node,
@@ -24,9 +26,9 @@ from .suffix_store import (
     remove,
 )
 
-BLOCK = 64  # tokens; texts begin at multiples, so that a position tells its text
 _NODE_BYTES, _ROW_BYTES, _TOKEN_BYTES = 32, 4 * ROW, 4
 _MARGIN = 1 << 20  # nodes and rows beyond the bound, so that one insertion never runs out: address space, not memory
+_TYPICAL_BYTES = 64  # per token of a tree, text included
 _MAGIC = b"hf-smartspec suffix trees\n"
 _VERSION = 1
 
@@ -39,78 +41,104 @@ class _Output(NamedTuple):
 
 class SuffixCorpus:
     """
-    Suffix trees of finished outputs, one per namespace, in bounded memory.
+    Suffix trees of finished outputs, one per namespace, in bounded memory, which running requests share.
 
     Args:
-        max_bytes (`int`): Bound on everything that is kept, running requests included. The outputs that have gone
-            unused for longest go first, whole.
+        max_bytes (`int`): Bound on texts and trees. The outputs that have gone unused for longest go first, whole.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
+
+    Attributes:
+        reserved (`int`): Tokens that running requests may still write to places they have.
     """
 
     def __init__(self, max_bytes: int, max_depth: int):
         self.max_bytes, self.max_depth = max_bytes, max_depth
-        self.outputs: dict[int, _Output] = {}
-        self.roots: dict[Hashable, int] = {}
-        self._reset()
-
-    def _reset(self) -> None:
-        tokens = self.max_bytes // _TOKEN_BYTES + _MARGIN
-        self.store = new_store(
-            tokens, self.max_bytes // _NODE_BYTES + _MARGIN, 2 * self.max_bytes // _ROW_BYTES + _MARGIN
-        )
+        tokens = max_bytes // _TOKEN_BYTES + _MARGIN
+        self.store = new_store(tokens, max_bytes // _NODE_BYTES + _MARGIN, 2 * max_bytes // _ROW_BYTES + 2 * _MARGIN)
         self.owners = np.zeros(tokens // BLOCK + 1, np.int32)  # output of every block of text; 0: none that is kept
         self.used = np.zeros(1024, np.int64)  # when each output was of use, by `clock`
-        self.clock = 0
+        self.clock = self.reserved = 0
+        self.outputs: dict[int, _Output] = {}
+        self.roots: dict[Hashable, int] = {}
         self._next_id = 1
-        self._text_top = 0
-        self._free_texts: dict[int, list[int]] = {}
-        self._text_bytes = 0
+        self._victims: list[tuple[int, int]] = []  # (when used, output), the next to go comes last
         self._retired: list[_Output] = []  # removed, but edges of other outputs' strings still lie in their text
+        self._text_top = self._text_blocks = 0  # in blocks: end of what was ever used, and what is in use
+        self._free_texts: dict[int, list[int]] = {}  # by number of blocks, where they begin
 
     # Memory
 
     @property
     def num_bytes(self) -> int:
         """Bytes in use by texts, nodes and their children."""
-        heads = self.store.heads
-        return int(self._text_bytes + heads[NODES_LIVE] * _NODE_BYTES + heads[ROWS_LIVE] * _ROW_BYTES)
+        heads, text_bytes = self.store.heads, self._text_blocks * BLOCK * _TOKEN_BYTES
+        return int(text_bytes + heads[NODES_LIVE] * _NODE_BYTES + heads[ROWS_LIVE] * _ROW_BYTES)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the outputs that are kept."""
         return sum(output.length for output in self.outputs.values())
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a text of so many tokens can surely be added."""
-        heads, margin = self.store.heads, 8 * num_tokens + 4 * self.max_depth
+    def make_room(self, *lengths: int) -> bool:
+        """
+        Whether texts of so many tokens can be added, after removing outputs as far as the bound asks for it. The trees'
+        growth is estimated for the bound, and taken at its worst where memory would otherwise be overrun.
+        """
+        num_tokens = sum(lengths)
+        if _TYPICAL_BYTES * num_tokens > self.max_bytes:
+            return False
+        self.evict(self.max_bytes - _TYPICAL_BYTES * num_tokens)
+        heads, growth = self.store.heads, num_tokens + self.reserved + self.max_depth
         return (
-            self._text_top + num_tokens + 2 * BLOCK < len(self.store.text)
-            and heads[NODES_TOP] + margin < len(self.store.nodes)
-            and heads[ROWS_TOP] + 2 * margin + _MARGIN // 2 < len(self.store.rows) // ROW
+            self.num_bytes + _TYPICAL_BYTES * num_tokens <= self.max_bytes
+            and heads[NODES_TOP] + 2 * growth < len(self.store.nodes)
+            and heads[ROWS_TOP] + 12 * growth + _MARGIN // 4 < len(self.store.rows) // ROW
+            and self._has_text_room(sum(map(_num_blocks, lengths)))
         )
+
+    def _has_text_room(self, num_blocks: int) -> bool:
+        room = len(self.store.text) // BLOCK - self._text_top
+        if num_blocks < room:
+            return True
+        self._merge_free_texts()
+        return any(size >= num_blocks for size, starts in self._free_texts.items() if starts)
+
+    def _merge_free_texts(self) -> None:
+        """Neighbouring free places become one."""
+        places = sorted((start, size) for size, starts in self._free_texts.items() for start in starts)
+        self._free_texts = {}
+        merged: list[list[int]] = []
+        for start, size in places:
+            if merged and sum(merged[-1]) == start:
+                merged[-1][1] += size
+            else:
+                merged.append([start, size])
+        for start, size in merged:
+            self._free_texts.setdefault(size, []).append(start)
 
     def allocate(self, num_tokens: int) -> int:
         """Place for a text of up to `num_tokens` tokens and what stands behind it."""
-        num_blocks = self._num_blocks(num_tokens)
-        self._text_bytes += num_blocks * BLOCK * _TOKEN_BYTES
-        free = self._free_texts.get(num_blocks)
-        if free:
-            return free.pop()
+        size = _num_blocks(num_tokens)
+        self._text_blocks += size
+        if self._free_texts.get(size):
+            return self._free_texts[size].pop() * BLOCK
         start = self._text_top
-        self._text_top += num_blocks * BLOCK
-        return start
+        if start + size < len(self.store.text) // BLOCK:
+            self._text_top += size
+            return start * BLOCK
+        larger = min(other for other, starts in self._free_texts.items() if starts and other >= size)
+        start = self._free_texts[larger].pop()
+        self._free_texts.setdefault(larger - size, []).append(start + size)
+        return start * BLOCK
 
     def release(self, start: int, num_tokens: int) -> None:
-        num_blocks = self._num_blocks(num_tokens)
-        self._text_bytes -= num_blocks * BLOCK * _TOKEN_BYTES
-        self.owners[start // BLOCK : start // BLOCK + num_blocks] = 0
-        self._free_texts.setdefault(num_blocks, []).append(start)
-
-    @staticmethod
-    def _num_blocks(num_tokens: int) -> int:
-        blocks = -(-(num_tokens + 2) // BLOCK)
-        unit = 1 << max(blocks.bit_length() - 4, 0)  # few distinct sizes, so that freed places fit others
-        return -(-blocks // unit) * unit
+        size, start = _num_blocks(num_tokens), start // BLOCK
+        self._text_blocks -= size
+        self.owners[start : start + size] = 0
+        self._free_texts.setdefault(size, []).append(start)
+        if self._text_blocks == 0:  # nothing is left: begin anew, without the gaps of the past
+            self._text_top, self._free_texts, self.roots = 0, {}, {}
+            clear_store(self.store)
 
     # Outputs
 
@@ -122,7 +150,7 @@ class SuffixCorpus:
 
     def add(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
         """Keeps an output (int32 `[length]`); returns its number, or None if there is no room or nothing to keep."""
-        if not len(tokens) or not self.has_room(len(tokens)):
+        if not len(tokens) or not self.make_room(len(tokens)):
             return None
         number = self._next_id
         self._next_id += 1
@@ -134,7 +162,7 @@ class SuffixCorpus:
         self.clock += 1
         self.used[number] = self.clock
         self.outputs[number] = _Output(start, len(tokens), namespace)
-        self.evict()
+        self.evict(self.max_bytes)
         return number if number in self.outputs else None
 
     def tokens(self, number: int) -> np.ndarray:
@@ -147,44 +175,36 @@ class SuffixCorpus:
         root, end = self.roots[output.namespace], output.start + output.length
         remove(self.store, root, output.start, end, self.max_depth)
         self.owners[output.start // BLOCK : end // BLOCK + 1] = 0
-        self._retire(output)
+        self._retired.append(output)
+        self._release_retired(self._retired if not self.outputs else [output, *self._retired[:2]])
 
     def remove_namespace(self, namespace: Hashable) -> None:
         """Forgets all outputs of a namespace."""
+        if namespace in self.roots:
+            free_tree(self.store, self.roots.pop(namespace))
         for number in [number for number, output in self.outputs.items() if output.namespace == namespace]:
             output = self.outputs.pop(number)
             self.release(output.start, output.length)
         for output in [output for output in self._retired if output.namespace == namespace]:
             self._retired.remove(output)
             self.release(output.start, output.length)
-        if namespace in self.roots:
-            free_tree(self.store, self.roots.pop(namespace))
 
-    def _retire(self, output: _Output) -> bool:
-        """Gives up the text of a removed output, unless edges still lie in it. Returns whether it could."""
-        root = self.roots[output.namespace]
-        if num_labels(self.store, root, output.start, output.start + output.length, self.max_depth):
-            self._retired.append(output)
-            return False
-        self.release(output.start, output.length)
-        return True
+    def _release_retired(self, outputs: list[_Output]) -> None:
+        """Gives up the texts of removed outputs in which no edges lie any more."""
+        for output in list(dict.fromkeys(outputs)):
+            end = output.start + output.length
+            if not num_labels(self.store, self.roots[output.namespace], output.start, end, self.max_depth):
+                self._retired.remove(output)
+                self.release(output.start, output.length)
 
-    def evict(self) -> None:
-        """Removes outputs, the longest unused first, until the bound holds with a little room to spare."""
-        if self.num_bytes <= self.max_bytes:
-            return
-        for output in self._retired[:8]:
-            self._retired.remove(output)
-            self._retire(output)
-        for number in sorted(self.outputs, key=lambda number: self.used[number]):
-            if self.num_bytes <= 0.98 * self.max_bytes:
-                return
-            self.remove(number)
-
-    def clear(self) -> None:
-        """Forgets everything; no request may be running."""
-        self.outputs, self.roots = {}, {}
-        self._reset()
+    def evict(self, max_bytes: int) -> None:
+        """Removes outputs, the longest unused first, until no more than `max_bytes` are in use."""
+        while self.num_bytes > max_bytes and self.outputs:
+            if not self._victims:
+                self._victims = sorted(((int(self.used[number]), number) for number in self.outputs), reverse=True)
+            used, number = self._victims.pop()
+            if number in self.outputs and self.used[number] == used:  # else it has been of use since, or is gone
+                self.remove(number)
 
     # Files
 
@@ -197,9 +217,10 @@ class SuffixCorpus:
         names = [name for name in self.roots if isinstance(name, str)]
         if len(names) < len(self.roots):
             raise ValueError(f"Namespaces must be strings to be saved, got {list(self.roots)!r}.")
+        lines = {name: line for line, name in enumerate(self.roots)}
         parts: dict[str, np.ndarray] = {
             "lengths": np.array([self.outputs[number].length for number in order], np.int64),
-            "namespaces": np.array([names.index(str(self.outputs[number].namespace)) for number in order], np.int32),
+            "namespaces": np.array([lines[self.outputs[number].namespace] for number in order], np.int32),
             "tokens": np.concatenate([np.zeros(0, np.int32), *(self.tokens(number) for number in order)]),
             **arrays,
         }
@@ -212,7 +233,15 @@ class SuffixCorpus:
         head = json.dumps(header).encode()
         size = len(head).to_bytes(8, "little")
         digest = hashlib.blake2b(size + head + body, digest_size=32).digest()
-        _replace(Path(path), [_MAGIC, digest, size, head, body])
+        with replacing(Path(path)) as file:
+            file.writelines([_MAGIC, digest, size, head, body])
+
+
+def _num_blocks(num_tokens: int) -> int:
+    """Blocks of a text's place: of few distinct sizes, so that freed places fit others."""
+    blocks = -(-(num_tokens + 2) // BLOCK)
+    unit = 1 << max(blocks.bit_length() - 4, 0)
+    return -(-blocks // unit) * unit
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -246,16 +275,3 @@ def split(tokens: np.ndarray, lengths: Iterable[int]) -> Iterable[np.ndarray]:
     for length in lengths:
         yield tokens[at : at + length]
         at += length
-
-
-def _replace(path: Path, parts: list[bytes]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .compiled import compiled
-from .suffix_store import CHILD, COUNT, ENDED, KIDS, LABEL, LEN, NUM, ROW, TOTAL, _settle, find
+from .suffix_store import BLOCK_BITS, CHILD, COUNT, ENDED, KIDS, LABEL, LEN, NUM, ROW, TOTAL, _settle, find
 
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
@@ -119,13 +119,17 @@ def new_model(num_namespaces: int = 1) -> Model:
     cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
     cells[:, :, 1] = 2
-    odds = np.log(cells[:, :, 0] / (1 - cells[:, :, 0]))
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
     for known in range(16):
         present = np.array([known >> table & 1 for table in range(4)])
         weights[:, 2 * known : 2 * known + 2, :4] = 0.8 * present / max(present.sum(), 1)
     weights[:, :, 4:6] = 0.3
-    return Model(cells, odds, weights)
+    return Model(cells, log_odds(cells), weights)
+
+
+def log_odds(cells: np.ndarray) -> np.ndarray:
+    """`Model.odds` of `Model.cells`."""
+    return np.log(cells[:, :, 0] / (1 - cells[:, :, 0]))
 
 
 # --- Places: where the last tokens stand in a tree --------------------------------------------------------------------
@@ -415,5 +419,5 @@ def learn(s, cells, odds, weights, draft, tokens, rate, memory, owners, used, cl
         if e > 0 and draft.num_places[e, t] > 0:
             k = t * MAX_CONTEXTS
             node = draft.places[e, k, 1] if draft.places[e, k, 2] > 0 else draft.places[e, k, 0]
-            used[owners[(s.nodes[node, LABEL] if node >= 0 else ~node) >> 6]] = clock
+            used[owners[(s.nodes[node, LABEL] if node >= 0 else ~node) >> BLOCK_BITS]] = clock
     draft.sizes[1] = 0

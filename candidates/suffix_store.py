@@ -29,12 +29,14 @@ TOKEN, COUNT, CHILD = range(3)
 """First token of the edge, how often it was passed to its end, and the node there, or ~position of a leaf's text."""
 
 # Allocator state
-NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, CHANGES, BLOCKS_FREE = range(7)
+NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, BLOCKS_FREE = range(6)
 NUM_HEADS = 48
 
 ROW = 4  # int32 fields of a row
 _INDEXED = 4  # classes above (more than 16 children) have an index
 END = -1  # stands behind every text
+BLOCK_BITS = 6
+BLOCK = 1 << BLOCK_BITS  # tokens; texts begin at multiples, so that a position tells its text
 
 
 class Store(NamedTuple):
@@ -56,11 +58,16 @@ class Store(NamedTuple):
 
 def new_store(num_tokens: int, num_nodes: int, num_rows: int) -> Store:
     """Memory for so many tokens, nodes and rows. It is not touched before it is used, so large numbers cost nothing."""
-    heads = np.full(NUM_HEADS, -1, np.int64)
-    heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE, CHANGES]] = 0
-    return Store(
-        np.empty(num_tokens, np.int32), np.empty((num_nodes, 8), np.int32), np.empty(num_rows * ROW, np.int32), heads
-    )
+    memory = np.empty(num_tokens, np.int32), np.empty((num_nodes, 8), np.int32), np.empty(num_rows * ROW, np.int32)
+    store = Store(*memory, np.empty(NUM_HEADS, np.int64))
+    clear_store(store)
+    return store
+
+
+def clear_store(store: Store) -> None:
+    """Forgets all trees."""
+    store.heads[:] = -1
+    store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE]] = 0
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -130,7 +137,6 @@ def free_tree(s, root):
             if child >= 0:
                 stack.append(child)
         _free_node(s, node)
-    s.heads[CHANGES] += 1
 
 
 # --- Children --------------------------------------------------------------------------------------------------------
@@ -408,7 +414,6 @@ def finish(s, root, points, num_points, end):
         if offset > 0:
             node = _split(s, node, i, offset, end, node == root)
         s.nodes[node, ENDED] += 1
-    s.heads[CHANGES] += 1
 
 
 @compiled
@@ -469,7 +474,6 @@ def remove(s, root, start, end, max_depth):
             s.nodes[node, ENDED] -= 1
         for step in range(steps, 0, -1):
             _tidy(s, path[step - 1], path[step], start, end)
-    s.heads[CHANGES] += 1
 
 
 @compiled

@@ -5,11 +5,12 @@ import json
 import os
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 from transformers.utils.logging import tqdm
 
 from ..checks import is_integer
@@ -28,14 +29,34 @@ from .suffix_batch import (
     new_slots,
 )
 from .suffix_corpus import SuffixCorpus, read, split
-from .suffix_draft import MAX_EXPANDED, MAX_MATCH, MAX_TREES, Model, Scratch, new_model, new_scratch
+from .suffix_draft import MAX_EXPANDED, MAX_MATCH, MAX_TREES, Model, Scratch, log_odds, new_model, new_scratch
 from .suffix_store import free_tree, insert, move_tree, new_node
-
-logger = logging.get_logger(__name__)
 
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _NUM_PENDING = 64
+_MOST_BYTES = 2**32
 _LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
+
+
+@dataclass
+class _Request:
+    """
+    A running request.
+
+    Args:
+        slot (`int`): Its line of all arrays.
+        start, size (`int`): Place of its text.
+        room (`int`): Tokens that may still be added there.
+        references (list): Places and lengths of its reference texts.
+    """
+
+    slot: int
+    namespace: Hashable
+    start: int
+    size: int
+    prompt_len: int
+    room: int
+    references: list[tuple[int, int]] = field(default_factory=list)
 
 
 class SuffixTreeCandidates(TreeCandidateGenerator):
@@ -50,7 +71,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
     calibrated.
 
     Args:
-        max_bytes (`int`): Bound on the memory of all trees; the outputs unused for longest are forgotten first.
+        max_bytes (`int`): Bound on the memory of all trees, at most 2**32; the outputs unused for longest are forgotten
+            first. What was learnt takes 50 kB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
         num_nodes (`int`): Nodes per draft where the caller names no number.
@@ -76,6 +98,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         factor: float = 4.0,
         offset: float = 0.0,
     ):
+        if is_integer(max_bytes) and max_bytes > _MOST_BYTES:
+            raise ValueError(f"`max_bytes` must be at most {_MOST_BYTES}, got {max_bytes}: places are 32-bit numbers.")
         for name, value, least in (
             ("max_bytes", max_bytes, 1),
             ("max_depth", max_depth, 2),
@@ -98,19 +122,16 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
         self._model = new_model()
-        self._lines: dict[Hashable, int] = {"": 0}  # of the model, by namespace
+        self._lines: dict[Hashable, int] = {}  # of the model, by namespace
+        self._free_lines = [0]
         self._slots, self._scratch = new_slots(8, max_depth, _NUM_PENDING), new_scratch(8)
         self._free_slots = list(range(8))
-        self._slot_of: dict[Hashable, int] = {}
-        self._regions: dict[int, list[tuple[int, int]]] = {}  # per slot, places and sizes of texts; its own comes first
-        self._room: dict[int, int] = {}  # per slot, tokens until its own text outgrows its place
+        self._requests: dict[Hashable, _Request] = {}
+        self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}
         self._memory = _row_memory(16)
         settings = [max_match, min_probability, chains, *_LEARNING, max_depth, _NUM_PENDING]
         self._settings = np.array([*settings, scoring == "counts", factor, offset], np.float64)
         self._refresh()
-        self._prompt_ends: dict[int, int] = {}
-        self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}
-        self._namespaces: dict[int, Hashable] = {}
 
     # The contract
 
@@ -132,6 +153,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         """
         if len(reads) > MAX_TREES - 2:
             raise ValueError(f"A request may read {MAX_TREES - 2} further namespaces, got {len(reads)}.")
+        for name in (namespace, *reads):
+            hash(name)  # raises TypeError now, not in the middle of `start`
         with self._lock:
             self._assigned[request_id] = namespace, tuple(reads), [_checked(text) for text in references]
 
@@ -139,29 +162,26 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         tokens = _checked(prompt)
         with self._lock:
             namespace, reads, references = self._assigned.pop(request_id, ("", (), []))
-            if request_id in self._slot_of:
+            if request_id in self._requests:
                 raise ValueError(f"Request {request_id!r} has been started already.")
-            corpus = self._corpus
-            if not corpus.has_room(len(tokens) + sum(map(len, references)) + 2 * _NUM_PENDING):
+            corpus, size = self._corpus, len(tokens) + 4 * _NUM_PENDING
+            if not corpus.make_room(size, *map(len, references)):
                 raise MemoryError(f"The prompt does not fit into `max_bytes={corpus.max_bytes}`.")
-            slot = self._take_slot()
-            self._slot_of[request_id], self._namespaces[slot] = slot, namespace
+            line = self._line(namespace)
+            request = _Request(self._take_slot(), namespace, corpus.allocate(size), size, len(tokens), size)
+            self._requests[request_id] = request
+            corpus.reserved += size
             root = new_node(corpus.store, 0, 0)
             trees = [root, *(corpus.root(name) for name in (namespace, *reads))]
-            self._slots.trees[slot] = trees + [-1] * (MAX_TREES - len(trees))
-            self._regions[slot] = []
-            size = len(tokens) + 4 * _NUM_PENDING
-            self._regions[slot].append((corpus.allocate(size), size))
-            self._room[slot] = size - len(tokens)
+            self._slots.trees[request.slot] = trees + [-1] * (MAX_TREES - len(trees))
+            self._slots.state[request.slot] = request.start, request.start, 0, 0, line
+            self._slots.points[request.slot, 0] = root, 0
+            self._scratch.sizes[request.slot] = 0
             for text in references:
-                self._regions[slot].append((corpus.allocate(len(text)), len(text)))
-                insert(corpus.store, root, self._regions[slot][-1][0], text, corpus.max_depth)
-            start = self._regions[slot][0][0]
-            self._slots.state[slot] = start, start, 0, 0, self._line(namespace)
-            self._slots.points[slot, 0] = root, 0
-            self._scratch.sizes[slot] = 0
-            grow(corpus.store, self._slots, slot, tokens)
-            self._prompt_ends[slot] = len(tokens)
+                request.references.append((corpus.allocate(len(text)), len(text)))
+                insert(corpus.store, root, request.references[-1][0], text, corpus.max_depth)
+            self._use(request, len(tokens))
+            grow(corpus.store, self._slots, request.slot, tokens)
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         with self._lock:
@@ -170,7 +190,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
                 self._memory = _row_memory(2 * num_rows)
             rows, limits, sizes = (array[:num_rows] for array in self._memory)
             for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
-                rows[row], limits[row] = self._slot_of[name], limit
+                rows[row], limits[row] = self._requests[name].slot, limit
             tokens, parents = np.empty((num_rows, MAX_EXPANDED), np.int64), np.empty((num_rows, MAX_EXPANDED), np.int64)
             probs = np.empty((num_rows, MAX_EXPANDED), np.float32)
             draft_batch(self._views, self._settings, self._corpus.clock, rows, limits, tokens, parents, probs, sizes)
@@ -188,12 +208,31 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         with self._lock:
-            slot = self._slot_of[request_id]
-            self._room[slot] -= len(tokens)
-            if self._room[slot] < 0:
-                self._enlarge(slot)
+            request = self._requests[request_id]
+            self._use(request, len(tokens))
             for first in range(0, len(tokens), _NUM_PENDING):
-                self._append(slot, tokens[first : first + _NUM_PENDING])
+                self._append(request.slot, tokens[first : first + _NUM_PENDING])
+
+    def _use(self, request: "_Request", num_tokens: int) -> None:
+        """Takes so many tokens' room of the request's place, or moves its text to a larger one."""
+        if request.room < num_tokens:
+            self._enlarge(request, num_tokens)
+        request.room -= num_tokens
+        self._corpus.reserved -= num_tokens
+
+    def _enlarge(self, request: "_Request", num_tokens: int) -> None:
+        self._absorb(request.slot)
+        corpus, state = self._corpus, self._slots.state[request.slot]
+        size = 2 * request.size + num_tokens
+        if not corpus.make_room(size):
+            raise MemoryError(f"The text does not fit into `max_bytes={corpus.max_bytes}` any more.")
+        start = corpus.allocate(size)
+        move_tree(corpus.store, int(self._slots.trees[request.slot, 0]), request.start, int(state[END]), start)
+        state[[START, END]] += start - request.start
+        corpus.release(request.start, request.size)
+        corpus.reserved += size - request.size
+        request.room += size - request.size
+        request.start, request.size = start, size
 
     def _append(self, slot: int, tokens: np.ndarray) -> None:
         """The tokens join the tree with the next draft, which saves a compiled call, or when there are too many."""
@@ -212,63 +251,52 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             corpus.owners, corpus.used, corpus.clock,
         )  # fmt: skip
 
-    def _enlarge(self, slot: int) -> None:
-        """Moves a request's text to a larger place."""
-        self._absorb(slot)
-        corpus, state = self._corpus, self._slots.state[slot]
-        (old, size), *others = self._regions[slot]
-        if not corpus.has_room(2 * size):
-            raise MemoryError(f"The text does not fit into `max_bytes={corpus.max_bytes}` any more.")
-        new = corpus.allocate(2 * size)
-        move_tree(corpus.store, int(self._slots.trees[slot, 0]), old, int(state[END]), new)
-        state[[START, END]] += new - old
-        corpus.release(old, size)
-        self._regions[slot] = [(new, 2 * size), *others]
-        self._room[slot] += size
-
     def stop(self, request_id: Hashable) -> None:
         with self._lock:
             self._assigned.pop(request_id, None)
-            slot = self._slot_of.pop(request_id, None)
-            if slot is None:
+            request = self._requests.pop(request_id, None)
+            if request is None:
                 return
-            self._absorb(slot)
-            start, end = self._slots.state[slot, [START, END]].tolist()
-            first = max(self._prompt_ends.pop(slot) - _PROMPT_TAIL, 0)
-            output = self._corpus.store.text[start + first : end].copy()
-            is_empty = end - start - first <= min(_PROMPT_TAIL, first)
-            namespace = self._namespaces.pop(slot)
-            free_tree(self._corpus.store, int(self._slots.trees[slot, 0]))
-            for region in self._regions.pop(slot):
-                self._corpus.release(*region)
-            del self._room[slot]
-            self._free_slots.append(slot)
-            if self.keep_outputs and not is_empty:
-                self._keep(output, namespace)
+            self._absorb(request.slot)
+            corpus, end = self._corpus, int(self._slots.state[request.slot, END])
+            answer = request.start + request.prompt_len
+            output = corpus.store.text[max(answer - _PROMPT_TAIL, request.start) : end].copy()
+            free_tree(corpus.store, int(self._slots.trees[request.slot, 0]))
+            self._slots.trees[request.slot] = -1
+            for place in [(request.start, request.size), *request.references]:
+                corpus.release(*place)
+            corpus.reserved -= request.room
+            self._free_slots.append(request.slot)
+            if self.keep_outputs and end > answer:
+                self._keep(output, request.namespace)
 
     def _keep(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
         used = self._corpus.used
-        number = self._corpus.add(tokens, namespace)
-        if self._corpus.used is not used:
-            self._refresh()
-        return number
+        try:
+            return self._corpus.add(tokens, namespace)
+        finally:
+            if self._corpus.used is not used:
+                self._refresh()
 
     def _take_slot(self) -> int:
         if not self._free_slots:
             num_slots = len(self._slots.state)
-            self._slots = Slots(*_doubled(self._slots, new_slots(num_slots, self._corpus.max_depth, _NUM_PENDING)))
-            self._scratch = Scratch(*_doubled(self._scratch, new_scratch(num_slots)))
-            self._free_slots = list(range(num_slots, 2 * num_slots))
+            slots = Slots(*_doubled(self._slots, new_slots(num_slots, self._corpus.max_depth, _NUM_PENDING)))
+            scratch = Scratch(*_doubled(self._scratch, new_scratch(num_slots)))
+            self._slots, self._scratch = slots, scratch
             self._refresh()
+            self._free_slots = list(range(num_slots, 2 * num_slots))
         return self._free_slots.pop()
 
     def _line(self, namespace: Hashable) -> int:
         """The namespace's line of the model; a new one begins with nothing learnt."""
         if namespace not in self._lines:
-            self._lines[namespace] = len(self._lines)
-            if self._lines[namespace] == len(self._model.cells):
-                self._model = Model(*_doubled(self._model, new_model(len(self._model.cells))))
+            if not self._free_lines:
+                num_lines = len(self._model.cells)
+                self._model = Model(*_doubled(self._model, new_model(num_lines)))
                 self._refresh()
+                self._free_lines = list(range(num_lines, 2 * num_lines))
+            self._lines[namespace] = self._free_lines.pop()
         return self._lines[namespace]
 
     # Earlier outputs
@@ -294,6 +322,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         Adds finished outputs, as token ids. Returns a number for each, by which `remove_output` knows it (None: it is
         empty, or memory is full).
         """
+        hash(namespace)
         numbers = []
         for tokens in tqdm(outputs, desc="suffix tree", unit=" outputs", disable=not progress):
             checked = _checked(tokens)
@@ -325,13 +354,14 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             ValueError: while a request drafts from it.
         """
         with self._lock:
-            root = self._corpus.roots.get(namespace)
-            if any(root in self._slots.trees[slot].tolist() for slot in self._slot_of.values()):
+            root = self._corpus.roots.get(namespace, -1)
+            if root >= 0 and (self._slots.trees == root).any():
                 raise ValueError(f"Namespace {namespace!r} is in use by a running request.")
             self._corpus.remove_namespace(namespace)
-            if namespace in self._lines:
-                fresh, line = new_model(), self._lines[namespace]
-                for learnt, initial in zip(self._model, fresh):
+            line = self._lines.pop(namespace, None)
+            if line is not None:
+                self._free_lines.append(line)
+                for learnt, initial in zip(self._model, new_model()):
                     learnt[line] = initial[0]
 
     # Files
@@ -342,9 +372,11 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         loaded for the same vocabulary.
         """
         with self._lock:
-            lines = [[name, line] for name, line in self._lines.items()]
-            header = {"lines": lines, "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer)}
-            self._corpus.save(path, header, self._model._asdict())
+            header = {
+                "lines": list(self._lines.items()),
+                "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            }
+            self._corpus.save(path, header, {"cells": self._model.cells, "weights": self._model.weights})
 
     @classmethod
     def load(
@@ -365,26 +397,34 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
             raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
         source, fresh = cls(**options), new_model()
-        model = Model(*(arrays[name].copy() for name in Model._fields))
+        cells = arrays["cells"].copy()
+        model = Model(cells, log_odds(cells), arrays["weights"].copy())
         if all(learnt.shape[1:] == initial.shape[1:] for learnt, initial in zip(model, fresh)):
-            source._model, source._lines = model, {name: line for name, line in header["lines"]}
+            source._model, source._lines = model, dict(header["lines"])
+            source._free_lines = sorted(set(range(len(cells))) - set(source._lines.values()))
         source._refresh()
         texts = split(arrays["tokens"], arrays["lengths"].tolist())
         for tokens, name in zip(tqdm(texts, total=len(arrays["lengths"]), disable=not progress), arrays["namespaces"]):
-            source._keep(tokens.copy(), header["names"][name])
+            source._keep(_checked(tokens), header["names"][name])
         return source
 
     def warm_up(self) -> None:
         """Compiles everything, or loads it from numba's cache, so that no request has to wait for that."""
-        other = SuffixTreeCandidates(max_bytes=2**16, max_depth=4, max_match=2)
-        for _ in range(2):
-            other.assign("", references=[np.array([1, 2, 3])])
-            other.start("", np.array([1, 2, 1, 2]))
-            other.propose([""], [4])
-            other.observe("", np.tile([1, 2], 400))
-            other.stop("")
-        other.remove_output(1)
-        other.remove_namespace("")
+        _compile()
+
+
+@lru_cache(maxsize=1)
+def _compile() -> None:
+    source = SuffixTreeCandidates(max_bytes=2**20, max_depth=4, max_match=2)
+    for scoring in (0, 1):
+        source._settings[7] = scoring
+        source.assign("", references=[np.array([1, 2, 3])])
+        source.start("", np.array([1, 2, 1, 2]))
+        source.observe("", np.tile([1, 2], 400))
+        source.propose([""], [4])
+        source.stop("")
+    source.remove_output(1)
+    source.remove_namespace("")
 
 
 def read_texts(path: str | os.PathLike, field: str = "response") -> Iterator[str]:

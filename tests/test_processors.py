@@ -13,7 +13,15 @@ from transformers.generation import logits_process as hf
 
 from hf_smartspec import SeededGumbelLogitsProcessor
 from hf_smartspec import processors as module
-from hf_smartspec.processors import TokenPicker, add_gumbel_noise, argmax, draft_seed, gumbel_noise, row_seed
+from hf_smartspec.processors import (
+    TokenPicker,
+    add_gumbel_noise,
+    argmax,
+    draft_seed,
+    gumbel_noise,
+    row_seed,
+    top_tokens,
+)
 from hf_smartspec.request import Request
 
 VOCAB_SIZE = 50
@@ -373,3 +381,13 @@ def test_drafters_are_told_of_score_processors_only():
     given = LogitsProcessorList([*processors("several"), *processors("top_k"), Stateful()])
     names = [type(item).__name__ for item in module.score_processors(given)]
     assert names == ["TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper"]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100, 700, 1280])
+@pytest.mark.parametrize("count", [1, 3])
+def test_top_tokens_are_those_of_topk(vocab_size, count):
+    torch.manual_seed(vocab_size)
+    scores = torch.randn(50, vocab_size)
+    scores[torch.rand_like(scores) < 0.3] = -torch.inf
+    scores[:, -1] = torch.randn(50)  # behind the last whole block
+    assert torch.equal(top_tokens(scores, count), scores.topk(count).indices)

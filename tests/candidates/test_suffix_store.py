@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_smartspec.candidates.suffix_corpus import SuffixCorpus
 from hf_smartspec.candidates.suffix_store import (
+    BLOCK,
     CHILD,
     COUNT,
     END,
@@ -170,3 +172,21 @@ def test_text_without_labels_may_be_overwritten():
     insert(store, root, 10, np.array([5, 6], np.int32), 2)
     remove(store, root, 10, 12, 2)  # the latest: no child tells where else the strings are
     assert num_labels(store, root, 10, 12, 2) > 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(token_lists, st.integers(0, 9)), max_size=30), st.integers(3_000, 30_000))
+def test_freed_texts_hold_no_edges(operations, max_bytes):
+    """A corpus whose free text is overwritten after every step still counts right."""
+    corpus = SuffixCorpus(max_bytes, 8)
+    for text, choice in operations:
+        if choice < 3 and corpus.outputs:
+            corpus.remove(list(corpus.outputs)[choice % len(corpus.outputs)])
+        else:
+            corpus.add(np.array(text, np.int32), "")
+        kept = [corpus.tokens(number).tolist() for number in corpus.outputs]
+        for size, starts in corpus._free_texts.items():
+            for start in starts:
+                corpus.store.text[start * BLOCK : (start + size) * BLOCK] = 77
+        assert strings_of(corpus.store, corpus.root(""), 8) == counts_of(kept, 8)
+        assert corpus.num_bytes <= max_bytes + 32, "a root is left"

@@ -61,7 +61,7 @@ def test_nothing_is_kept_running_after_an_error(model):
 
     with pytest.raises(RuntimeError, match="broken criterion"):
         model.generate(**INPUTS, assistant="suffix", max_new_tokens=8, stopping_criteria=[broken])
-    assert not suffix_trees(model)._slot_of
+    assert not suffix_trees(model)._requests
 
 
 def test_datastore_by_path(model, tmp_path):
