@@ -1,14 +1,17 @@
 """Several sources as one: a common tree of their best continuations (SSSD, section 3.1.3), a model where these fail."""
 
 import heapq
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import LogitsProcessorList
+from transformers.utils import logging
 
 from ..tree import DraftTree
 from .base import TreeCandidateGenerator
+
+logger = logging.get_logger(__name__)
 
 _MEMORY = 0.05  # weight of the newest draft in the drafter's running mean accepted length
 
@@ -37,6 +40,7 @@ class FusedCandidates(TreeCandidateGenerator):
         calibrator (`ProbabilityCalibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
             frequencies, before discounts apply.
         min_probability (`float`): Nodes whose path has a lower probability, after all that, are not proposed.
+        vocab_size (`int`, *optional*): A source that proposes other tokens is left out, as one that raises.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class FusedCandidates(TreeCandidateGenerator):
         threshold: float | None = None,
         calibrator: ProbabilityCalibrator | None = None,
         min_probability: float = 0.05,
+        vocab_size: int | None = None,
     ):
         everyone = [*sources, *([] if drafter is None else [drafter])]
         for source in everyone:
@@ -63,7 +68,7 @@ class FusedCandidates(TreeCandidateGenerator):
             raise ValueError(f"`threshold` goes with a `drafter` and must not be negative, got {threshold!r}.")
         if not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
-        self.min_probability = min_probability
+        self.min_probability, self.vocab_size = min_probability, vocab_size
         self.sources, self.discounts = list(sources), discounts
         self.drafter, self.calibrator = drafter, calibrator
         self.default_num_nodes = max(source.default_num_nodes for source in everyone)
@@ -73,6 +78,7 @@ class FusedCandidates(TreeCandidateGenerator):
         self._mean_accepted = 1.0  # of the drafter
         self._drafts: dict[Hashable, list[DraftTree]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
+        self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
 
     @property
     def threshold(self) -> float:
@@ -81,14 +87,45 @@ class FusedCandidates(TreeCandidateGenerator):
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         for source in self._everyone:
-            source.couple(request_id, processors, seed)
+            self._tell(source, request_id, source.couple, processors, seed)
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         for source in self._everyone:
-            source.start(request_id, prompt)
+            self._tell(source, request_id, source.start, prompt)
+
+    def _tell(self, source: TreeCandidateGenerator, request_id: Hashable, call: Callable, *args: Any) -> None:
+        """One source's failure costs the request that source, not the others."""
+        if (request_id, id(source)) in self._failed:
+            return
+        try:
+            call(request_id, *args)
+        except Exception as error:
+            self._drop(source, [request_id], error)
+
+    def _drop(self, source: TreeCandidateGenerator, request_ids: Sequence[Hashable], error: Exception) -> None:
+        self._failed |= {(name, id(source)) for name in request_ids}
+        logger.warning_once(f"{type(source).__name__} failed and is left out for its requests: {error!r}")
+
+    def _ask(
+        self, source: TreeCandidateGenerator, request_ids: Sequence[Hashable], max_nodes: Sequence[int]
+    ) -> list[DraftTree]:
+        """A source's trees; empty ones where it has failed."""
+        rows = [row for row, name in enumerate(request_ids) if (name, id(source)) not in self._failed]
+        trees = [DraftTree.empty()] * len(request_ids)
+        names = [request_ids[row] for row in rows]
+        try:
+            found = source.propose(names, [max_nodes[row] for row in rows]) if rows else []
+            for tree in found:
+                tree.check_integrity(self.vocab_size or 2**31)
+        except Exception as error:
+            self._drop(source, names, error)
+            return trees
+        for row, tree in zip(rows, found):
+            trees[row] = tree
+        return trees
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        proposals = [source.propose(request_ids, max_nodes) for source in self.sources]
+        proposals = [self._ask(source, request_ids, max_nodes) for source in self.sources]
         merged = []
         for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
             self._drafts[name] = [trees[row] for trees in proposals]
@@ -97,9 +134,10 @@ class FusedCandidates(TreeCandidateGenerator):
             return merged
         weak = [row for row, tree in enumerate(merged) if tree.path_probs.sum() <= self.threshold]
         if weak:
-            trees = self.drafter.propose([request_ids[row] for row in weak], [max_nodes[row] for row in weak])
+            trees = self._ask(self.drafter, [request_ids[row] for row in weak], [max_nodes[row] for row in weak])
             for row, tree in zip(weak, trees):
-                merged[row] = self._modelled[request_ids[row]] = tree
+                if len(tree):
+                    merged[row] = self._modelled[request_ids[row]] = tree
         return merged
 
     def _merge(self, trees: Sequence[DraftTree], limit: int) -> DraftTree:
@@ -115,13 +153,15 @@ class FusedCandidates(TreeCandidateGenerator):
         if modelled is not None:
             self._mean_accepted += _MEMORY * (_num_accepted(modelled, tokens) - self._mean_accepted)
         for source in self._everyone:
-            source.observe(request_id, tokens)
+            self._tell(source, request_id, source.observe, tokens)
 
     def stop(self, request_id: Hashable) -> None:
         self._drafts.pop(request_id, None)
         self._modelled.pop(request_id, None)
         for source in self._everyone:
-            source.stop(request_id)
+            self._failed.discard((request_id, id(source)))  # those that have failed hold state too
+            self._tell(source, request_id, source.stop)
+            self._failed.discard((request_id, id(source)))
 
 
 def merge(trees: Sequence[DraftTree], discounts: Sequence[float], limit: int, least: float = 0.0) -> DraftTree:

@@ -142,7 +142,9 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGen
         return sources[0]
     with _lock:
         calibrator = _calibrators.setdefault(target, Calibrator())
-    return FusedCandidates(others, drafter=drafters[0] if drafters else None, calibrator=calibrator)
+    drafter = drafters[0] if drafters else None
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    return FusedCandidates(others, drafter=drafter, calibrator=calibrator, vocab_size=vocab_size)
 
 
 def _preset(name: str, target: PreTrainedModel) -> TreeCandidateGenerator:

@@ -145,6 +145,36 @@ def test_bad_arguments_are_refused(arguments, error, message):
         FusedCandidates(**arguments)
 
 
+class Broken(Scripted):
+    def __init__(self, where):
+        super().__init__(DraftTree.chain([999]) if where == "tokens" else DraftTree.chain([3], [0.9]))
+        self.where = where
+
+    def propose(self, request_ids, max_nodes):
+        if self.where == "propose":
+            raise RuntimeError("broken")
+        return super().propose(request_ids, max_nodes)
+
+    def observe(self, request_id, tokens):
+        if self.where == "observe":
+            raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "tokens"])
+@pytest.mark.parametrize("is_drafter", [False, True])
+def test_one_broken_source_leaves_the_others(where, is_drafter):
+    broken, sound = Broken(where), Scripted(DraftTree.chain([1, 2], [0.8, 0.8]))
+    options = {"drafter": broken, "threshold": 9.0} if is_drafter else {}
+    fused = FusedCandidates([sound] if is_drafter else [broken, sound], vocab_size=100, **options)
+    fused.start("a", np.array([7]))
+    fused.propose(["a"], [4])
+    fused.observe("a", np.array([1]))
+    assert fused.propose(["a"], [4])[0].tokens.tolist() == [1, 2]
+    assert ("observe", "a", 1) in sound.calls
+    fused.stop("a")
+    assert not fused._failed and broken.calls[-1] == ("stop", "a")
+
+
 def test_one_source_cannot_be_fused_with_itself():
     source = PromptLookupCandidates()
     with pytest.raises(ValueError, match="once only"):
