@@ -106,6 +106,9 @@ class Run:
     def tokenizer(self) -> None:
         path = self.args.work / "tokenizer"
         if path.exists():
+            saved = self.args.output / "target"
+            if self.args.continue_saved and self.load_tokenizer().get_vocab() != load_vocab(saved):
+                raise ValueError(f"{path} is not the tokenizer of {saved}: give another `--work` to `--continue-saved`")
             print(f"{path} exists: kept, because checkpoints depend on it")
             return
         if self.args.continue_saved:
@@ -203,6 +206,10 @@ class Run:
         save_model(model, tokenizer, args.output / name)
         write_summary(now, mix, args.work / f"{name}.json")
         print(f"{name} saved; held-out loss {report()}")
+
+
+def load_vocab(path: Path) -> dict[str, int]:
+    return AutoTokenizer.from_pretrained(path).get_vocab()
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, shape: tuple[int, ...], max_positions: int) -> LlamaForCausalLM:

@@ -1,6 +1,7 @@
 """The training script, run through its own entry point on made-up rows."""
 
 import json
+import shutil
 import signal
 import sys
 from itertools import count, islice
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
@@ -93,6 +95,43 @@ def test_all_stages_leave_models_that_the_auto_classes_load(run, tmp_path):
     assert 0 <= results["first_token_acceptance"]["all"]["acceptance"] <= 1
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [row["category"] for row in prompts] == ["math", "math"]  # the chats have several turns
+
+
+def test_training_goes_on_from_saved_models(run, script, tmp_path):
+    stages = ("--stages", "tokenizer", "target", "draft")
+    assert run(*stages, "--target-steps", "3", "--draft-steps", "3") == 0
+    before = {name: load_file(tmp_path / "models" / name / "model.safetensors") for name in ("target", "draft")}
+    tokenizer = (tmp_path / "models" / "target" / "tokenizer.json").read_text()
+
+    shutil.rmtree(tmp_path / "work")
+    tiny_rates = ("--target-lr", "1e-6", "--draft-lr", "1e-6")
+    assert run(*stages, "--continue-saved", "--target-steps", "2", "--draft-steps", "2", *tiny_rates) == 0
+    for name, weights in before.items():
+        for key, value in load_file(tmp_path / "models" / name / "model.safetensors").items():
+            torch.testing.assert_close(value, weights[key], atol=1e-3, rtol=1e-2)
+    assert (tmp_path / "models" / "target" / "tokenizer.json").read_text() == tokenizer
+
+    work = AutoTokenizer.from_pretrained(tmp_path / "work" / "tokenizer")
+    work.add_tokens(["foreign"])
+    work.save_pretrained(tmp_path / "work" / "tokenizer")
+    with pytest.raises(ValueError, match="is not the tokenizer of"):
+        run(*stages, "--continue-saved", "--target-steps", "9")
+
+
+def test_suspended_training_does_not_use_up_its_budget(run, tmp_path, monkeypatch):
+    from training import loop
+
+    clock, steps = [0.0], count(1)
+    real_step = loop.train_step
+
+    def step(*args):
+        clock[0] += 1000.0 if next(steps) == 25 else 1.0
+        return real_step(*args)
+
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(loop, "train_step", step)
+    assert run("--stages", "tokenizer", "target", "--target-steps", "30", "--target-minutes", "999") == 0
+    assert checkpoint(tmp_path, "target")["progress"]["seconds"] < 60
 
 
 def test_interrupted_training_continues_at_the_saved_step(run, script, tmp_path, monkeypatch):
