@@ -49,11 +49,23 @@ class _Growth:
     def expand(self) -> None:
         """Counts the frontier among the expanded candidates."""
         self.expanded += [node for node in self.frontier if node >= 0]
-        index = {candidate: position for position, candidate in enumerate(self.expanded)} | {-1: -1}
-        self.cached = DraftTree(
-            np.array([self.tokens[node] for node in self.expanded], np.int64),
-            np.array([index[self.parents[node]] for node in self.expanded], np.int64),
-            np.array([self.probs[node] for node in self.expanded], np.float32),
+        self.cached = self._tree_of(self.expanded)
+
+    def tree(self) -> DraftTree:
+        """The candidates of highest path probability, as many as the draft may have."""
+        nodes = list(range(len(self.tokens)))
+        if len(nodes) > self.limit:  # ties go to the earlier node: a child never outranks its parent
+            nodes = sorted(sorted(nodes, key=lambda node: -self.path_probs[node])[: self.limit])
+        return self._tree_of(nodes, torch.stack(self.distributions) if self.distributions else None)
+
+    def _tree_of(self, nodes: list[int], distributions: torch.Tensor | None = None) -> DraftTree:
+        """Some of the candidates, parents first, as a tree of their own."""
+        index = {node: position for position, node in enumerate(nodes)} | {-1: -1}
+        return DraftTree(
+            np.array([self.tokens[node] for node in nodes], np.int64),
+            np.array([index[self.parents[node]] for node in nodes], np.int64),
+            np.array([self.probs[node] for node in nodes], np.float32),
+            distributions,
         )
 
     def add_children(self, node: int, tokens: list[int], probs: list[float]) -> None:
@@ -64,15 +76,6 @@ class _Growth:
         self.probs += probs
         self.path_probs += [path_prob * prob for prob in probs]
         self.depths += [self.depths[node] + 1 if node >= 0 else 1] * len(tokens)
-
-    def tree(self) -> DraftTree:
-        tree = DraftTree(
-            np.array(self.tokens, np.int64),
-            np.array(self.parents, np.int64),
-            np.array(self.probs, np.float32),
-            torch.stack(self.distributions) if self.distributions else None,
-        )
-        return tree.most_likely(self.limit)
 
 
 class DraftModelCandidates(TreeCandidateGenerator):

@@ -63,7 +63,8 @@ class StepLayout:
         num_rows, width, num_columns: R, S and K.
         limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
         tree_pairs (`torch.Tensor` of shape `[3, P]`): ... and the (row, query, column) triples listed here.
-        query_positions (`np.ndarray` of shape `[R, S]`), key_positions (`[R, K]`): Positions, for sliding windows.
+        query_positions (`np.ndarray` of shape `[R, S]`, *optional*), key_positions (`[R, K]`): Positions, for sliding
+            windows; None where all drafts are chains, whose tokens stand in the column of their position.
         gather (`torch.Tensor` of shape `[R * S]`, *optional*): Packed index of every padded query; None where the
             packed sequence already is the padded batch.
         scatter (`torch.Tensor` of shape `[N]`, *optional*): Padded index of every packed token.
@@ -78,8 +79,8 @@ class StepLayout:
     num_columns: int
     limits: torch.Tensor
     tree_pairs: torch.Tensor | None
-    query_positions: np.ndarray
-    key_positions: np.ndarray
+    query_positions: np.ndarray | None
+    key_positions: np.ndarray | None
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
     _masks: dict = field(default_factory=dict)
@@ -102,8 +103,11 @@ class StepLayout:
         if self.tree_pairs is not None:
             visible[tuple(self.tree_pairs)] = True
         if window is not None:
-            seen = self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
-            visible &= torch.from_numpy(seen).to(visible.device)
+            if self.key_positions is None or self.query_positions is None:
+                visible &= columns >= self.limits[:, :, None] - window
+            else:
+                seen = self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
+                visible &= torch.from_numpy(seen).to(visible.device)
         if num_groups > 1:
             visible = visible.repeat_interleave(num_groups, dim=1)
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -122,23 +126,19 @@ def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
     num_columns = int(columns.max()) + 1
 
     # In chains, a token's column is its position, and it sees all columns up to its own.
-    positions, limits, pairs = columns.copy(), columns + 1, []
-    key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
-    for row, end in zip(rows, ends):
-        if row.tree.is_chain:
-            continue
-        tree, base = row.tree, row.row.length + len(row.feed)  # the tree's first column
-        depths = tree.depths + (base - 1)
-        nodes = slice(end - row.num_nodes, end)
-        positions[nodes], limits[nodes] = depths[row.first_node :], base
-        key_positions[row.row.slot, base : base + len(tree)] = depths
-        node, ancestor = np.nonzero(tree.ancestors[row.first_node :])
-        pairs.append(np.stack([np.full(len(node), row.row.slot), node + len(row.feed), ancestor + base]))
+    positions, limits, pairs = columns, columns + 1, []
+    query_positions = key_positions = None
+    if not all(row.tree.is_chain for row in rows):
+        positions = columns.copy()
+        key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
+        for row, end in zip(rows, ends):
+            if not row.tree.is_chain:
+                pairs.append(_lay_out_tree(row, slice(end - row.num_nodes, end), positions, limits, key_positions))
+        query_positions = np.zeros((num_rows, width), np.int64)
+        query_positions[slots, query] = positions
 
     padded_limits = np.ones((num_rows, width), np.int64)  # padding queries see column 0: a softmax over nothing is NaN
     padded_limits[slots, query] = limits
-    query_positions = np.zeros((num_rows, width), np.int64)
-    query_positions[slots, query] = positions
 
     gather = scatter = None
     if len(slots) != num_rows * width:
@@ -162,6 +162,18 @@ def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
         gather=gather,
         scatter=scatter,
     )
+
+
+def _lay_out_tree(
+    row: RowInput, nodes: slice, positions: np.ndarray, limits: np.ndarray, key_positions: np.ndarray
+) -> np.ndarray:
+    """Corrects the positions and limits of a row's tree nodes; returns its part of `StepLayout.tree_pairs`."""
+    slot, base = row.row.slot, row.row.length + len(row.feed)  # the tree's first column
+    depths = row.tree.depths + (base - 1)
+    positions[nodes], limits[nodes] = depths[row.first_node :], base
+    key_positions[slot, base : base + len(depths)] = depths
+    node, ancestor = np.nonzero(row.tree.ancestors[row.first_node :])
+    return np.stack([np.full(len(node), slot), node + len(row.feed), ancestor + base])
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
