@@ -19,10 +19,11 @@ class TreeCandidateGenerator(CandidateGenerator):
     A candidate source for batches of requests. Subclass it, implement `start`, `propose`, `observe` and `stop`, and
     pass an instance as `assistant=`.
 
-    The engine calls `couple` and `start` once per request, then `propose` and `observe` in turn, then `stop`; `stop`
-    comes even after an error. One source may serve several `generate` calls, so state belongs to requests; it need not
-    bear several threads at once. A source that raises, or proposes something that is no tree over the vocabulary, is
-    dropped for that request. Sources cannot make the output wrong: the target decides about every token.
+    The engine calls `assign` (if there is something to say), `couple` and `start` once per request, then `propose` and
+    `observe` in turn, then `stop`; `stop` comes even after an error. One source may serve several `generate` calls, so
+    state belongs to requests; it need not bear several threads at once. A source that raises, or proposes something
+    that is no tree over the vocabulary, is dropped for that request. Sources cannot make the output wrong: the target
+    decides about every token.
 
     Attributes:
         default_num_nodes (`int`): Nodes per row where the caller names no number.
@@ -35,6 +36,24 @@ class TreeCandidateGenerator(CandidateGenerator):
         Tells how the request's target picks: through which processors, and with which noise (`seed`; None: greedy).
         A source that can make use of it proposes the tokens that the *noisy* target would pick; by default, nothing
         happens.
+        """
+
+    def assign(
+        self,
+        request_id: Hashable,
+        namespace: Hashable = "",
+        reads: Sequence[Hashable] = (),
+        references: Sequence[np.ndarray] = (),
+    ) -> None:
+        """
+        Says, before `start` and only where a caller asked for it, what a request drafts from beside its own text. By
+        default, nothing happens.
+
+        Args:
+            namespace (`Hashable`): Whose outputs it drafts from, and which its own output joins.
+            reads (sequence of `Hashable`): Further namespaces that it drafts from.
+            references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as
+                a file to be edited, a predicted output or retrieved passages. They feed this request only.
         """
 
     @abstractmethod

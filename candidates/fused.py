@@ -85,6 +85,16 @@ class FusedCandidates(TreeCandidateGenerator):
         """τ: the SCORE up to which the drafter speaks, in tokens."""
         return self._mean_accepted if self._fixed_threshold is None else self._fixed_threshold
 
+    def assign(
+        self,
+        request_id: Hashable,
+        namespace: Hashable = "",
+        reads: Sequence[Hashable] = (),
+        references: Sequence[np.ndarray] = (),
+    ) -> None:
+        for source in self._everyone:
+            self._tell(source, request_id, source.assign, namespace, reads, references)
+
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         for source in self._everyone:
             self._tell(source, request_id, source.couple, processors, seed)

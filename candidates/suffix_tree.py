@@ -142,15 +142,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         reads: Sequence[Hashable] = (),
         references: Sequence[np.ndarray] = (),
     ) -> None:
-        """
-        Says, before `start`, what a request drafts from beside its own text.
-
-        Args:
-            namespace (`Hashable`): Whose outputs it drafts from, and which its own output joins.
-            reads (sequence of `Hashable`): Up to two further namespaces that it drafts from.
-            references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as
-                a file to be edited, a predicted output or retrieved passages. They feed this request only.
-        """
+        """See `TreeCandidateGenerator.assign`; a request may read two further namespaces."""
         if len(reads) > MAX_TREES - 2:
             raise ValueError(f"A request may read {MAX_TREES - 2} further namespaces, got {len(reads)}.")
         for name in (namespace, *reads):

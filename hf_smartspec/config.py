@@ -1,12 +1,14 @@
 """What `assistant=` may be, and the options that go with it."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
@@ -48,6 +50,11 @@ class SmartSpecConfig:
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
             same distribution; draft models only).
         policy (`LengthPolicy`, *optional*): How much to speculate, in place of `num_nodes`.
+        namespace (`str`): For suffix trees: whose outputs are drafted from and joined. Tenants that must not see one
+            another's text in drafts get different ones.
+        reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
+        references (sequence of sequences of `int`): For suffix trees: token ids of texts that the answers are likely to
+            repeat (a file to be edited, a predicted output, retrieved passages). They feed this call only.
     """
 
     assistant: Any = "prompt_lookup"
@@ -55,6 +62,9 @@ class SmartSpecConfig:
     width: int = 1
     verification: str = "coupled"
     policy: LengthPolicy | None = None
+    namespace: str = ""
+    reads: Sequence[str] = ()
+    references: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         if self.verification not in METHODS:
@@ -73,6 +83,14 @@ class SmartSpecConfig:
                 f"`width={self.width}` has an effect on draft models verified by 'coupled' only. Leave it out, or give "
                 "it to the source itself."
             )
+        if not isinstance(self.namespace, str) or isinstance(self.reads, str) or len(self.reads) > 2:
+            raise ValueError(
+                f"`namespace` must be a string and `reads` a list of at most two, got {self.namespace!r} and "
+                f"{self.reads!r}."
+            )
+        for text in self.references:
+            if isinstance(text, str) or not all(is_integer(token) and token >= 0 for token in text):
+                raise TypeError("`references` must be lists of token ids: pass `tokenizer(text).input_ids`.")
         if isinstance(self.assistant, SmartSpecConfig):
             raise TypeError("`assistant` of a SmartSpecConfig must not be a SmartSpecConfig itself.")
 
@@ -91,6 +109,14 @@ class SmartSpecConfig:
                 "draft model, or use the default `verification='coupled'`."
             )
         return source
+
+    @property
+    def assignment(self) -> dict[str, Any]:
+        """Arguments of `TreeCandidateGenerator.assign`; empty where nothing was asked for."""
+        if not (self.namespace or self.reads or self.references):
+            return {}
+        references = [np.array(text, np.int64) for text in self.references]
+        return {"namespace": self.namespace, "reads": tuple(self.reads), "references": references}
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy:
         if self.policy is not None:

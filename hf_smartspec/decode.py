@@ -122,6 +122,7 @@ def decode(
         vocab_size=text_config.vocab_size,
         keeps_cache=generation_config.return_dict_in_generate or gives_back,
         num_positions=getattr(text_config, "max_position_embeddings", None),
+        assignment=config.assignment,
     )
     with torch.no_grad():
         engine.run()

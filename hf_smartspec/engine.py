@@ -46,6 +46,7 @@ class Engine:
         policy (`LengthPolicy`): Says how many nodes are drafted and verified.
         vocab_size (`int`): Draft tokens must lie below.
         keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
+        assignment (`dict`, *optional*): What every request draws on: arguments of `source.assign`.
         num_positions (`int`, *optional*): Positions that the target knows; texts may outgrow them, drafts must not.
     """
 
@@ -60,10 +61,11 @@ class Engine:
         vocab_size: int,
         keeps_cache: bool = False,
         num_positions: int | None = None,
+        assignment: dict[str, Any] | None = None,
     ):
         self.forward, self.batch, self.picker, self.pick = forward, batch, picker, pick
         self.source, self.policy, self.vocab_size = source, policy, vocab_size
-        self.keeps_cache, self.num_positions = keeps_cache, num_positions
+        self.keeps_cache, self.num_positions, self.assignment = keeps_cache, num_positions, assignment
         self.statistics = GenerationStatistics()
         self._has_warned = False
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
@@ -266,6 +268,8 @@ class Engine:
 
     def _start_source(self, request: Request) -> None:
         request.is_known_to_source = True
+        if self.assignment:
+            self.source.assign(request.request_id, **self.assignment)
         self.source.couple(request.request_id, self.picker.processors, request.seed)
         self.source.start(request.request_id, request.prompt)
 

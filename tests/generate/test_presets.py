@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_smartspec
+from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates
 from hf_smartspec.config import suffix_trees
 
@@ -90,3 +91,40 @@ def test_unusable_datastores_are_refused_before_any_work(model, tmp_path):
         generate(tmp_path / "large")
     with pytest.raises(ValueError, match="a vocabulary of 200 tokens"):
         model.generate(**INPUTS, assistant=DatastoreCandidates(large), max_new_tokens=4)
+
+
+def test_references_help_their_call_only(model):
+    arguments = INPUTS | {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
+    plain = model.generate(**arguments)
+    texts = [row.tolist() for row in plain.sequences[:, 5:]]
+    accepted = []
+    for references in ([], texts, []):
+        source = SuffixTreeCandidates(keep_outputs=False)
+        output = model.generate(**arguments, assistant=SmartSpecConfig(source, references=references))
+        assert torch.equal(output.sequences, plain.sequences)
+        accepted.append(output.statistics.accepted_tokens)
+    assert accepted[0] == accepted[2] < accepted[1] - 20
+
+
+def test_namespaces_are_kept_apart(model):
+    arguments = INPUTS | {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
+
+    def accepted(**options):
+        output = model.generate(**arguments, assistant=SmartSpecConfig("suffix", **options))
+        return output.statistics.accepted_tokens
+
+    first = accepted(namespace="a")
+    assert accepted(namespace="b") == first, "nothing is known of a"
+    assert accepted(namespace="a") > first + 20
+    assert accepted(namespace="c", reads=["a"]) > first + 20
+
+
+def test_bad_assignments_are_refused(model):
+    for options, error, match in (
+        ({"references": ["text"]}, TypeError, "lists of token ids"),
+        ({"reads": ["a", "b", "c"]}, ValueError, "at most two"),
+        ({"reads": "ab"}, ValueError, "at most two"),
+        ({"namespace": 3}, ValueError, "must be a string"),
+    ):
+        with pytest.raises(error, match=match):
+            SmartSpecConfig("suffix", **options)
