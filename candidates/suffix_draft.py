@@ -157,6 +157,20 @@ def locate(s, root, first, end):
 
 
 @compiled
+def place_of(s, trees, t, points, end, depth):
+    """
+    Where the last `depth` tokens before `end` stand in tree `t`: (whether they do, node, child code, offset). In the
+    text's own tree, its points tell; in others they are looked up.
+    """
+    if t > 0:
+        return locate(s, trees[t], end - depth, end)
+    node, offset, i = _settle(s, trees[0], points[depth, 0], points[depth, 1], end)
+    points[depth, 0], points[depth, 1] = node, offset
+    child = s.rows[(s.nodes[node, KIDS] + i) * ROW + CHILD] if offset > 0 else np.int32(-1)
+    return True, node, child, offset
+
+
+@compiled
 def _support(s, node, child, offset):
     """How many occurrences of a place's string go on."""
     if offset == 0:
@@ -194,16 +208,9 @@ def _root_places(s, trees, points, num_points, start, end, max_match, found, dra
         first = max_match  # lengths fall: the context of d tokens stands in line max_match - d
         if trees[t] >= 0:
             for depth in range(1, min(num_points if t == 0 else end - start, max_match) + 1):
-                child = -1
-                if t == 0:
-                    node, offset, i = _settle(s, trees[0], points[depth, 0], points[depth, 1], end)
-                    points[depth, 0], points[depth, 1] = node, offset
-                    if offset > 0:
-                        child = s.rows[(s.nodes[node, KIDS] + i) * ROW + CHILD]
-                else:
-                    is_found, node, child, offset = locate(s, trees[t], end - depth, end)
-                    if not is_found:
-                        break
+                is_found, node, child, offset = place_of(s, trees, t, points, end, depth)
+                if not is_found:
+                    break
                 first = max_match - depth
                 found[first, 0], found[first, 1] = node, child
                 found[first, 2], found[first, 3] = offset, depth

@@ -3,8 +3,8 @@
 import numpy as np
 
 from .compiled import compiled
-from .suffix_draft import MAX_EXPANDED, MAX_TREES, locate
-from .suffix_store import CHILD, COUNT, ENDED, KIDS, LABEL, LEN, NUM, ROW, TOTAL, _settle
+from .suffix_draft import MAX_EXPANDED, MAX_TREES, place_of
+from .suffix_store import CHILD, COUNT, ENDED, KIDS, LABEL, LEN, NUM, ROW, TOTAL
 
 _QUEUE = 4 * MAX_EXPANDED
 
@@ -23,16 +23,9 @@ def draft_by_score(s, trees, points, num_points, start, end, limit, settings, to
         if trees[t] < 0:
             continue
         for length in range(1, min(num_points if t == 0 else end - start, int(settings[0])) + 1):
-            child = -1
-            if t == 0:
-                node, offset, i = _settle(s, trees[0], points[length, 0], points[length, 1], end)
-                points[length, 0], points[length, 1] = node, offset
-                if offset > 0:
-                    child = s.rows[(s.nodes[node, KIDS] + i) * ROW + CHILD]
-            else:
-                is_found, node, child, offset = locate(s, trees[t], end - length, end)
-                if not is_found:
-                    break
+            is_found, node, child, offset = place_of(s, trees, t, points, end, length)
+            if not is_found:
+                break
             size = min(limit, MAX_EXPANDED - 1, int(settings[8] * length + settings[9]))
             num, score = _expand(
                 s, node, child, offset, size, settings[1], settings[2] > 0, trial_tokens, trial_parents, trial_probs
