@@ -52,13 +52,9 @@ class DatastoreCandidates(TreeCandidateGenerator):
     drafts are ratios of counts: how often the node followed its parent. The best `max_nodes` nodes are proposed, best
     first.
 
-    Takes about 20 microseconds per row, and keeps no state but the last tokens. Does not know the request's own text:
+    Keeps no state but the last tokens. Does not know the request's own text:
     combine it with a source that does. Drafts with ids beyond the target's vocabulary are dropped by the engine, but
     ids that mean something else there just never come true: pass `tokenizer` to be told.
-
-    The defaults did as well as any where 400 answers to held-out questions were read against 40 M tokens of other texts
-    of their kinds: 2.20 tokens per step with 16 nodes. Intervals matter: the first 100 continuations give 1.99, and
-    the first 5,000 of the longest match only, as in REST, 2.11.
 
     Args:
         datastore (`Datastore`, `str` or `os.PathLike`): The text, or the file where it lies (see `build_datastore`).

@@ -121,7 +121,6 @@ def _free_node(s, node):
     if s.nodes[node, INDEX] >= 0:
         _free_block(s, s.nodes[node, INDEX], s.nodes[node, CLASS] - 1)
     s.nodes[node, LABEL] = s.heads[NODES_FREE]
-    s.nodes[node, KIDS] = -2  # so that a freed node is recognised
     s.heads[NODES_FREE] = node
     s.heads[NODES_LIVE] -= 1
 

@@ -1,10 +1,8 @@
 """Drafts from suffix trees over a request's own text and earlier outputs (SuffixDecoding, Oliaro et al., 2024)."""
 
-import gzip
-import json
 import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -118,7 +116,6 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         if not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
         self.default_num_nodes, self.keep_outputs = num_nodes, keep_outputs
-        self.max_match, self.min_probability, self.chains = max_match, min_probability, chains
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
         self._model = new_model()
@@ -205,14 +202,14 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             for first in range(0, len(tokens), _NUM_PENDING):
                 self._append(request.slot, tokens[first : first + _NUM_PENDING])
 
-    def _use(self, request: "_Request", num_tokens: int) -> None:
+    def _use(self, request: _Request, num_tokens: int) -> None:
         """Takes so many tokens' room of the request's place, or moves its text to a larger one."""
         if request.room < num_tokens:
             self._enlarge(request, num_tokens)
         request.room -= num_tokens
         self._corpus.reserved -= num_tokens
 
-    def _enlarge(self, request: "_Request", num_tokens: int) -> None:
+    def _enlarge(self, request: _Request, num_tokens: int) -> None:
         self._absorb(request.slot)
         corpus, state = self._corpus, self._slots.state[request.slot]
         size = 2 * request.size + num_tokens
@@ -329,7 +326,9 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         namespace: Hashable = "",
         progress: bool = True,
     ) -> list[int | None]:
-        """`add_outputs` for texts, such as a column of a `datasets.Dataset` or `read_texts` of a JSON-lines file."""
+        """
+        `add_outputs` for texts, such as a column of a `datasets.Dataset`; `load_dataset("json", ...)` reads JSON lines.
+        """
         outputs = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
         return self.add_outputs(outputs, namespace, progress)
 
@@ -407,26 +406,15 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
 
 @lru_cache(maxsize=1)
 def _compile() -> None:
-    source = SuffixTreeCandidates(max_bytes=2**20, max_depth=4, max_match=2)
-    for scoring in (0, 1):
-        source._settings[7] = scoring
+    for scoring in ("learned", "counts"):
+        source = SuffixTreeCandidates(max_bytes=2**20, max_depth=4, max_match=2, scoring=scoring)
         source.assign("", references=[np.array([1, 2, 3])])
         source.start("", np.array([1, 2, 1, 2]))
         source.observe("", np.tile([1, 2], 400))
         source.propose([""], [4])
         source.stop("")
-    source.remove_output(1)
-    source.remove_namespace("")
-
-
-def read_texts(path: str | os.PathLike, field: str = "response") -> Iterator[str]:
-    """The texts under `field` of a JSON-lines file (.jsonl, .jsonl.gz); rows without one are skipped."""
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            text = json.loads(line).get(field)
-            if text:
-                yield text
+        source.remove_output(1)
+        source.remove_namespace("")
 
 
 def _row_memory(num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -128,6 +128,8 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
     assistant = config.assistant
     if isinstance(assistant, str):
         assistant = _preset(assistant, target)
+    if isinstance(assistant, SuffixTreeCandidates):
+        assistant.warm_up()  # not in the middle of decoding; compiles once per installation
     if isinstance(assistant, DatastoreCandidates):
         check_datastore(assistant.datastore, target)
     if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
@@ -194,7 +196,6 @@ def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
     with _lock:
         if model not in _suffix_trees:
             _suffix_trees[model] = SuffixTreeCandidates()
-            _suffix_trees[model].warm_up()  # not in the middle of decoding; compiles once per installation
         return _suffix_trees[model]
 
 

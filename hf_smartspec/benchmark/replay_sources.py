@@ -127,7 +127,6 @@ def hf_prompt_lookup(num_tokens: int = 10, max_ngram: int = 2) -> WrappedCandida
     return WrappedCandidates(generator)
 
 
-# Names for the command line only; a source of one's own is named by its class, "module:Class(option=value)".
 def fused(*names: str) -> FusedCandidates:
     """The named sources as one, calibrated: "fused:suffix,prompt_lookup"."""
     for name in names:
@@ -136,6 +135,7 @@ def fused(*names: str) -> FusedCandidates:
     return FusedCandidates([SOURCES[name]() for name in names], calibrator=Calibrator())
 
 
+# Names for the command line only; a source of one's own is named by its class, "module:Class(option=value)".
 SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "prompt_lookup": PromptLookupCandidates,
     "suffix": SuffixTreeCandidates,

@@ -37,8 +37,7 @@ class Calibrator:
 
     Args:
         half_life (`float`): Observed nodes of a source after which an observation counts half. Recorded text changes
-            within a file: at 20,000, prompt lookup on two text-to-SQL files stayed off by up to 0.07 (expected
-            calibration error), at 4,000 by up to 0.03.
+            within a file, so that much longer ones lag behind.
         strength (`float`): Weight of the coarser level, in observations.
 
     Example:
