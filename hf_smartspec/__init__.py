@@ -9,10 +9,12 @@ from .candidates import (
 )
 from .config import SmartSpecConfig
 from .decode import decode
+from .engine import Engine
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
 from .processors import SeededGumbelLogitsProcessor
 from .request import GenerationStatistics
+from .results import EngineOutput
 from .tree import DraftTree
 
 __version__ = "0.1.0"
@@ -21,6 +23,8 @@ __all__ = [
     "DatastoreCandidates",
     "DraftModelCandidates",
     "DraftTree",
+    "Engine",
+    "EngineOutput",
     "FixedLength",
     "GenerationStatistics",
     "LengthPolicy",

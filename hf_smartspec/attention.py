@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layout import StepLayout
+from .layout import PaddedPart, StepLayout
 
 PREFIX = "smartspec_tree_"
 
@@ -62,16 +62,25 @@ def tree_attention(
 
     num_heads, kv_heads = query.shape[1], key.shape[1]
     groups = num_heads // kv_heads
-    padded = _pad(query[0].transpose(0, 1), layout)  # [rows, width, heads, head_dim]
-    # Grouped heads become further queries of their key/value head: nothing is repeated.
-    folded = padded.unflatten(2, (kv_heads, groups)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, width*groups, d]
-    mask = layout.mask(_window(module, sliding_window), groups, query.dtype)
-    if softcap is None:
-        output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    else:
-        output = _softcapped_attention(folded, key, value, mask, softcap, scaling, dropout)
-    output = output.unflatten(2, (layout.width, groups)).transpose(1, 2).flatten(2, 3)  # [rows, width, heads, d]
-    return _unpad(output, layout)[None], None
+    window = _window(module, sliding_window)
+    packed = query[0].transpose(0, 1)  # [N, heads, head_dim]
+    outputs = []
+    for part in layout.parts:
+        padded = _pad(packed[part.tokens], part)  # [rows, width, heads, head_dim]
+        # Grouped heads become further queries of their key/value head: nothing is repeated.
+        folded = padded.unflatten(2, (kv_heads, groups)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, w*groups, d]
+        rows = slice(part.first_slot, part.first_slot + part.num_rows)
+        keys, values = key[rows, :, : part.num_columns], value[rows, :, : part.num_columns]
+        mask = part.mask(window, groups, query.dtype)
+        if softcap is None:
+            output = scaled_dot_product_attention(
+                folded, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling
+            )
+        else:
+            output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
+        output = output.unflatten(2, (part.width, groups)).transpose(1, 2).flatten(2, 3)  # [rows, width, heads, d]
+        outputs.append(_unpad(output, part))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _window(module: torch.nn.Module, argument: int | None) -> int | None:
@@ -86,17 +95,17 @@ def _window(module: torch.nn.Module, argument: int | None) -> int | None:
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
 
 
-def _pad(packed: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-    """`[N, ...]` -> `[rows, width, ...]`"""
-    if layout.gather is not None:
-        packed = packed.index_select(0, layout.gather)
-    return packed.unflatten(0, (layout.num_rows, layout.width))
+def _pad(packed: torch.Tensor, part: PaddedPart) -> torch.Tensor:
+    """`[tokens, ...]` -> `[rows, width, ...]`"""
+    if part.gather is not None:
+        packed = packed.index_select(0, part.gather)
+    return packed.unflatten(0, (part.num_rows, part.width))
 
 
-def _unpad(padded: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-    """`[rows, width, ...]` -> `[N, ...]`"""
+def _unpad(padded: torch.Tensor, part: PaddedPart) -> torch.Tensor:
+    """`[rows, width, ...]` -> `[tokens, ...]`"""
     flat = padded.flatten(0, 1)
-    return flat if layout.scatter is None else flat.index_select(0, layout.scatter)
+    return flat if part.scatter is None else flat.index_select(0, part.scatter)
 
 
 def _softcapped_attention(

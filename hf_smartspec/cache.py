@@ -55,12 +55,14 @@ class SlotLayer(CacheLayerMixin):
             flat = memory.flatten(0, 1)
             flat.index_copy_(0, targets, flat.index_select(0, sources))
 
-    def grown(self, num_slots: int, capacity: int) -> list[torch.Tensor]:
-        """Keys and values in larger memory."""
+    def moved(self, num_slots: int, capacity: int) -> list[torch.Tensor]:
+        """Keys and values of the rows in other memory."""
         memories = []
         for old in (self.keys, self.values):
             new = old.new_zeros(num_slots, capacity, *old.shape[2:])
-            new[: old.shape[0], : old.shape[1]] = old
+            for row in self.cache.rows:
+                length = row.length + row.num_nodes
+                new[row.slot, :length] = old[row.slot, :length]
             memories.append(new)
         return memories
 
@@ -109,10 +111,10 @@ class SlotCache(Cache):
 
     def add(self) -> CacheRow:
         """A new empty row."""
+        if len(self.rows) == self.num_slots:
+            self._resize(2 * self.num_slots, self.capacity)
         row = CacheRow(slot=len(self.rows))
         self.rows.append(row)
-        if len(self.rows) > self.num_slots:
-            self._resize(max(len(self.rows), 2 * self.num_slots), self.capacity)
         return row
 
     def remove(self, row: CacheRow) -> None:
@@ -138,14 +140,37 @@ class SlotCache(Cache):
         self.rows[row.slot], self.rows[other.slot] = other, row
         row.slot, other.slot = other.slot, row.slot
 
+    def compact(self, rows: Sequence[CacheRow]) -> None:
+        """Moves the given rows, which are to run next, into the first slots."""
+        wanted = set(rows)
+        others = [row for row in self.rows[: len(rows)] if row not in wanted]
+        for row in rows:
+            if row.slot >= len(rows):
+                self.swap(row, others.pop())
+
     def reserve(self, num_columns: int) -> None:
         """Makes room for rows of `num_columns` tokens; grows by half at least, so that copies stay rare."""
         if num_columns > self.capacity:
             self._resize(self.num_slots, max(num_columns, self.capacity + self.capacity // 2))
 
+    def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
+        """Copies the first `length` tokens of one row to another."""
+        for layer in self.layers:
+            for memory in (layer.keys, layer.values):
+                memory[target.slot, :length] = memory[source.slot, :length]
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Larger or smaller memory; the rows must fit."""
+        lengths = [row.length + row.num_nodes for row in self.rows]
+        if len(lengths) > num_slots or max(lengths, default=0) > capacity:
+            raise ValueError(
+                f"{len(lengths)} rows of up to {max(lengths)} tokens do not fit into {num_slots} x {capacity}."
+            )
+        self._resize(num_slots, capacity)
+
     def _resize(self, num_slots: int, capacity: int) -> None:
         # All memory first: whatever is missing for the last layer must not leave the first ones larger.
-        memories = [layer.grown(num_slots, capacity) if layer.is_initialized else None for layer in self.layers]
+        memories = [layer.moved(num_slots, capacity) if layer.is_initialized else None for layer in self.layers]
         for layer, memory in zip(self.layers, memories):
             if memory is not None:
                 layer.keys, layer.values = memory

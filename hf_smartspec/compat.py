@@ -4,6 +4,9 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+__all__ = ["GenerationOutput", "RequestStatus"]  # of transformers' continuous batching, whose place may change
 
 TRANSFORMERS = Version(transformers.__version__)
 TORCH = Version(torch.__version__)

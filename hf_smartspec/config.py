@@ -23,6 +23,7 @@ from .candidates import (
     WrappedCandidates,
 )
 from .candidates.base import NoCandidates
+from .candidates.tuned import TunedSource, TunedSources
 from .checks import is_integer
 from .goodput.acceptance import Calibrator
 from .goodput.selector import FixedLength, LengthPolicy
@@ -30,9 +31,14 @@ from .verify import METHODS
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _DATASTORE = "datastore:"
+_TUNED = "tuned:"
 
 # The suffix trees of every model, which remember its outputs from one call to the next.
 _suffix_trees: WeakKeyDictionary[PreTrainedModel, SuffixTreeCandidates] = WeakKeyDictionary()
+# The same with tuned options, by file, and these options.
+_tuned_trees: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[dict[str, Any], SuffixTreeCandidates]]] = (
+    WeakKeyDictionary()
+)
 _calibrators: WeakKeyDictionary[PreTrainedModel, Calibrator] = WeakKeyDictionary()  # of fused sources
 _lock = Lock()
 
@@ -43,8 +49,9 @@ class SmartSpecConfig:
     Options of speculative decoding, passed as `assistant=`.
 
     Args:
-        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "none"), a draft model, a
-            candidate source, or a list of these, which are fused.
+        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), a draft
+            model, a candidate source, or a list of these, which are fused. "tuned:PATH" is what `smartspec tune` found;
+            its suffix trees are the model's own for this file.
         num_nodes (`int`, *optional*): Draft nodes per row and step; the source's own default where not given.
         width (`int`): For draft models: 1 drafts chains, more drafts trees (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
@@ -53,8 +60,9 @@ class SmartSpecConfig:
         namespace (`str`): For suffix trees: whose outputs are drafted from and joined. Tenants that must not see one
             another's text in drafts get different ones.
         reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
-        references (sequence of sequences of `int`): For suffix trees: token ids of texts that the answers are likely to
-            repeat (a file to be edited, a predicted output, retrieved passages). They feed this call only.
+        references (sequence of sequences of `int`): For suffix trees and prompt lookup: token ids of texts that the
+            answers are likely to repeat (a file to be edited, a predicted output, retrieved passages). They feed this
+            call only.
     """
 
     assistant: Any = "prompt_lookup"
@@ -118,6 +126,12 @@ class SmartSpecConfig:
         references = [np.array(text, np.int64) for text in self.references]
         return {"namespace": self.namespace, "reads": tuple(self.reads), "references": references}
 
+    def max_nodes_for(self, source: TreeCandidateGenerator) -> int:
+        """Draft nodes per row and step, at most."""
+        if isinstance(self.policy, FixedLength):
+            return self.policy.num_nodes
+        return source.default_num_nodes if self.num_nodes is None else self.num_nodes
+
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy:
         if self.policy is not None:
             return self.policy
@@ -126,6 +140,8 @@ class SmartSpecConfig:
 
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
     assistant = config.assistant
+    if _is_tuned(assistant):
+        return _fused(replace(config, assistant=[assistant]), target)
     if isinstance(assistant, str):
         assistant = _preset(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
@@ -154,36 +170,82 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
 
 def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
     """A list of assistants as one source; a draft model among them speaks where the others have little to say."""
-    is_source = [isinstance(item, str | CandidateGenerator) for item in config.assistant]
-    widths = [1 if known else config.width for known in is_source]  # of trees, which only draft models are told
-    sources = [
-        _as_source(replace(config, assistant=item, width=width), target)
-        for item, width in zip(config.assistant, widths)
-    ]
-    drafters = [source for source in sources if isinstance(source, DraftModelCandidates)]
-    others = [source for source in sources if source not in drafters]
-    if not sources:
+    items, discounts, options = _expanded(config.assistant, target)
+    if not items:
         raise ValueError("`assistant` must name at least one source, got an empty list.")
-    if len(drafters) > 1:
-        raise ValueError(f"A list of assistants may hold one draft model, got {len(drafters)}.")
+    widths = [1 if isinstance(item, str | CandidateGenerator) else config.width for item in items]  # for draft models
+    sources = [
+        _as_source(replace(config, assistant=item, width=width, references=()), target)
+        for item, width in zip(items, widths)
+    ]
     if len(sources) == 1:
         return sources[0]
+    drafters = [source for source in sources if isinstance(source, DraftModelCandidates)]
+    if len(drafters) > 1:
+        raise ValueError(f"A list of assistants may hold one draft model, got {len(drafters)}.")
+    others = [index for index, source in enumerate(sources) if source not in drafters]
+    if not drafters:
+        options.pop("threshold", None)
     with _lock:
         calibrator = _calibrators.setdefault(target, Calibrator())
-    drafter = drafters[0] if drafters else None
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    return FusedCandidates(others, drafter=drafter, calibrator=calibrator, vocab_size=vocab_size)
+    return FusedCandidates(
+        [sources[index] for index in others],
+        [discounts[index] for index in others],
+        drafter=drafters[0] if drafters else None,
+        calibrator=calibrator if options.pop("calibrated", True) else None,
+        vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        **options,
+    )
+
+
+def _expanded(
+    assistants: Sequence[Any], target: PreTrainedModel
+) -> tuple[list[Any], list[float | Sequence[float]], dict[str, Any]]:
+    """The list with the sources of tuned files in their place, the sources' discounts, and how to fuse them."""
+    items: list[Any] = []
+    discounts: list[float | Sequence[float]] = []
+    options: dict[str, Any] = {}
+    for item in assistants:
+        if not _is_tuned(item):
+            items.append(item)
+            discounts.append(1.0)
+            continue
+        path = item.removeprefix(_TUNED)
+        tuned = TunedSources.load(path)
+        try:
+            items += [_tuned_source(source, path, target) for source in tuned.sources]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not fit: {error} Tune anew.") from error
+        options = dict(tuned.fused)
+        discounts += options.pop("discounts", [1.0] * len(tuned.sources))
+    return items, discounts, options
+
+
+def _is_tuned(assistant: Any) -> bool:
+    return isinstance(assistant, str) and assistant.startswith(_TUNED)
+
+
+def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> TreeCandidateGenerator:
+    options = dict(source.options)
+    if source.name == "datastore" and "datastore" in options:
+        return _datastore(options.pop("datastore"), **options)
+    if source.name != "suffix":
+        return source.build()
+    with _lock:
+        known = _tuned_trees.setdefault(target, {})
+        path = os.path.realpath(path)
+        if path not in known or known[path][0] != options:
+            known[path] = options, SuffixTreeCandidates(**options)
+        return known[path][1]
 
 
 def _preset(name: str, target: PreTrainedModel) -> TreeCandidateGenerator:
     if name in ("auto", "suffix"):
         return suffix_trees(target)
     if name.startswith(_DATASTORE):
-        path = name.removeprefix(_DATASTORE)
-        modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-        return DatastoreCandidates(_opened_datastore(path, modified))
+        return _datastore(name.removeprefix(_DATASTORE))
     if name not in PRESETS:
-        known = sorted([*PRESETS, "auto", "suffix", _DATASTORE + "PATH"])
+        known = sorted([*PRESETS, "auto", "suffix", _DATASTORE + "PATH", _TUNED + "PATH"])
         raise ValueError(f"Unknown `assistant` preset {name!r}; known are {known}.")
     return PRESETS[name]()
 
@@ -197,6 +259,11 @@ def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
         if model not in _suffix_trees:
             _suffix_trees[model] = SuffixTreeCandidates()
         return _suffix_trees[model]
+
+
+def _datastore(path: str, **options: Any) -> DatastoreCandidates:
+    modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+    return DatastoreCandidates(_opened_datastore(path, modified), **options)
 
 
 @lru_cache(maxsize=4)

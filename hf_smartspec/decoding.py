@@ -96,6 +96,10 @@ class DecodingBatch:
         ):
             request.stopped_at = request.num_generated
 
+    def ends_text(self, request: Request) -> bool:
+        """Whether the row's last token is an end-of-sequence token."""
+        return request.tokens[request.num_valid - 1] in self._eos
+
     def padded_batch(self, num_generated: int) -> torch.Tensor:
         """The batch after `num_generated` steps of plain decoding, `[batch_size, prompt_len + num_generated]`."""
         rows = []

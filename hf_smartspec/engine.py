@@ -1,307 +1,276 @@
-"""The decoding loop: draft, forward, verify, commit, observe."""
+"""Continuous batching: requests come and go while others run, all in one decoding loop."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
-from transformers.utils import logging
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils.logging import tqdm
 
-from .candidates.base import TreeCandidateGenerator
-from .decoding import DecodingBatch
-from .goodput.selector import LengthPolicy
-from .layout import CacheRow, RowInput
-from .processors import TokenPicker, argmax
-from .request import GenerationStatistics, Request
-from .tree import DraftTree
-
-logger = logging.get_logger(__name__)
-
-
-class ModelForward(Protocol):
-    """How the engine runs the target: `PackedForward`, or `RowwiseForward` for models it cannot serve."""
-
-    trees: bool  # whether draft trees can be verified, or chains only
-
-    def add(self) -> CacheRow: ...
-    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]: ...
-    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None: ...
-    def remove(self, row: CacheRow) -> None: ...
-    def swap(self, row: CacheRow, other: CacheRow) -> None: ...
-    def cut(self, row: CacheRow, length: int) -> None: ...
+from .call import DecodingCall
+from .checks import check_positive
+from .config import SmartSpecConfig
+from .generate import generating, run_with
+from .memory import EngineMemory
+from .packing import can_pack, can_pack_call, plain_reason
+from .prepare import prepare_call, row_seeds
+from .request import GenerationStatistics
+from .results import EngineOutput, Results, Ticket
+from .runner import EngineRunner
 
 
 class Engine:
     """
-    Decodes a batch of requests, each at its own speed, until all have stopped.
+    Serves requests with continuous batching and speculative decoding: the same tokens as `model.generate` for each by
+    itself. Its methods bear the names of transformers' `ContinuousBatchingManager`.
 
     Args:
-        forward (`ModelForward`): Runs the target model.
-        batch (`DecodingBatch`): The rows and their ends.
-        picker (`TokenPicker`): The target's logits processors.
-        pick (`Callable`): One of `verify.METHODS`: tokens `[rows]` from requests and processed scores.
-        source (`TreeCandidateGenerator`): Proposes draft trees.
-        policy (`LengthPolicy`): Says how many nodes are drafted and verified.
-        vocab_size (`int`): Draft tokens must lie below.
-        keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
-        assignment (`dict`, *optional*): What every request draws on: arguments of `source.assign`.
-        num_positions (`int`, *optional*): Positions that the target knows; texts may outgrow them, drafts must not.
+        model (`PreTrainedModel`): A decoder that follows transformers' attention interface.
+        assistant: What drafts for requests that do not say so themselves; see `SmartSpecConfig.assistant`.
+        max_batch_size (`int`): Requests that run at once.
+        max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values; half of the free memory of a GPU, a
+            quarter of that of a CPU where not given. Growing copies them, and takes their old memory besides.
+        max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
+            other requests go on decoding.
+        policy (`LengthPolicy`, *optional*): Decides how much to speculate.
+
+    Example:
+
+        >>> with hf_smartspec.Engine(model, assistant="auto") as engine:
+        ...     request_id = engine.add_request(tokenizer("def fib(n):").input_ids, max_new_tokens=64)
+        ...     output = engine.get_result(request_id)
+        >>> tokenizer.decode(output.generated_tokens)
+
+    Raises:
+        ValueError: if the model cannot be packed: `model.generate(assistant=...)` then decodes it row by row.
     """
 
     def __init__(
         self,
-        forward: ModelForward,
-        batch: DecodingBatch,
-        picker: TokenPicker,
-        pick: Callable[[Sequence[Request], torch.Tensor], list[int]],
-        source: TreeCandidateGenerator,
-        policy: LengthPolicy,
-        vocab_size: int,
-        keeps_cache: bool = False,
-        num_positions: int | None = None,
-        assignment: dict[str, Any] | None = None,
+        model: PreTrainedModel,
+        assistant: Any = "auto",
+        max_batch_size: int = 32,
+        max_kv_bytes: int | None = None,
+        max_prefill_tokens: int = 512,
+        policy: Any = None,
     ):
-        self.forward, self.batch, self.picker, self.pick = forward, batch, picker, pick
-        self.source, self.policy, self.vocab_size = source, policy, vocab_size
-        self.keeps_cache, self.num_positions, self.assignment = keeps_cache, num_positions, assignment
-        self.statistics = GenerationStatistics()
-        self._has_warned = False
-        # Without processors, noise or records, the arg max of every node at once is all there is to picking.
-        self._picks_greedily = (
-            not picker.processors and not batch.records and all(request.seed is None for request in batch.requests)
-        )
-
-    def run(self) -> None:
-        """Steps until every row has stopped."""
-        start = time.perf_counter()
-        try:
-            for request in self.batch.requests:
-                request.row = request.row or self.forward.add()
-                self._guarded(request, self._start_source, request)
-            while not self.batch.is_reported:
-                self.step()
-        finally:
-            for request in self.batch.requests:
-                self._stop_source(request)
-        self.statistics.generated_tokens = sum(request.stopped_at or 0 for request in self.batch.requests)
-        self.statistics.seconds_total = time.perf_counter() - start
-
-    def step(self) -> None:
-        """One step: rows without a draft under verification get one, and every row advances as far as it can."""
-        rows = [request for request in self.batch.active if not request.is_verifying]
-        trees = self.draft(rows)
-        self.run_model(rows, trees)
-        ended = self.verify()
-        self.commit(ended)
-        self.observe(ended)
-        self.batch.report()
-        self.release()
-
-    # 1. draft
-
-    def draft(self, rows: Sequence[Request]) -> list[DraftTree]:
-        """A tree for each row, pruned to what the policy and the length limit allow."""
-        with self._timed("seconds_draft"):
-            limits = self.policy.max_nodes(len(rows))
-            # The last token needs no draft: the target's own pick comes free.
-            if len(limits) != len(rows):
-                raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
-            wanted = {
-                request.request_id: (request, limit)
-                for request, limit in zip(rows, limits)
-                if request.is_drafting and limit > 0 and request.num_remaining != 1
-            }
-            padding = {name: item for name, item in wanted.items() if self.batch.is_padding(item[0])}
-            wanted = {name: item for name, item in wanted.items() if name not in padding}
-            proposals = self._propose(wanted) if wanted else {}
-            for name, (_, limit) in padding.items():
-                proposals[name] = DraftTree.chain([self.batch.pad_token_id] * limit)
-        with self._timed("seconds_select"):
-            trees = [proposals.get(request.request_id, DraftTree.empty()) for request in rows]
-            trees = self.policy.select(trees)
-            if len(trees) != len(rows):
-                raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
-            return [self._within_limits(request, tree) for request, tree in zip(rows, trees)]
-
-    def _propose(self, wanted: dict, first_error: Exception | None = None) -> dict:
-        """Checked proposals by request id; a source that fails is asked row by row, to spare the rows it can serve."""
-        ids, limits = list(wanted), [limit for _, limit in wanted.values()]
-        try:
-            trees = self.source.propose(ids, limits)
-            if len(trees) != len(ids):
-                raise ValueError(f"{type(self.source).__name__} returned {len(trees)} trees for {len(ids)} requests.")
-            for tree in trees:
-                tree.check_integrity(self.vocab_size)
-            return dict(zip(ids, trees))
-        except Exception as error:
-            first_error = first_error or error
-            if len(ids) == 1:
-                self._drop_source(wanted[ids[0]][0], first_error)
-                return {}
-        proposals: dict = {}
-        for request_id in ids:
-            proposals |= self._propose({request_id: wanted[request_id]}, first_error)
-        return proposals
-
-    def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
-        if not self.forward.trees:
-            tree = tree.best_chain()
-        if request.num_remaining is not None and len(tree):
-            tree = tree.keep(tree.depths < request.num_remaining)
-        # Learned position embeddings end somewhere, and plain decoding may stop just before.
-        room = len(tree) if self.num_positions is None else self.num_positions - request.length
-        if 0 <= room < len(tree):
-            tree = tree.keep(tree.depths <= room)
-        return tree
-
-    # 2. forward
-
-    def run_model(self, rows: Sequence[Request], trees: Sequence[DraftTree]) -> None:
-        """One packed forward; leaves every row with its tree and the target's logits at each node."""
-        if not rows:
-            return
-        with self._timed("seconds_forward"):
-            inputs = [RowInput(request.cache_row, request.uncached(), tree) for request, tree in zip(rows, trees)]
-            logits, offsets = self.forward.forward(inputs)
-        with self._timed("seconds_verify"):
-            picks = argmax(logits) if self._picks_greedily else []
-        for request, tree, offset in zip(rows, trees, offsets):
-            lines = slice(offset, offset + len(tree) + 1)
-            request.tree, request.cursor, request.path = tree, -1, []
-            request.logits, request.picks = logits[lines], picks[lines]
-        self.statistics.forwards += 1
-        self.statistics.steps += len(rows)
-        self.statistics.drafted_tokens += sum(map(len, trees))
-
-    # 3. verify
-
-    def verify(self) -> list[Request]:
-        """Advances rows along their trees; returns those whose path has ended."""
-        with self._timed("seconds_verify"):
-            ready = [request for request in self.batch.active if request.is_verifying]
-            if self._picks_greedily:
-                return self._verify_greedily(ready)
-            ended: list[Request] = []
-            while ready and not (self.picker.needs_lockstep and len(ready) < len(self.batch.active)):
-                tokens = self._pick_next(ready)
-                still = [request for request, token in zip(ready, tokens) if self._advance(request, token)]
-                if not self.picker.is_known:  # processors and criteria may share state: they take turns
-                    self.batch.report()
-                    still = [request for request in still if self.batch.is_active(request)]
-                ended += [request for request in ready if request not in still]
-                ready = still
-            return ended
-
-    def _verify_greedily(self, rows: list[Request]) -> list[Request]:
-        for request in rows:
-            while self._advance(request, request.picks[request.cursor + 1]):
-                pass
-        return rows
-
-    def _pick_next(self, rows: list[Request]) -> list[int]:
-        """The target's next token for each row, from its logits at the row's cursor."""
-        logits = torch.stack([request.node_logits[request.cursor + 1] for request in rows]).to(torch.float32)
-        scores = self.picker.process(rows, logits, self.batch)
-        for request, raw, line in zip(rows, logits, scores):
-            if self.batch.records_logits:
-                request.raw_logits.append(raw)
-            if self.batch.records_scores:
-                request.scores.append(line)
-        tokens = self.pick(rows, scores)
-        padding = self.batch.pad_token_id
-        return [padding if self.batch.is_padding(request) else token for request, token in zip(rows, tokens)]
-
-    def _advance(self, request: Request, token: int) -> bool:
-        """Appends the token; True if the draft holds it: the next token can then be picked from the same forward."""
-        request.append(token)
-        self.batch.check_stop(request)
-        if not self.batch.is_active(request):
-            return False
-        assert request.tree is not None, "the request has no draft under verification"
-        child = request.tree.child(request.cursor, token)
-        if child is None:
-            return False
-        request.cursor = child
-        request.path.append(child)
-        return True
-
-    # 4. commit
-
-    def commit(self, rows: Sequence[Request]) -> None:
-        """Keeps keys and values of the accepted paths."""
-        with self._timed("seconds_verify"):
-            self.forward.commit([request.cache_row for request in rows], [request.path for request in rows])
-            for request in rows:
-                self.statistics.accepted_tokens += len(request.path)
-                request.tree = request.logits = None
-
-    # 5. observe
-
-    def observe(self, rows: Sequence[Request]) -> None:
-        """Tells the source what was committed."""
-        with self._timed("seconds_observe"):
-            for request in rows:
-                end = request.stopped_at if self.batch.pads_finished else None  # behind it stands padding
-                tokens = np.array(request.tokens[request.num_observed : end], np.int64)
-                request.num_observed += len(tokens)
-                if len(tokens):
-                    self._guarded(request, self.source.observe, request.request_id, tokens)
-
-    def release(self) -> None:
-        """Rows that need no further tokens leave the first slots, so that they cost nothing."""
-        active = self.batch.active
-        beyond = [request.cache_row for request in active if request.cache_row.slot >= len(active)]
-        for request in self.batch.requests:
-            if request.row is None or request in active:
-                continue
-            request.tree = request.logits = None
-            self._stop_source(request)
-            if not self.keeps_cache:
-                self.forward.remove(request.row)
-                request.row = None
-            elif request.row.slot < len(active):
-                self.forward.swap(request.row, beyond.pop())
-
-    # Sources are guests: whatever they do wrong costs their request its drafts, nothing more.
-
-    def _start_source(self, request: Request) -> None:
-        request.is_known_to_source = True
-        if self.assignment:
-            self.source.assign(request.request_id, **self.assignment)
-        self.source.couple(request.request_id, self.picker.processors, request.seed)
-        self.source.start(request.request_id, request.prompt)
-
-    def _stop_source(self, request: Request) -> None:
-        if request.is_known_to_source:
-            request.is_known_to_source = False
-            try:
-                self.source.stop(request.request_id)
-            except Exception as error:
-                self._drop_source(request, error)
-
-    def _guarded(self, request: Request, call: Callable, *args: Any) -> None:
-        if not request.is_drafting:
-            return
-        try:
-            call(*args)
-        except Exception as error:
-            self._drop_source(request, error)
-
-    def _drop_source(self, request: Request, error: Exception) -> None:
-        request.is_drafting = False
-        if not self._has_warned:
-            logger.warning(
-                f"{type(self.source).__name__} failed and was dropped for row {request.index}, which goes "
-                f"on without speculation (further failures of this call are not reported): {error!r}"
+        for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
+            check_positive(name, value)
+        if max_kv_bytes is not None:
+            check_positive("max_kv_bytes", max_kv_bytes)
+        target: Any = generating(model)
+        self.model: PreTrainedModel = target
+        self.config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+        if not can_pack(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be packed, which an engine needs: `model.generate(assistant=...)` "
+                "decodes it row by row."
             )
-        self._has_warned = True
+        self._memory = EngineMemory(self.model, max_batch_size, max_kv_bytes)
+        self._source = self.config.source_for(self.model)
+        self._results = Results()
+        self._runner = EngineRunner(
+            self.model, self._memory, policy or self.config.policy_for(self._source), max_prefill_tokens, self._results
+        )
+        self._names = 0
+        self._lock = threading.Lock()
+
+    # Requests
+
+    def add_request(
+        self,
+        input_ids: Sequence[int] | np.ndarray | torch.Tensor,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        assistant: Any = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """
+        Queues a request; it is served in its turn, once the engine has been started.
+
+        Args:
+            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt.
+            request_id (`str`, *optional*): Its name; made up where not given.
+            streaming (`bool`): Whether outputs are handed out while it runs, too.
+            assistant (*optional*): What drafts for it, in place of the engine's: "none" for no speculation, or a
+                `SmartSpecConfig` for a bound on draft nodes or a namespace.
+            seed (`int`, *optional*): For sampling: the same tokens for the same seed.
+            kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
+                `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
+
+        Returns:
+            The name of the request.
+
+        Raises:
+            ValueError, TypeError: for arguments that cannot be served, and requests that can never fit into memory.
+            RuntimeError: if the engine has been stopped.
+        """
+        ids = _as_ids(input_ids)
+        if max_new_tokens is not None:
+            kwargs["max_new_tokens"] = max_new_tokens
+        call = self._prepare(ids, assistant, seed, kwargs)
+        request = call.requests[0]
+        self._memory.scheduler.check(self._memory.num_tokens(call))
+        if request_id is None:
+            request_id = self._new_name()
+        output = EngineOutput(request_id, request.prompt.tolist(), created_time=time.perf_counter())
+        output.statistics = call.statistics
+        self._runner.submit(Ticket(call, output, streaming))
+        return request_id
+
+    def add_requests(self, inputs: Sequence[Any], **kwargs: Any) -> list[str]:
+        """`add_request` for each of the prompts, with the same arguments."""
+        return [self.add_request(input_ids, **kwargs) for input_ids in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request early: its output is what it has got so far. Unknown and finished ones are ignored."""
+        self._runner.cancel(request_id)
+
+    def _new_name(self) -> str:
+        with self._lock:
+            self._names += 1
+            return f"req_{self._names - 1}"
+
+    def _prepare(self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any]) -> DecodingCall:
+        """The request as transformers' `generate` prepares it, ready for the loop."""
+        kwargs = {"input_ids": ids.to(self.model.device), "attention_mask": None, **kwargs}
+        kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
+        for name in ("num_return_sequences", "return_dict_in_generate", "past_key_values", "inputs_embeds"):
+            if kwargs.get(name) not in (None, 1, False):
+                raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
+        config: Any = replace(self.config, assistant=self._source, width=1) if assistant is None else assistant
+        original = MethodType(GenerationMixin.generate, self.model)
+        return run_with(self._captured, self.model, original, kwargs, config, seed)
+
+    def _captured(
+        self,
+        model: PreTrainedModel,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        assistant: Any = None,
+        seed: Any = None,
+        streamer: Any = None,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> DecodingCall:
+        """A decoding method that does not decode."""
+        reason = plain_reason(model, input_ids, generation_config, model_kwargs)
+        if reason is not None or not can_pack_call(model, input_ids, model_kwargs):
+            reason = reason or "the model's attention or these arguments cannot be packed"
+            raise ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")
+        return prepare_call(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, assistant,
+            assistant.source_for(model), row_seeds(seed, 1, generation_config.do_sample), streamer, model_kwargs,
+            forward=self._memory.forward,
+        )  # fmt: skip
+
+    # Results
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> EngineOutput | None:
+        """
+        The finished output of a request, or the next there is, which is thereby taken away. None after `timeout`
+        seconds, and if none is to come.
+        """
+        return self._results.get(request_id, timeout if self.is_running else 0)
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        """Finished outputs as they come, until every request is answered."""
+        while (output := self._results.get()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[EngineOutput]:
+        """
+        Outputs of one request, each with all tokens so far; the last one is finished. In between only if it was added
+        with `streaming=True`. A slow reader misses steps, but no tokens.
+        """
+        return self._results.stream(request_id)
+
+    def request_id_aiter(self, request_id: str) -> AsyncIterator[EngineOutput]:
+        """`request_id_iter` for `async for`."""
+        return self._results.stream_async(request_id)
+
+    def generate(self, prompts: Sequence[Any], progress_bar: bool = False, **kwargs: Any) -> list[EngineOutput]:
+        """
+        Serves a list of prompts and returns their outputs in the same order. Starts the engine for the time of the call
+        if it does not run. Interrupted, it cancels what is left.
+        """
+        was_running = self.is_running
+        names: list[str] = []
+        try:
+            names += (self.add_request(prompt, **kwargs) for prompt in prompts)
+            self.start()
+            with tqdm(total=len(names), desc="generating", unit=" requests", disable=not progress_bar) as progress:
+                outputs = []
+                for name in names:
+                    output = self._results.get(name)
+                    assert output is not None, "a request was answered to somebody else"
+                    outputs.append(output)
+                    progress.update()
+            return outputs
+        except BaseException:
+            for name in names:
+                self.cancel_request(name)
+            raise
+        finally:
+            if not was_running:
+                self.stop()
+
+    # Life
+
+    @property
+    def is_running(self) -> bool:
+        return self._runner.is_running
+
+    @property
+    def statistics(self) -> GenerationStatistics:
+        """Sums over all requests that have ended, and all steps."""
+        return self._runner.loop.statistics
+
+    def start(self) -> "Engine":
+        """Begins to serve, in a thread of its own. Again to no effect."""
+        self._runner.start()
+        return self
+
+    def stop(self, drain: bool = True, timeout: float | None = None) -> None:
+        """
+        Ends the thread: after every request has been answered (`drain`), or at once, and then the rest is cancelled;
+        also after `timeout` seconds.
+        """
+        if drain and self.is_running:
+            self._results.wait_until_answered(timeout)
+        self._runner.stop()
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
+    def pause(self) -> Iterator[None]:
+        """Nothing runs within, so that the model may be changed: requests then go on, with their text computed anew."""
+        with self._runner.paused():
             yield
-        finally:
-            setattr(self.statistics, name, getattr(self.statistics, name) + time.perf_counter() - start)
+
+    def __enter__(self) -> "Engine":
+        return self.start()
+
+    def __exit__(self, kind: Any, *details: Any) -> None:
+        self.stop(drain=kind is None)
+
+
+def _as_ids(input_ids: Any) -> torch.Tensor:
+    """A prompt as `[1, length]`, int64."""
+    ids = torch.as_tensor(input_ids)
+    if ids.dim() == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or not len(ids) or ids.dtype.is_floating_point:
+        raise ValueError(
+            f"`input_ids` must be the token ids of one prompt, of at least one token; got shape {list(ids.shape)} and "
+            f"dtype {ids.dtype}. For several prompts, use `add_requests`."
+        )
+    return ids.long()[None]

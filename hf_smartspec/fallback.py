@@ -86,8 +86,8 @@ class RowwiseForward:
         assert isinstance(row, ModelRow)
         row.kwargs.clear()
 
-    def swap(self, row: CacheRow, other: CacheRow) -> None:
-        row.slot, other.slot = other.slot, row.slot
+    def compact(self, rows: Sequence[CacheRow]) -> None:
+        """Nothing to do: every row has memory of its own."""
 
     def cut(self, row: CacheRow, length: int) -> None:
         """

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .attention import attention_configs, tree_attention_step
 from .cache import SlotCache
-from .layout import CacheRow, RowInput, build_layout
+from .layout import CacheRow, RowInput, arrange, build_layout
 
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
 
@@ -42,8 +42,8 @@ class PackedForward:
     def remove(self, row: CacheRow) -> None:
         self.cache.remove(row)
 
-    def swap(self, row: CacheRow, other: CacheRow) -> None:
-        self.cache.swap(row, other)
+    def compact(self, rows: Sequence[CacheRow]) -> None:
+        self.cache.compact(rows)
 
     def cut(self, row: CacheRow, length: int) -> None:
         """Takes a row back to its first `length` tokens."""
@@ -60,8 +60,8 @@ class PackedForward:
             Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
-        order = sorted(inputs, key=lambda item: item.row.slot)
-        order = self._run_long_feeds(order)
+        groups = arrange(self._run_long_feeds(list(inputs)))
+        order = [item for group in groups for item in group]
         self.cache.reserve(max(item.row.length + len(item.feed) + len(item.tree) for item in order))
 
         keep: list[int] = []
@@ -73,7 +73,7 @@ class PackedForward:
             end = offset + item.num_tokens
             keep += range(end - num_lines, end)
             offset = end
-        logits = self._run(order, None if len(keep) == offset else keep)
+        logits = self._run(groups, None if len(keep) == offset else keep)
         for item in order:
             item.row.length += len(item.feed)
             item.row.num_nodes = len(item.tree)
@@ -85,7 +85,7 @@ class PackedForward:
             long = [item for item in inputs if len(item.feed) > chunk]
             chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
             self.cache.reserve(max(item.row.length for item in chunks) + chunk)
-            self._run(chunks, keep=[0])
+            self._run(arrange(chunks), keep=[0])
             rest = {}
             for item in long:
                 rest[id(item)] = RowInput(item.row, item.feed[chunk:], item.tree, item.first_node)
@@ -96,12 +96,12 @@ class PackedForward:
     def _chunk(self, inputs: list[RowInput]) -> int:
         """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
         longest = max(item.row.length + len(item.feed) for item in inputs)
-        rows = inputs[-1].row.slot + 1
+        rows = max(item.row.slot for item in inputs) + 1
         return min(self.prefill_chunk, max(_MASK_SIZE // (rows * longest * self._groups), 16))
 
-    def _run(self, inputs: Sequence[RowInput], keep: list[int] | None) -> torch.Tensor:
+    def _run(self, groups: Sequence[Sequence[RowInput]], keep: list[int] | None) -> torch.Tensor:
         device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
-        layout = build_layout(inputs, device)
+        layout = build_layout(groups, device)
         self.cache.layout = layout
         index = None if keep is None else torch.from_numpy(np.array(keep)).to(device)
         kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}

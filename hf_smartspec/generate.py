@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -42,7 +43,7 @@ def enable(model: Any = None) -> Any:
         if not _is_globally_enabled():
             GenerationMixin.generate = _routed(GenerationMixin.generate)  # type: ignore[method-assign]
         return _disabling()
-    target = _generating(model)
+    target = generating(model)
     if not _is_enabled(target):
         # A `generate` set on the instance, as other patches do, stays underneath. A partial, not a bound method: only
         # partials survive pickling as an attribute of the model they are bound to.
@@ -57,7 +58,7 @@ def disable(model: Any = None) -> Any:
             _, previous = getattr(GenerationMixin.generate, _PREVIOUS)
             GenerationMixin.generate = previous  # type: ignore[method-assign]
         return None
-    target = _generating(model)
+    target = generating(model)
     if _is_enabled(target):
         previous = vars(target).pop("generate").args[1]
         if previous is not None:
@@ -68,7 +69,7 @@ def disable(model: Any = None) -> Any:
 @contextmanager
 def enabled(model: Any = None) -> Iterator[Any]:
     """`enable` for the duration of a `with` block; what was enabled before stays so."""
-    was_enabled = _is_enabled(_generating(model)) if model is not None else _is_globally_enabled()
+    was_enabled = _is_enabled(generating(model)) if model is not None else _is_globally_enabled()
     enable(model)
     try:
         yield model
@@ -85,7 +86,7 @@ def _disabling() -> Iterator[None]:
         disable()
 
 
-def _generating(model: Any) -> GenerationMixin:
+def generating(model: Any) -> GenerationMixin:
     if not isinstance(model, GenerationMixin) and hasattr(model, "get_base_model"):
         model = model.get_base_model()  # PEFT's wrappers pass `generate` on to the model inside
     if not isinstance(model, GenerationMixin):
@@ -136,13 +137,23 @@ def _route(
         if seed is not None:
             kwargs["seed"] = seed  # transformers says that it does not know it
         return original(*args, **kwargs)
-    kwargs |= _by_name(args, kwargs)
+    return run_with(decode, model, original, kwargs | _by_name(args, kwargs), assistant, seed)
+
+
+def run_with(
+    method: Callable, model: PreTrainedModel, original: Callable, kwargs: dict[str, Any], assistant: Any, seed: Any
+) -> Any:
+    """
+    Checks the arguments of a `generate` call and has `original`, transformers' own, prepare them for a decoding method:
+    `decode`, or whatever else takes its arguments.
+    """
     config = _config(assistant, kwargs)
     settings = _checked_settings(model, kwargs, seed)
-    config.source_for(model)  # refuses what cannot draft before any work starts
+    # Refuses what cannot draft before any work starts. Resolved here once: a list would be wrapped anew in `decode`.
+    config = replace(config, assistant=config.source_for(model), width=1)
     kwargs = _with_stop_strings(model, kwargs, settings.stop_strings)
     # transformers drops the streamer on the way to a callable `custom_generate`, so it travels with the callable.
-    kwargs["custom_generate"] = partial(decode, assistant=config, seed=seed, streamer=kwargs.get("streamer"))
+    kwargs["custom_generate"] = partial(method, assistant=config, seed=seed, streamer=kwargs.get("streamer"))
     return original(**kwargs)
 
 

@@ -49,31 +49,50 @@ class RowInput:
         return len(self.feed) + self.num_nodes
 
 
-@dataclass
+@dataclass(eq=False)
 class StepLayout:
     """
-    Index tensors of a packed forward of N tokens from R cache rows, at most S tokens a row, K cache columns read.
+    A packed forward of N tokens from R slots of the cache, of whose columns the first K are read.
 
-    Token t of a row occupies column `row.length + t` of its slot. Fed tokens see all columns up to their own; a tree
-    node sees the committed columns and its ancestors.
+    Token t of a row occupies column `row.length + t` of its slot.
 
     Args:
         tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
         slots, columns (`np.ndarray` of shape `[N]`): Where each token's key and value are written.
-        num_rows, width, num_columns: R, S and K.
-        limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
-        tree_pairs (`torch.Tensor` of shape `[3, P]`): ... and the (row, query, column) triples listed here.
-        query_positions (`np.ndarray` of shape `[R, S]`, *optional*), key_positions (`[R, K]`): Positions, for sliding
-            windows; None where all drafts are chains, whose tokens stand in the column of their position.
-        gather (`torch.Tensor` of shape `[R * S]`, *optional*): Packed index of every padded query; None where the
-            packed sequence already is the padded batch.
-        scatter (`torch.Tensor` of shape `[N]`, *optional*): Padded index of every packed token.
+        num_rows, num_columns (`int`): R and K.
+        parts (list of `PaddedPart`): The rows as attention sees them. All rows make one part, unless a few bring many
+            more tokens than the others (prompts beside rows that decode): these are parts of their own.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: np.ndarray
     columns: np.ndarray
+    num_rows: int
+    num_columns: int
+    parts: "list[PaddedPart]"
+
+
+@dataclass(eq=False)
+class PaddedPart:
+    """
+    R neighbouring rows of the cache, at most S tokens a row, K cache columns read. Fed tokens see all columns up to
+    their own; a tree node sees the committed columns and its ancestors.
+
+    Args:
+        tokens (`slice`): The rows' tokens in the packed sequence.
+        first_slot, num_rows, width, num_columns: The first row's slot, R, S and K.
+        limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
+        tree_pairs (`torch.Tensor` of shape `[3, P]`): ... and the (row, query, column) triples listed here.
+        query_positions (`np.ndarray` of shape `[R, S]`, *optional*), key_positions (`[R, K]`): Positions, for sliding
+            windows; None where all drafts are chains, whose tokens stand in the column of their position.
+        gather (`torch.Tensor` of shape `[R * S]`, *optional*): Index of every padded query among the part's tokens;
+            None where these already are the padded batch.
+        scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
+    """
+
+    tokens: slice
+    first_slot: int
     num_rows: int
     width: int
     num_columns: int
@@ -114,44 +133,86 @@ class StepLayout:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
-    """Lays out one packed forward of the given rows, which must be in ascending order of their slots."""
-    num_rows = rows[-1].row.slot + 1
+_WIDE = 32  # tokens: below, a part of its own costs more than padding
+_WIDER = 4  # times the median
+
+
+def arrange(rows: Sequence[RowInput]) -> list[list[RowInput]]:
+    """The rows of each part, in ascending order of their slots: the many first, then every wide one by itself."""
+    rows = sorted(rows, key=lambda item: item.row.slot)
+    counts = [item.num_tokens for item in rows]
+    bound = max(_WIDE, _WIDER * sorted(counts)[(len(counts) - 1) // 2])
+    if max(counts) <= bound:
+        return [rows]
+    wide = [item for item in rows if item.num_tokens > bound]
+    return [[item for item in rows if item.num_tokens <= bound], *([item] for item in wide)]
+
+
+def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> StepLayout:
+    """Lays out one packed forward of the given rows, as `arrange` orders them."""
+    rows = [item for group in groups for item in group]
     counts = np.array([row.num_tokens for row in rows])
-    width, ends = int(counts.max()), np.cumsum(counts)
     slots = np.repeat([row.row.slot for row in rows], counts)
-    query = np.arange(len(slots)) - np.repeat(ends - counts, counts)  # index within the row
+    query = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)  # index within the row
     columns = np.repeat([row.row.length + row.first_node for row in rows], counts) + query
     tokens = np.concatenate([part for row in rows for part in (row.feed, row.tree.tokens[row.first_node :])])
-    num_columns = int(columns.max()) + 1
-
-    # In chains, a token's column is its position, and it sees all columns up to its own.
-    positions, limits, pairs = columns, columns + 1, []
-    query_positions = key_positions = None
-    if not all(row.tree.is_chain for row in rows):
-        positions = columns.copy()
-        key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
-        for row, end in zip(rows, ends):
-            if not row.tree.is_chain:
-                pairs.append(_lay_out_tree(row, slice(end - row.num_nodes, end), positions, limits, key_positions))
-        query_positions = np.zeros((num_rows, width), np.int64)
-        query_positions[slots, query] = positions
-
-    padded_limits = np.ones((num_rows, width), np.int64)  # padding queries see column 0: a softmax over nothing is NaN
-    padded_limits[slots, query] = limits
-
-    gather = scatter = None
-    if len(slots) != num_rows * width:
-        flat = slots * width + query
-        index = np.zeros(num_rows * width, np.int64)
-        index[flat] = np.arange(len(slots))
-        gather, scatter = _tensor(index, device), _tensor(flat, device)
+    # In chains, a token's column is its position.
+    positions = columns if all(row.tree.is_chain for row in rows) else columns.copy()
+    parts, start = [], 0
+    for group in groups:
+        end = start + sum(row.num_tokens for row in group)
+        first_slot = group[0].row.slot if len(groups) > 1 and len(group) == 1 else 0
+        part = slice(start, end)
+        parts.append(_build_part(group, part, first_slot, slots, query, columns, positions, device))
+        start = end
     packed = _tensor(np.stack([tokens, positions]), device)
     return StepLayout(
         tokens=packed[:1],
         positions=packed[1:],
         slots=slots,
         columns=columns,
+        num_rows=int(slots.max()) + 1,
+        num_columns=int(columns.max()) + 1,
+        parts=parts,
+    )
+
+
+def _build_part(
+    rows: Sequence[RowInput],
+    tokens: slice,
+    first_slot: int,
+    slots: np.ndarray,
+    query: np.ndarray,
+    columns: np.ndarray,
+    positions: np.ndarray,
+    device: torch.device,
+) -> PaddedPart:
+    """One part, from where its tokens stand (`[N]` each); corrects the positions of nodes of trees."""
+    slots, query, columns, positions = slots[tokens] - first_slot, query[tokens], columns[tokens], positions[tokens]
+    num_rows, width, num_columns = int(slots[-1]) + 1, int(query.max()) + 1, int(columns.max()) + 1
+    limits, pairs = columns + 1, []  # every token sees all columns up to its own
+    query_positions = key_positions = None
+    if not all(row.tree.is_chain for row in rows):
+        key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
+        ends = np.cumsum([row.num_tokens for row in rows])
+        for row, end in zip(rows, ends):
+            if not row.tree.is_chain:
+                nodes = slice(end - row.num_nodes, end)
+                pairs.append(_lay_out_tree(row, row.row.slot - first_slot, nodes, positions, limits, key_positions))
+        query_positions = np.zeros((num_rows, width), np.int64)
+        query_positions[slots, query] = positions
+
+    padded_limits = np.ones((num_rows, width), np.int64)  # padding queries see column 0: a softmax over nothing is NaN
+    padded_limits[slots, query] = limits
+    gather = scatter = None
+    if len(slots) != num_rows * width:
+        flat = slots * width + query
+        index = np.zeros(num_rows * width, np.int64)
+        index[flat] = np.arange(len(slots))
+        gather, scatter = _tensor(index, device), _tensor(flat, device)
+    return PaddedPart(
+        tokens=tokens,
+        first_slot=first_slot,
         num_rows=num_rows,
         width=width,
         num_columns=num_columns,
@@ -165,15 +226,15 @@ def build_layout(rows: Sequence[RowInput], device: torch.device) -> StepLayout:
 
 
 def _lay_out_tree(
-    row: RowInput, nodes: slice, positions: np.ndarray, limits: np.ndarray, key_positions: np.ndarray
+    row: RowInput, line: int, nodes: slice, positions: np.ndarray, limits: np.ndarray, key_positions: np.ndarray
 ) -> np.ndarray:
-    """Corrects the positions and limits of a row's tree nodes; returns its part of `StepLayout.tree_pairs`."""
-    slot, base = row.row.slot, row.row.length + len(row.feed)  # the tree's first column
+    """Corrects the positions and limits of a row's tree nodes; returns its share of `PaddedPart.tree_pairs`."""
+    base = row.row.length + len(row.feed)  # the tree's first column
     depths = row.tree.depths + (base - 1)
     positions[nodes], limits[nodes] = depths[row.first_node :], base
-    key_positions[slot, base : base + len(depths)] = depths
+    key_positions[line, base : base + len(depths)] = depths
     node, ancestor = np.nonzero(row.tree.ancestors[row.first_node :])
-    return np.stack([np.full(len(node), slot), node + len(row.feed), ancestor + base])
+    return np.stack([np.full(len(node), line), node + len(row.feed), ancestor + base])
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -196,6 +196,7 @@ class TokenPicker:
 
     Attributes:
         is_known (`bool`): Whether no processor can keep state, so that it does not matter when they are called.
+        signature (`tuple`, *optional*): Equal for pickers that do the same to scores, which look at nothing else.
         needs_lockstep (`bool`): True if some processor is of unknown kind in a batch of several rows. It may keep
             state across rows, so rows may be picked for only when all unfinished rows have logits for one length.
     """
@@ -206,6 +207,7 @@ class TokenPicker:
         self.score_only = all(type(processor) in _SCORE_ONLY for processor in processors)
         self.is_known = all(type(processor) in known for processor in processors)
         self.needs_lockstep = batch_size > 1 and not self.is_known
+        self.signature = _signature(processors) if self.score_only else None
         self._rows: list[LogitsProcessorList] = []
         if self.is_known and not self.score_only:
             for row in range(batch_size):
@@ -238,6 +240,14 @@ class TokenPicker:
         full = logits.new_zeros(self.batch_size, logits.shape[1])
         full[lines] = logits
         return self.processors(input_ids, full)[lines]  # type: ignore[arg-type]
+
+
+def _signature(processors: LogitsProcessorList) -> tuple | None:
+    """What the processors are and how they are set; None where a setting is more than a number."""
+    settings = [(type(processor), *sorted(vars(processor).items())) for processor in processors]
+    if all(isinstance(value, bool | int | float) for _, *items in settings for _, value in items):
+        return tuple(settings)
+    return None
 
 
 def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_size: int) -> LogitsProcessor:

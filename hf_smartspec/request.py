@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,6 +77,7 @@ class Request:
     max_new_tokens: int | None = None
     seed: int | None = None
 
+    call: Any = None  # the `DecodingCall` that it belongs to
     row: CacheRow | None = None
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
@@ -103,6 +105,16 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_valid(self) -> int:
+        """Generated tokens up to its end."""
+        return self.num_generated if self.stopped_at is None else self.stopped_at
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it needs further tokens."""
+        return self.call.batch.is_active(self)
 
     @property
     def length(self) -> int:
@@ -144,9 +156,17 @@ class Request:
 
     def uncached(self) -> np.ndarray:
         """Committed tokens whose keys and values are not in the cache yet; at least one."""
-        assert self.row is not None, "the request has no row in the cache"
-        generated = np.array(self.tokens[max(self.row.length - len(self.prompt), 0) :], np.int64)
-        return np.concatenate([self.prompt[self.row.length :], generated])
+        length = self.cache_row.length
+        generated = np.array(self.tokens[max(length - len(self.prompt), 0) :], np.int64)
+        return np.concatenate([self.prompt[length:], generated])
+
+    def text(self) -> np.ndarray:
+        """Prompt and generated tokens, without padding, int64 `[length]`."""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int64)])
+
+    @property
+    def num_uncached(self) -> int:
+        return self.length - self.cache_row.length
 
     def columns(self, total_length: int) -> torch.Tensor:
         """Where the row's unpadded tokens stand among the first `total_length` columns of the padded batch."""

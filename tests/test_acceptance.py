@@ -212,9 +212,9 @@ def test_prefill_chunk_size_of_the_caller_is_heeded(monkeypatch):
     widths = []
     run_once = PackedForward._run
 
-    def counting_run(self, inputs, keep):
-        widths.append(max(item.num_tokens for item in inputs))
-        return run_once(self, inputs, keep)
+    def counting_run(self, groups, keep):
+        widths.append(max(item.num_tokens for group in groups for item in group))
+        return run_once(self, groups, keep)
 
     monkeypatch.setattr(PackedForward, "_run", counting_run)
     setting = a_setting(prompts=(tuple(range(3, 51)), (4, 5, 6)))
@@ -233,7 +233,7 @@ def test_memory_grows_while_rows_run(kind, is_tree, monkeypatch):
             super().__init__(model, 1, 1, prefill_chunk)
             grown.append(self)
 
-    monkeypatch.setattr(import_module("hf_smartspec.decode"), "PackedForward", Small)
+    monkeypatch.setattr(import_module("hf_smartspec.prepare"), "PackedForward", Small)
     monkeypatch.setattr("hf_smartspec.candidates.draft_model.PackedForward", Small)
     setting = a_setting(limit={"max_new_tokens": 40})
     _, recording = run(setting, kind, is_tree, 6)

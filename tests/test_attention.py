@@ -17,7 +17,7 @@ def model():
 
 
 def a_layout():
-    return build_layout([RowInput(CacheRow(0), torch.arange(3, 6).numpy())], torch.device("cpu"))
+    return build_layout([[RowInput(CacheRow(0), torch.arange(3, 6).numpy())]], torch.device("cpu"))
 
 
 def test_implementation_is_restored_after_an_error(model):

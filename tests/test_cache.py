@@ -72,7 +72,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
             self.texts[row] += feed
             self.trees[row] = (tree, nodes)
         self.cache.reserve(max(item.row.length + item.num_tokens for item in inputs))
-        self.cache.layout = build_layout(inputs, torch.device("cpu"))
+        self.cache.layout = build_layout([inputs], torch.device("cpu"))
         for layer in range(LAYERS):
             views = self.cache.update(states(stamps, KEY_DIM, layer), states(stamps, VALUE_DIM, layer), layer)
             for view, dim in zip(views, (KEY_DIM, VALUE_DIM)):
@@ -124,7 +124,7 @@ def filled(lengths: list[int], capacity: int = 8) -> tuple[SlotCache, list[Cache
     cache = SlotCache(len(lengths), capacity)
     rows = [cache.add() for _ in lengths]
     cache.reserve(max(lengths))
-    cache.layout = build_layout([RowInput(row, np.arange(n)) for row, n in zip(rows, lengths)], torch.device("cpu"))
+    cache.layout = build_layout([[RowInput(row, np.arange(n)) for row, n in zip(rows, lengths)]], torch.device("cpu"))
     stamps = [100 * (i + 1) + k for i, n in enumerate(lengths) for k in range(n)]
     for layer in range(LAYERS):
         cache.update(states(stamps, KEY_DIM, layer), states(stamps, VALUE_DIM, layer), layer)

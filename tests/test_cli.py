@@ -10,7 +10,7 @@ from transformers.utils import logging
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
 from hf_smartspec.benchmark import verify
 from hf_smartspec.cache import SlotCache
-from hf_smartspec.engine import Engine
+from hf_smartspec.loop import DecodingLoop
 from hf_smartspec.forward import PackedForward
 
 from .folders import save_tiny_models
@@ -193,9 +193,9 @@ def test_small_error_is_a_tie_in_half_precision_only(folder, tmp_path, dtype, st
 
 
 def wrong_pick(monkeypatch):
-    advance = Engine._advance
+    advance = DecodingLoop._advance
     monkeypatch.setattr(
-        Engine, "_advance", lambda self, row, token: advance(self, row, 7 if row.num_generated == 5 else token)
+        DecodingLoop, "_advance", lambda self, row, token: advance(self, row, 7 if row.num_generated == 5 else token)
     )
 
 

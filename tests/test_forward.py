@@ -155,7 +155,7 @@ def test_rows_keep_their_memory_when_they_change_slots_under_a_tree():
     prompts = [np.array([3, 4, 5]), np.array([6, 7]), np.array([8])]
     tree = EXAMPLE_TREES[0]
     state.packed.forward([RowInput(row, prompt, tree) for row, prompt in zip((first, second, third), prompts)])
-    state.packed.swap(first, second)
+    state.packed.cache.swap(first, second)
     state.packed.remove(second)  # in whose place the last row moves
     state.packed.commit([first, third], [[1, 3], [0, 2]])
     for row, text in ((first, [3, 4, 5, 6, 8]), (third, [8, 5, 7])):

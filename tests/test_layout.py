@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.layout import CacheRow, RowInput, arrange, build_layout
 
 from .strategies import path_to, trees
 
@@ -41,6 +41,15 @@ def steps(draw, max_rows: int = 4) -> list[RowInput]:
     return rows
 
 
+@st.composite
+def grouped_steps(draw) -> list[list[RowInput]]:
+    """Some of the rows in parts of their own."""
+    rows = draw(steps())
+    alone = draw(st.sets(st.sampled_from(range(len(rows)))))
+    many = [row for index, row in enumerate(rows) if index not in alone]
+    return [*([many] if many else []), *([rows[index]] for index in sorted(alone))]
+
+
 def twin(rows: list[RowInput]) -> list[Token]:
     tokens = []
     for item in rows:
@@ -62,20 +71,27 @@ def key_position(rows: list[RowInput], slot: int, column: int) -> int:
     return column if column < root else root + len(path_to(item.tree, column - root)) - 1
 
 
-@given(steps())
-def test_every_token_has_the_position_of_its_place_in_the_text(rows):
-    layout, expected = build_layout(rows, torch.device("cpu")), twin(rows)
+@given(grouped_steps())
+def test_every_token_has_the_position_of_its_place_in_the_text(groups):
+    layout = build_layout(groups, torch.device("cpu"))
+    expected = twin([row for group in groups for row in group])
     assert layout.tokens[0].tolist() == [token.token for token in expected]
     assert layout.positions[0].tolist() == [token.position for token in expected]
     assert layout.slots.tolist() == [token.row for token in expected]
     assert layout.columns.tolist() == [token.column for token in expected]
 
 
-@given(steps(), st.sampled_from([None, 1, 2, 3, 5, 100]), st.sampled_from([1, 2, 3]))
-def test_tokens_see_the_committed_text_their_ancestors_and_nothing_else(rows, window, num_groups):
-    layout = build_layout(rows, torch.device("cpu"))
-    mask = layout.mask(window, num_groups, torch.float32)
-    assert mask.shape == (layout.num_rows, 1, layout.width * num_groups, layout.num_columns)
+@given(grouped_steps(), st.sampled_from([None, 1, 2, 3, 5, 100]), st.sampled_from([1, 2, 3]))
+def test_tokens_see_the_committed_text_their_ancestors_and_nothing_else(groups, window, num_groups):
+    layout = build_layout(groups, torch.device("cpu"))
+    assert len(layout.parts) == len(groups)
+    for rows, part in zip(groups, layout.parts):
+        check_what_is_seen(rows, part, window, num_groups)
+
+
+def check_what_is_seen(rows, part, window, num_groups):
+    mask = part.mask(window, num_groups, torch.float32)
+    assert mask.shape == (part.num_rows, 1, part.width * num_groups, part.num_columns)
     assert set(mask.unique().tolist()) <= {0.0, -float("inf")}
     seen: dict[int, int] = {}
     for token in twin(rows):
@@ -86,34 +102,49 @@ def test_tokens_see_the_committed_text_their_ancestors_and_nothing_else(rows, wi
             if window is None or key_position(rows, token.row, column) > token.position - window
         }
         for group in range(num_groups):
-            line = mask[token.row, 0, query * num_groups + group]
+            line = mask[token.row - part.first_slot, 0, query * num_groups + group]
             assert set(torch.nonzero(line == 0).flatten().tolist()) == expected
 
 
-@given(steps(), st.sampled_from([None, 1, 3]))
-def test_no_query_sees_nothing_not_even_padding(rows, window):
+@given(grouped_steps(), st.sampled_from([None, 1, 3]))
+def test_no_query_sees_nothing_not_even_padding(groups, window):
     """A softmax over nothing is NaN, and NaN times a weight of zero is NaN."""
-    mask = build_layout(rows, torch.device("cpu")).mask(window, 1, torch.float32)
-    assert (mask == 0).any(dim=-1).all()
+    for part in build_layout(groups, torch.device("cpu")).parts:
+        assert (part.mask(window, 1, torch.float32) == 0).any(dim=-1).all()
 
 
-@given(steps())
-def test_padding_and_packing_are_inverse(rows):
-    layout = build_layout(rows, torch.device("cpu"))
-    if layout.gather is None:
-        assert layout.scatter is None
-        assert len(layout.slots) == layout.num_rows * layout.width, "nothing is left out without an index"
-        return
-    packed = torch.arange(len(layout.slots)) + 1000
-    padded = packed[layout.gather]
-    assert padded[layout.scatter].tolist() == packed.tolist()
-    rows_of_padded = torch.arange(layout.num_rows).repeat_interleave(layout.width)
-    assert rows_of_padded[layout.scatter].tolist() == layout.slots.tolist()
+@given(grouped_steps())
+def test_padding_and_packing_are_inverse(groups):
+    layout = build_layout(groups, torch.device("cpu"))
+    ends = [part.tokens.stop for part in layout.parts]
+    assert [part.tokens.start for part in layout.parts] == [0, *ends[:-1]] and ends[-1] == len(layout.slots)
+    for part in layout.parts:
+        slots = layout.slots[part.tokens]
+        if part.gather is None:
+            assert part.scatter is None
+            assert len(slots) == part.num_rows * part.width, "nothing is left out without an index"
+            continue
+        packed = torch.arange(len(slots)) + 1000
+        padded = packed[part.gather]
+        assert padded[part.scatter].tolist() == packed.tolist()
+        slots_of_padded = torch.arange(part.num_rows).repeat_interleave(part.width) + part.first_slot
+        assert slots_of_padded[part.scatter].tolist() == slots.tolist()
 
 
-@given(steps())
-def test_no_two_tokens_are_written_to_one_place(rows):
-    layout = build_layout(rows, torch.device("cpu"))
+def test_long_prompts_among_decoding_rows_are_parts_of_their_own():
+    """Otherwise every row would be padded to the prompt's length."""
+    lengths = [1, 200, 5, 1, 33, 2]
+    rows = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate(lengths)]
+    groups = arrange(rows[::-1])
+    assert [[item.row.slot for item in group] for group in groups] == [[0, 2, 3, 5], [1], [4]]
+    assert arrange(rows[1:2]) == [rows[1:2]]
+    prompts = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate([60, 200, 100])]
+    assert arrange(prompts) == [prompts], "prompts of similar lengths are padded"
+
+
+@given(grouped_steps())
+def test_no_two_tokens_are_written_to_one_place(groups):
+    layout = build_layout(groups, torch.device("cpu"))
     places = list(zip(layout.slots.tolist(), layout.columns.tolist()))
     assert len(set(places)) == len(places)
     assert max(column for _, column in places) < layout.num_columns
@@ -121,7 +152,7 @@ def test_no_two_tokens_are_written_to_one_place(rows):
 
 
 def test_a_window_wider_than_the_text_is_none():
-    layout = build_layout([RowInput(CacheRow(0), np.arange(4))], torch.device("cpu"))
+    layout = build_layout([[RowInput(CacheRow(0), np.arange(4))]], torch.device("cpu")).parts[0]
     assert layout.mask(4, 1, torch.float32) is layout.mask(None, 1, torch.float32)
     assert layout.mask(3, 1, torch.float32) is not layout.mask(None, 1, torch.float32)
 
@@ -129,12 +160,12 @@ def test_a_window_wider_than_the_text_is_none():
 def test_window_counts_tokens_of_the_text_not_columns_of_the_cache():
     """The third of three siblings stands three columns behind the root, and one position."""
     tree = DraftTree(np.array([5, 6, 7]), np.array([-1, -1, -1]), np.ones(3, np.float32))
-    layout = build_layout([RowInput(CacheRow(0), np.arange(3), tree)], torch.device("cpu"))
+    layout = build_layout([[RowInput(CacheRow(0), np.arange(3), tree)]], torch.device("cpu")).parts[0]
     visible = layout.mask(2, 1, torch.float32)[0, 0, -1] == 0
     assert visible.tolist() == [False, False, True, False, False, True]  # itself and the last token of the text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_mask_has_the_dtype_of_the_queries(dtype):
-    layout = build_layout([RowInput(CacheRow(0), np.arange(4))], torch.device("cpu"))
+    layout = build_layout([[RowInput(CacheRow(0), np.arange(4))]], torch.device("cpu")).parts[0]
     assert layout.mask(None, 1, dtype).dtype == dtype

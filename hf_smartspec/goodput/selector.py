@@ -1,26 +1,96 @@
-"""Length policies: how many draft nodes each row may have drafted, and which of them are verified."""
+"""The contract of length policies: how many draft nodes each row may have drafted, and which of them are verified."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..tree import DraftTree
+from .cost import DraftCost, StepSeconds
+
+__all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "StepRows", "StepSeconds"]
+
+
+@dataclass
+class StepRows:
+    """
+    What is known of a step before anything is drafted.
+
+    Args:
+        request_ids (sequence of `Hashable`): One per row.
+        context_lens (`np.ndarray` of shape `[rows]`, int): Committed tokens whose keys and values the step reads.
+        caps (`np.ndarray` of shape `[rows]`, int): The most nodes that each row may be given.
+        num_prefill_tokens (`int`): Prompt tokens that ride in the same forward.
+        num_waiting (`int`): Requests in the queue.
+        draft (`DraftCost`): What drafting costs.
+    """
+
+    request_ids: Sequence[Hashable]
+    context_lens: np.ndarray
+    caps: np.ndarray
+    num_prefill_tokens: int = 0
+    num_waiting: int = 0
+    draft: DraftCost = field(default_factory=DraftCost)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_context(self) -> int:
+        """N_context: padded attention reads as many columns of every row as the longest has."""
+        return len(self) * int(np.max(self.context_lens, initial=0))
+
+    @property
+    def num_batched(self) -> int:
+        """N_batched without any draft: one token of every row, and the prompts."""
+        return len(self) + self.num_prefill_tokens
+
+    @property
+    def width(self) -> int:
+        """Tokens of the row that has most, without any draft; prompts of one step are taken to be one row's."""
+        return 1 + self.num_prefill_tokens
 
 
 class LengthPolicy(ABC):
     """
     Decides how much to speculate, anew at every step, in two calls: before the sources draft (drafting may cost) and
-    after, when the probabilities of the drafted nodes are known.
+    after, when the probabilities of the drafted nodes are known. A third call tells what came of it.
+
+    Steps may have no rows at all (prompts only).
     """
 
     @abstractmethod
-    def max_nodes(self, num_rows: int) -> list[int]:
-        """The number of nodes that sources may propose for each of the step's rows."""
+    def max_nodes(self, rows: StepRows) -> np.ndarray | list[int]:
+        """The number of nodes that sources may propose for each row; no more than its cap."""
 
-    def select(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The part of each row's tree that is verified; closed under parents."""
         return list(trees)
+
+    def observe(  # noqa: B027
+        self,
+        rows: StepRows,
+        proposed: Sequence[DraftTree],
+        verified: Sequence[DraftTree],
+        accepted: Sequence[int],
+        seconds: StepSeconds,
+        tokens: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """
+        Learns from a step; by default, nothing.
+
+        Args:
+            rows (`StepRows`): As `max_nodes` got it.
+            proposed, verified (sequences of `DraftTree`): What `select` was given, and what was verified in the end.
+            accepted (sequence of `int`): Accepted nodes of each row.
+            seconds (`StepSeconds`): What the step took.
+            tokens (sequence of `np.ndarray`, *optional*): The tokens that each row committed, with which nodes that
+                were not verified teach as well. Without them, only chains do.
+        """
+
+    def forget(self, request_id: Hashable) -> None:  # noqa: B027
+        """The request has ended. Unknown ids are ignored."""
 
 
 class FixedLength(LengthPolicy):
@@ -36,10 +106,10 @@ class FixedLength(LengthPolicy):
             raise ValueError(f"`num_nodes` must be an integer of at least 0, got {num_nodes!r}.")
         self.num_nodes = int(num_nodes)
 
-    def max_nodes(self, num_rows: int) -> list[int]:
-        return [self.num_nodes] * num_rows
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        return np.minimum(rows.caps, self.num_nodes)
 
-    def select(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return [tree.most_likely(self.num_nodes) for tree in trees]
 
 

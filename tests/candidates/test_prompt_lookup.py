@@ -54,6 +54,64 @@ def test_a_small_example():
     assert source.propose(["a"], [5])[0].tokens.tolist() == [8, 7, 8, 7, 8]  # what repeats itself goes on doing so
 
 
+def assigned(source, name, references, prompt):
+    source.assign(name, references=[np.array(text, np.int64) for text in references])
+    source.start(name, np.array(prompt, np.int64))
+
+
+@given(texts, st.lists(texts, max_size=3), st.integers(1, 4), st.integers(1, 6))
+def test_references_are_searched_after_the_own_text(text, references, max_ngram, limit):
+    source = PromptLookupCandidates(max_ngram=max_ngram)
+    assigned(source, "a", references, text)
+    expected, length = twin(text, max_ngram, 1, limit)
+    for reference in references:
+        for end in range(1, len(reference)):
+            match = min(max_ngram, end, len(text))
+            while match and reference[end - match : end] != text[len(text) - match :]:
+                match -= 1
+            # Longest first, then the own text, then the latest; continuations end where the reference does.
+            is_longer, is_later = match > length, match == length and match > twin(text, max_ngram, 1, limit)[1]
+            if is_longer or is_later:
+                expected, length = reference[end : end + limit], match
+    tree = source.propose(["a"], [limit])[0]
+    assert tree.tokens.tolist() == expected
+    np.testing.assert_allclose(tree.probs, length / (length + 1), rtol=1e-6)
+
+
+def test_references_feed_their_request_only():
+    source = PromptLookupCandidates()
+    reference = [np.array([5, 6, 7, 8])]
+    for name in ("a", "b"):  # as the rows of a call, which share them
+        source.assign(name, references=reference)
+        source.start(name, np.array([1, 6]))
+    assigned(source, "c", [[6, 9]], [6])
+    source.start("d", np.array([6]))
+    trees = source.propose(["a", "b", "c", "d"], [9] * 4)
+    assert [tree.tokens.tolist() for tree in trees] == [[7, 8], [7, 8], [9], []]
+    source.observe("a", np.array([7]))
+    source.stop("b")
+    assert source.propose(["a"], [9])[0].tokens.tolist() == [8]
+    source.stop("a")
+    source.start("a", np.array([6]))
+    assert len(source.propose(["a"], [9])[0]) == 0
+
+
+def test_no_match_crosses_from_one_reference_to_the_next():
+    source = PromptLookupCandidates(max_ngram=2)
+    assigned(source, "a", [[1, 2], [3, 4], [2]], [2, 3])
+    assert source.propose(["a"], [5])[0].tokens.tolist() == [4]
+    assigned(source, "b", [[1, 2], [3, 4]], [2])
+    assert len(source.propose(["b"], [5])[0]) == 0
+
+
+def test_assigned_requests_that_never_start_are_forgotten():
+    source = PromptLookupCandidates()
+    source.assign("a", references=[np.array([5, 6])])
+    source.stop("a")
+    source.start("a", np.array([5]))
+    assert len(source.propose(["a"], [2])[0]) == 0
+
+
 def test_requests_do_not_see_one_anothers_texts():
     source = PromptLookupCandidates()
     source.start("a", np.array([1, 2, 1]))

@@ -422,7 +422,7 @@ def test_policies_that_misbehave_are_reported(model):
     """A length policy is no guest: what it does wrong is an error."""
 
     class Short(FixedLength):
-        def select(self, trees):
+        def select(self, rows, trees):
             return list(trees)[:-1]
 
     with hf_smartspec.enabled(model), pytest.raises(ValueError, match="Short selected 3 trees for 4 rows"):

@@ -1,0 +1,75 @@
+"""One call on its way through the decoding loop: its rows, and what picks and drafts for them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .candidates.base import TreeCandidateGenerator
+from .decoding import DecodingBatch
+from .layout import CacheRow, RowInput
+from .processors import TokenPicker
+from .request import GenerationStatistics, Request
+
+
+class ModelForward(Protocol):
+    """How the loop runs the target: `PackedForward`, or `RowwiseForward` for models it cannot serve."""
+
+    trees: bool  # whether draft trees can be verified, or chains only
+
+    def add(self) -> CacheRow: ...
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]: ...
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None: ...
+    def remove(self, row: CacheRow) -> None: ...
+    def compact(self, rows: Sequence[CacheRow]) -> None: ...
+    def cut(self, row: CacheRow, length: int) -> None: ...
+
+
+@dataclass(eq=False)
+class DecodingCall:
+    """
+    One `generate` call, or one request of an `Engine`.
+
+    Args:
+        forward (`ModelForward`): Runs the target model; calls may share one.
+        batch (`DecodingBatch`): The rows and their ends.
+        picker (`TokenPicker`): The target's logits processors.
+        pick (`Callable`): One of `verify.METHODS`: tokens `[rows]` from requests and processed scores.
+        source (`TreeCandidateGenerator`): Proposes draft trees.
+        max_nodes (`int`): Draft nodes per row and step, at most.
+        keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
+        assignment (`dict`): What its rows draw on: arguments of `source.assign`.
+    """
+
+    forward: ModelForward
+    batch: DecodingBatch
+    picker: TokenPicker
+    pick: Callable[[Sequence[Request], torch.Tensor], list[int]]
+    source: TreeCandidateGenerator
+    max_nodes: int
+    keeps_cache: bool = False
+    assignment: dict[str, Any] = field(default_factory=dict)
+    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
+
+    def __post_init__(self) -> None:
+        for request in self.batch.requests:
+            request.call = self
+        # Without processors, noise or records, the arg max of every node at once is all there is to picking.
+        self.picks_greedily = (
+            not self.picker.processors
+            and not self.batch.records
+            and all(request.seed is None for request in self.batch.requests)
+        )
+        # Rows of calls that pick alike are picked for together.
+        self.picks_like: Hashable = id(self)
+        if self.picker.signature is not None and not self.batch.records:
+            self.picks_like = self.pick, self.picker.signature
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return self.batch.requests
+
+    def waits_for_more(self, ready: Sequence[Request]) -> bool:
+        """Whether some row's logits are missing that its processors must see together with those of the ready rows."""
+        return self.picker.needs_lockstep and not set(self.batch.active) <= set(ready)

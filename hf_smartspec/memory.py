@@ -1,0 +1,136 @@
+"""An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
+
+import os
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from .cache import SlotCache
+from .call import DecodingCall
+from .forward import PackedForward
+from .layout import CacheRow, RowInput
+from .prefixes import PrefixRows, SharedPrefix
+from .request import Request
+from .results import Ticket
+from .scheduler import MemoryShape, Scheduler
+
+_FIRST_SLOTS, _FIRST_CAPACITY = 1, 64
+
+
+class EngineMemory:
+    """
+    The slot cache that an engine's requests share.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        max_batch_size (`int`): Requests that run at once.
+        max_bytes (`int`, *optional*): Bound on keys and values. Default: half of a GPU's free memory, a quarter of a
+            CPU's.
+
+    Attributes:
+        num_reused (`int`): Prompt tokens whose keys and values were copied from another row.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
+        self.forward = PackedForward(model, _FIRST_SLOTS, _FIRST_CAPACITY)
+        self.bytes_per_token = self._measure()
+        max_bytes = _default_bytes(model.device) if max_bytes is None else max_bytes
+        self.scheduler: Scheduler[Ticket] = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
+        self.prefixes = PrefixRows()
+        self.num_reused = 0
+        self._version = weights_version(model)
+
+    @torch.no_grad()
+    def _measure(self) -> int:
+        """Bytes of keys and values per token, from a forward of one token."""
+        row = self.forward.add()
+        self.forward.forward([RowInput(row, np.zeros(1, np.int64))])
+        layers = self.forward.cache.layers
+        memories = [memory for layer in layers for memory in (layer.keys, layer.values)]
+        self._clear()
+        return sum(memory.element_size() * memory[0, 0].numel() for memory in memories)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is allocated."""
+        return self.cache.num_slots * self.cache.capacity * self.bytes_per_token
+
+    @property
+    def cache(self) -> SlotCache:
+        return self.forward.cache
+
+    @staticmethod
+    def num_tokens(call: DecodingCall) -> int:
+        """Tokens that a request may reach, the draft behind its last one included."""
+        request = call.requests[0]
+        assert request.max_new_tokens is not None, "generate always limits the length"
+        return len(request.prompt) + request.max_new_tokens + call.max_nodes
+
+    def place(self, request: Request, running: list[Request]) -> None:
+        """Gives a request its row, with as much of its prompt as some row there holds already."""
+        self._fit()
+        texts = [(other.cache_row, other.text()[: other.cache_row.length]) for other in running]
+        shared = self.prefixes.longest(request.prompt, texts)
+        request.row = self._new_row(shared)
+        if shared is not None:
+            if shared.row is not request.row:
+                self.cache.copy(shared.row, request.row, shared.length)
+            request.row.length = shared.length
+            self.num_reused += shared.length
+
+    def _new_row(self, shared: SharedPrefix | None) -> CacheRow:
+        if len(self.cache.rows) == self.cache.num_slots and len(self.prefixes):
+            row = self.prefixes.pop()
+            if shared is not None and row is shared.row:
+                return row
+            self.cache.remove(row)
+        return self.cache.add()
+
+    def _fit(self) -> None:
+        """Brings the memory into the shape that the running requests need; kept rows have what is left."""
+        current = MemoryShape(self.cache.num_slots, self.cache.capacity)
+        shape = self.scheduler.shape(current, len(self.prefixes))
+        if shape == current:
+            return
+        while len(self.cache.rows) > shape.num_slots and len(self.prefixes):
+            self.cache.remove(self.prefixes.pop())
+        for row in self.prefixes.longer_than(shape.capacity):
+            self.cache.remove(row)
+        self.cache.resize(shape.num_slots, shape.capacity)
+
+    def release(self, request: Request) -> None:
+        """The request has ended: its row is kept, as long as nobody needs the memory."""
+        row = request.cache_row
+        row.num_nodes = 0
+        self.prefixes.add(row, request.text()[: row.length])
+
+    def check_weights(self, running: list[Request]) -> None:
+        """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
+        version = weights_version(self.forward.model)
+        if version == self._version:
+            return
+        self._version = version
+        for row in self.prefixes.clear():
+            self.cache.remove(row)
+        for request in running:
+            self.forward.cut(request.cache_row, 0)
+
+    def reset(self) -> None:
+        """Begins anew after a forward has failed; nothing may be running."""
+        self.prefixes.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.forward.cache = SlotCache(_FIRST_SLOTS, _FIRST_CAPACITY)
+
+
+def weights_version(model: PreTrainedModel) -> int:
+    """A number that changes with the weights: by optimiser steps, loading, moving, or changes in place."""
+    return hash(tuple((item.data_ptr(), 0 if item.is_inference() else item._version) for item in model.parameters()))
+
+
+def _default_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4

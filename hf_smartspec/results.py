@@ -1,0 +1,160 @@
+"""Outputs on their way from the engine's thread to whoever waits for them."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from .call import DecodingCall
+from .compat import GenerationOutput, RequestStatus
+from .request import GenerationStatistics, Request
+
+
+@dataclass
+class EngineOutput(GenerationOutput):
+    """
+    transformers' output of a request of continuous batching (`request_id`, `prompt_ids`, `generated_tokens`, `status`,
+    `error`, `created_time`, `lifespan`: when it began and ended to run, in seconds of `time.perf_counter`), and
+
+    Args:
+        finish_reason (`str`, *optional*): "stop" (end of text, a stop string or a criterion), "length", "cancelled" or
+            "error"; None while it runs.
+        first_token_time (`float`, *optional*): When its first token was there, on the same clock.
+        statistics (`GenerationStatistics`): Its steps, drafted and accepted tokens.
+    """
+
+    finish_reason: str | None = None
+    first_token_time: float | None = None
+    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way through the engine."""
+
+    call: DecodingCall
+    output: EngineOutput
+    is_streaming: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.call.requests[0]
+
+
+class Results:
+    """
+    The latest output of every request. A slow reader finds the newest one, in which nothing is missing, so that nothing
+    piles up.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._latest: dict[str, EngineOutput] = {}  # of requests that are not finished
+        self._finished: dict[str, EngineOutput] = {}  # and not fetched yet, in order
+        self._listeners: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
+
+    def open(self, output: EngineOutput) -> None:
+        """
+        Raises:
+            ValueError: if the name is in use, by a request that runs or whose result nobody has fetched.
+        """
+        with self._changed:
+            if output.request_id in self:
+                raise ValueError(f"`request_id` must be new, got {output.request_id!r}, which is in use.")
+            self._latest[output.request_id] = output
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._latest or request_id in self._finished
+
+    @property
+    def num_open(self) -> int:
+        return len(self._latest)
+
+    def put(self, output: EngineOutput) -> None:
+        """A newer output of a request, or its last one."""
+        with self._changed:
+            if output.is_finished():
+                if self._latest.pop(output.request_id, None) is None:
+                    return  # answered before
+                self._finished[output.request_id] = output
+            else:
+                self._latest[output.request_id] = output
+            self._changed.notify_all()
+            for loop, event in self._listeners.get(output.request_id, []):
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(event.set)
+
+    def get(self, request_id: str | None = None, timeout: float | None = None) -> EngineOutput | None:
+        """
+        Takes a finished output away: that of a request, or the first there is. None if it takes longer than `timeout`
+        seconds, or if none is to come.
+        """
+
+        def is_due() -> bool:
+            if request_id is None:
+                return bool(self._finished) or not self._latest
+            return request_id not in self._latest
+
+        with self._changed:
+            self._changed.wait_for(is_due, timeout)
+            name = request_id if request_id is not None else next(iter(self._finished), None)
+            return None if name is None else self._finished.pop(name, None)
+
+    def wait_until_answered(self, timeout: float | None = None) -> bool:
+        """Whether all requests are finished, before `timeout` seconds are over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._latest, timeout)
+
+    def stream(self, request_id: str) -> Iterator[EngineOutput]:
+        """Outputs of one request, each longer than the one before; the last one is finished and thereby fetched."""
+        output = self._next(request_id, 0)
+        while output is not None:
+            yield output
+            output = None if output.is_finished() else self._next(request_id, len(output.generated_tokens))
+
+    def _next(self, request_id: str, num_seen: int) -> EngineOutput | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_newer(request_id, num_seen))
+            return self._take(request_id)
+
+    async def stream_async(self, request_id: str) -> AsyncIterator[EngineOutput]:
+        """The same for `asyncio`."""
+        entry = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._listeners.setdefault(request_id, []).append(entry)
+        try:
+            num_seen = 0
+            while True:
+                with self._changed:
+                    is_newer = self._is_newer(request_id, num_seen)
+                    output = self._take(request_id) if is_newer else None
+                if not is_newer:
+                    await entry[1].wait()
+                    entry[1].clear()
+                    continue
+                if output is None:
+                    return
+                yield output
+                num_seen = len(output.generated_tokens)
+                if output.is_finished():
+                    return
+        finally:
+            with self._changed:
+                self._listeners[request_id].remove(entry)
+                if not self._listeners[request_id]:
+                    del self._listeners[request_id]
+
+    def _is_newer(self, request_id: str, num_seen: int) -> bool:
+        latest = self._latest.get(request_id)
+        return latest is None or len(latest.generated_tokens) > num_seen
+
+    def _take(self, request_id: str) -> EngineOutput | None:
+        return self._latest.get(request_id) or self._finished.pop(request_id, None)
+
+
+def failed(output: EngineOutput, reason: str, error: str) -> EngineOutput:
+    """The last output of a request that did not come to its end."""
+    output.status, output.error, output.finish_reason = RequestStatus.FAILED, error, reason
+    output.lifespan = (output.lifespan[0], time.perf_counter())
+    return output

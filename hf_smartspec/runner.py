@@ -1,0 +1,217 @@
+"""The engine's thread: takes requests in, steps the loop, hands outputs out."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import get_logger
+
+from .call import DecodingCall
+from .compat import RequestStatus
+from .goodput.selector import LengthPolicy
+from .loop import DecodingLoop
+from .memory import EngineMemory
+from .prepare import model_limits
+from .results import EngineOutput, Results, Ticket, failed
+
+logger = get_logger(__name__)
+
+
+class EngineRunner:
+    """
+    Args:
+        memory (`EngineMemory`): Who may run, and where.
+        policy (`LengthPolicy`): How much to speculate.
+        max_prefill_tokens (`int`): Prompt tokens per step.
+        results (`Results`): Where outputs go.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: EngineMemory,
+        policy: LengthPolicy,
+        max_prefill_tokens: int,
+        results: Results,
+    ):
+        self.memory, self.results = memory, results
+        self.loop = DecodingLoop(
+            policy,
+            model_limits(model),
+            max_prefill_tokens=max_prefill_tokens,
+            on_failure=self._on_failure,
+            release=memory.release,
+        )
+        self._tickets: dict[DecodingCall, Ticket] = {}  # that wait or run
+        self._changed = threading.Condition()
+        self._inbox: deque[Ticket] = deque()
+        self._cancelled: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = self._rests = False
+        self._num_pauses = 0
+
+    # From other threads
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, ticket: Ticket) -> None:
+        self.results.open(ticket.output)
+        with self._changed:
+            self._inbox.append(ticket)
+            self._changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        with self._changed:
+            self._cancelled.add(request_id)
+            self._changed.notify_all()
+
+    def start(self) -> None:
+        with self._changed:
+            if not self.is_running:
+                self._is_stopping = False
+                self._thread = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._take_in()
+        self._fail_all("cancelled", "the engine was stopped")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._changed:
+            self._num_pauses += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._rests or not self.is_running)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_pauses -= 1
+                self._changed.notify_all()
+
+    # The thread
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._take_in()
+                self._cancel()
+                self._admit()
+                if self.loop.calls:
+                    self._step()
+        except Exception as error:
+            logger.error(f"The engine failed: {error!r}", exc_info=True)
+            self._take_in()
+            self._fail_all("error", repr(error))
+
+    def _wait_for_work(self) -> bool:
+        """Whether there is something to do; False if the engine is to stop."""
+        with self._changed:
+            while True:
+                if self._is_stopping:
+                    return False
+                if self._num_pauses == 0 and (self._inbox or self._cancelled or self._tickets):
+                    self._rests = False
+                    return True
+                self._rests = True
+                self._changed.notify_all()
+                self._changed.wait()
+
+    def _take_in(self) -> None:
+        with self._changed:
+            tickets, self._inbox = self._inbox, deque()
+        for ticket in tickets:
+            self._tickets[ticket.call] = ticket
+            self.memory.scheduler.add(ticket, self.memory.num_tokens(ticket.call))
+
+    def _cancel(self) -> None:
+        with self._changed:
+            names, self._cancelled = self._cancelled, set()
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.output.request_id in names]:
+            self._leave(ticket)
+            self._answer(ticket, failed(self._snapshot(ticket), "cancelled", "the request was cancelled"))
+
+    def _admit(self) -> None:
+        """Requests begin in the order in which they came, as long as there is room."""
+        self.memory.check_weights(self.loop.running)
+        while (ticket := self.memory.scheduler.next()) is not None:
+            now = time.perf_counter()
+            ticket.output.lifespan, ticket.output.status = (now, -1), RequestStatus.PREFILLING
+            try:
+                self.memory.place(ticket.request, self.loop.running)
+                self.loop.add(ticket.call)
+            except Exception as error:
+                self._on_failure(ticket.call, error)
+        self.loop.num_waiting = len(self.memory.scheduler.waiting)
+
+    def _step(self) -> None:
+        try:
+            ended = self.loop.step()
+        except Exception as error:  # the forward failed, and nobody knows by whose fault
+            logger.warning(f"A step of the engine failed; the requests that ran in it end with an error: {error!r}")
+            for call in list(self.loop.calls):
+                self._on_failure(call, error)
+            self.memory.reset()
+            return
+        for call in ended:
+            self._finish(self._tickets[call])
+        now = time.perf_counter()
+        for call in self.loop.calls:
+            ticket = self._tickets[call]
+            if ticket.request.num_generated and ticket.output.first_token_time is None:
+                ticket.output.first_token_time, ticket.output.status = now, RequestStatus.DECODING
+            if ticket.is_streaming and ticket.request.num_generated:
+                self.results.put(self._snapshot(ticket))
+
+    def _snapshot(self, ticket: Ticket) -> EngineOutput:
+        """The output so far; what has been handed out does not change any more."""
+        return replace(ticket.output, generated_tokens=ticket.request.tokens[: ticket.request.num_valid])
+
+    def _finish(self, ticket: Ticket) -> None:
+        self._leave(ticket)
+        now, request = time.perf_counter(), ticket.request
+        output = self._snapshot(ticket)
+        output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
+        output.first_token_time = output.first_token_time or now
+        output.finish_reason = (
+            "length" if request.num_remaining == 0 and not ticket.call.batch.ends_text(request) else "stop"
+        )
+        ticket.call.statistics.seconds_total = now - output.lifespan[0]
+        self._answer(ticket, output)
+
+    def _on_failure(self, call: DecodingCall, error: Exception) -> None:
+        ticket = self._tickets[call]
+        self._leave(ticket)
+        self._answer(ticket, failed(self._snapshot(ticket), "error", repr(error)))
+
+    def _fail_all(self, reason: str, error: str) -> None:
+        for ticket in list(self._tickets.values()):
+            self._leave(ticket)
+            self._answer(ticket, failed(self._snapshot(ticket), reason, error))
+
+    def _leave(self, ticket: Ticket) -> None:
+        """The request neither waits nor runs any more."""
+        del self._tickets[ticket.call]
+        self.memory.scheduler.remove(ticket)
+        if ticket.call in self.loop.calls:
+            self.loop.remove(ticket.call)
+
+    def _answer(self, ticket: Ticket, output: EngineOutput) -> None:
+        streamer = ticket.call.batch.streamer
+        if streamer is not None:
+            with suppress(Exception):  # the reader's own trouble
+                streamer.end()
+        self.results.put(output)

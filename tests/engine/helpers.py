@@ -1,0 +1,67 @@
+"""Requests with all sorts of settings, and what each of them yields by itself."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationMixin, LogitsProcessorList
+
+from hf_smartspec import SeededGumbelLogitsProcessor
+
+from ..generate.helpers import BOS, VOCAB_SIZE
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "temperature": 0.8},
+    {"do_sample": True, "top_k": 7, "top_p": 0.9},
+    {"do_sample": True},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 3},
+    {"min_new_tokens": 6},
+]
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+
+
+@dataclass
+class Asked:
+    """A prompt and the arguments of its request."""
+
+    prompt: list[int]
+    settings: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    def alone(self, model) -> list[int]:
+        """What plain `generate` yields; sampling through the reference processor."""
+        ids = torch.tensor([self.prompt])
+        settings = dict(self.settings)
+        if settings.get("do_sample"):
+            settings["do_sample"] = False
+            sampling = {name: settings.pop(name) for name in _SAMPLING if name in settings}
+            settings["logits_processor"] = LogitsProcessorList(
+                [*_warpers(model, sampling), SeededGumbelLogitsProcessor(self.seed)]
+            )
+        output = GenerationMixin.generate(model, ids, attention_mask=torch.ones_like(ids), **settings)
+        return output[0, len(self.prompt) :].tolist()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.settings | ({"seed": self.seed} if self.seed is not None else {})
+
+
+def _warpers(model, sampling: dict[str, Any]) -> LogitsProcessorList:
+    config, _ = model._prepare_generation_config(None, **(sampling | {"do_sample": True}))
+    return model._get_logits_processor(config, device="cpu", logits_processor=LogitsProcessorList())
+
+
+def random_requests(count: int, seed: int = 0, longest: int = 40, max_new_tokens: int = 24) -> list[Asked]:
+    """Prompts of all lengths, some of which begin alike, under all settings."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(BOS + 1, VOCAB_SIZE, 20).tolist()
+    requests = []
+    for index in range(count):
+        own = rng.integers(BOS + 1, VOCAB_SIZE, rng.integers(1, longest)).tolist()
+        settings = SETTINGS[index % len(SETTINGS)] | {"max_new_tokens": int(rng.integers(1, max_new_tokens))}
+        seed_of = int(rng.integers(1000)) if settings.get("do_sample") else None
+        requests.append(Asked((common if index % 3 == 0 else []) + own, settings, seed_of))
+    return requests
