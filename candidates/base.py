@@ -26,10 +26,15 @@ class TreeCandidateGenerator(CandidateGenerator):
     decides about every token.
 
     Attributes:
-        default_num_nodes (`int`): Nodes per row where the caller names no number.
+        default_num_nodes (`int`): Nodes per row where the caller names no number, at most.
+        is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
+            asked for where these do not pay.
+        width (`int`): Nodes per level that it drafts, if so.
     """
 
     default_num_nodes: int = 5
+    is_autoregressive: bool = False
+    width: int = 1
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """

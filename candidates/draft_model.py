@@ -97,6 +97,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
             distributions on, as verification by rejection needs them. Chains only.
     """
 
+    is_autoregressive = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -2,55 +2,66 @@
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import LogitsProcessorList
 from transformers.utils import logging
 
+from ..checks import is_integer
 from ..tree import DraftTree
 from .base import TreeCandidateGenerator
+from .fused_calibration import Calibrations, Draft, ProbabilityCalibrator
 
 logger = logging.get_logger(__name__)
 
-_MEMORY = 0.05  # weight of the newest draft in the drafter's running mean accepted length
+_MEMORY = 0.05  # least weight of the newest draft in the drafter's running mean accepted length
 
 
-class ProbabilityCalibrator(Protocol):
-    """What a source's raw probabilities are worth; `goodput.Calibrator` is one."""
+class _Mean(NamedTuple):
+    """Running mean of what the drafter's drafts brought, which begins with one token."""
 
-    def calibrated(self, source: Hashable, tree: DraftTree) -> DraftTree: ...
-    def learn(self, source: Hashable, tree: DraftTree, tokens: np.ndarray) -> None: ...
+    value: float = 1.0
+    count: int = 1
+
+    def with_one(self, value: float) -> "_Mean":
+        weight = max(_MEMORY, 1 / (self.count + 1))
+        return _Mean(self.value + weight * (value - self.value), self.count + 1)
 
 
 class FusedCandidates(TreeCandidateGenerator):
     """
     Merges the trees of several sources: one queue over all of them yields the most probable continuation next, and a
-    token that two sources propose at one place is one node (SSSD, algorithm 1).
+    token that two sources propose at one place is one node (SSSD, algorithm 1). What is learnt while decoding is learnt
+    per namespace (see `assign`).
 
     With a `drafter`, SuffixDecoding's hybrid: where the merged tree promises too few tokens (SCORE, the sum of its path
-    probabilities, is at most `threshold`), the drafter is asked in its place.
+    probabilities, is at most τ), the drafter is asked in its place.
 
     Args:
         sources (sequence of `TreeCandidateGenerator`): What is merged.
-        discounts (sequence of `float`, *optional*): Per source, the factor on every node's probability: below 1 for a
-            source that is too sure of itself. The path probability of a node at depth d is discounted d times.
+        discounts (sequence, *optional*): Per source, a factor on its nodes' probabilities, below 1 for a source that is
+            too sure of itself: one `float`, or a pair, of which the first counts at depth 1 and the second at every
+            further depth. (Match lengths are in what the sources themselves say.)
         drafter (`TreeCandidateGenerator`, *optional*): A source that costs more, such as a draft model.
         threshold (`float`, *optional*): τ, in tokens. By default the drafter's running mean accepted length.
         calibrator (`ProbabilityCalibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
             frequencies, before discounts apply.
         min_probability (`float`): Nodes whose path has a lower probability, after all that, are not proposed.
+        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number; by default the largest number
+            of its sources.
         vocab_size (`int`, *optional*): A source that proposes other tokens is left out, as one that raises.
     """
 
     def __init__(
         self,
         sources: Sequence[TreeCandidateGenerator],
-        discounts: Sequence[float] | None = None,
+        discounts: Sequence[float | Sequence[float]] | None = None,
         drafter: TreeCandidateGenerator | None = None,
         threshold: float | None = None,
         calibrator: ProbabilityCalibrator | None = None,
         min_probability: float = 0.05,
+        num_nodes: int | None = None,
         vocab_size: int | None = None,
     ):
         everyone = [*sources, *([] if drafter is None else [drafter])]
@@ -61,29 +72,37 @@ class FusedCandidates(TreeCandidateGenerator):
             raise ValueError("`sources` must name at least one source.")
         if len(set(map(id, everyone))) < len(everyone):
             raise ValueError("A source can be fused once only: it keeps one state per request.")
-        discounts = [1.0] * len(sources) if discounts is None else list(discounts)
-        if len(discounts) != len(sources) or not all(0 <= discount <= 1 for discount in discounts):
-            raise ValueError(f"`discounts` must give a number in [0, 1] for each source, got {discounts!r}.")
         if threshold is not None and (drafter is None or threshold < 0):
             raise ValueError(f"`threshold` goes with a `drafter` and must not be negative, got {threshold!r}.")
         if not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
+        if num_nodes is not None and (not is_integer(num_nodes) or num_nodes < 1):
+            raise ValueError(f"`num_nodes` must be a positive integer, got {num_nodes!r}.")
         self.min_probability, self.vocab_size = min_probability, vocab_size
-        self.sources, self.discounts = list(sources), discounts
-        self.drafter, self.calibrator = drafter, calibrator
-        self.default_num_nodes = max(source.default_num_nodes for source in everyone)
+        self.sources, self.drafter = list(sources), drafter
+        self.discounts = _pairs([1.0] * len(sources) if discounts is None else discounts, len(sources))
+        self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in everyone)
         self._everyone, self._fixed_threshold = everyone, threshold
         types = [type(source).__name__ for source in sources]
-        self._names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]  # to calibrate
-        self._mean_accepted = 1.0  # of the drafter
-        self._drafts: dict[Hashable, list[DraftTree]] = {}  # each source's latest
+        names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]
+        self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
+        self._accepted: dict[Hashable, _Mean] = {}  # of the drafter, by namespace
+        self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
+        self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
 
-    @property
-    def threshold(self) -> float:
+    def warm_up(self) -> None:
+        """Has every source compile what it compiles at its first use."""
+        for source in self._everyone:
+            if hasattr(source, "warm_up"):
+                source.warm_up()
+
+    def threshold(self, namespace: Hashable = "") -> float:
         """τ: the SCORE up to which the drafter speaks, in tokens."""
-        return self._mean_accepted if self._fixed_threshold is None else self._fixed_threshold
+        if self._fixed_threshold is not None:
+            return self._fixed_threshold
+        return self._accepted.get(namespace, _Mean()).value
 
     def assign(
         self,
@@ -92,6 +111,7 @@ class FusedCandidates(TreeCandidateGenerator):
         reads: Sequence[Hashable] = (),
         references: Sequence[np.ndarray] = (),
     ) -> None:
+        self._namespaces[request_id] = namespace
         for source in self._everyone:
             self._tell(source, request_id, source.assign, namespace, reads, references)
 
@@ -138,65 +158,90 @@ class FusedCandidates(TreeCandidateGenerator):
         proposals = [self._ask(source, request_ids, max_nodes) for source in self.sources]
         merged = []
         for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
-            self._drafts[name] = [trees[row] for trees in proposals]
-            merged.append(self._merge(self._drafts[name], limit))
-        if self.drafter is None:
-            return merged
-        weak = [row for row, tree in enumerate(merged) if tree.path_probs.sum() <= self.threshold]
-        if weak:
-            trees = self._ask(self.drafter, [request_ids[row] for row in weak], [max_nodes[row] for row in weak])
-            for row, tree in zip(weak, trees):
-                if len(tree):
-                    merged[row] = self._modelled[request_ids[row]] = tree
+            drafts = self._drafts[name] = [Draft.of(found[row]) for found in proposals]
+            if self._calibrations is not None:
+                drafts = self._calibrations.calibrated(self._namespaces.get(name, ""), drafts)
+            merged.append(merge(drafts, self.discounts, limit, self.min_probability))
+        if self.drafter is not None:
+            self._ask_drafter(self.drafter, merged, request_ids, max_nodes)
         return merged
 
-    def _merge(self, trees: Sequence[DraftTree], limit: int) -> DraftTree:
-        if self.calibrator is not None:
-            trees = [self.calibrator.calibrated(name, tree) for name, tree in zip(self._names, trees)]
-        return merge(trees, self.discounts, limit, self.min_probability)
+    def _ask_drafter(
+        self,
+        drafter: TreeCandidateGenerator,
+        merged: list[DraftTree],
+        request_ids: Sequence[Hashable],
+        max_nodes: Sequence[int],
+    ) -> None:
+        """Puts the drafter's trees where the merged ones promise too little."""
+        limits = [self.threshold(self._namespaces.get(name, "")) for name in request_ids]
+        weak = [row for row, tree in enumerate(merged) if tree.path_probs.sum() <= limits[row]]
+        if not weak:
+            return
+        trees = self._ask(drafter, [request_ids[row] for row in weak], [max_nodes[row] for row in weak])
+        for row, tree in zip(weak, trees):
+            if len(tree):
+                merged[row] = self._modelled[request_ids[row]] = tree
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
-        drafts, modelled = self._drafts.pop(request_id, []), self._modelled.pop(request_id, None)
-        if self.calibrator is not None:
-            for name, tree in zip(self._names, drafts):
-                self.calibrator.learn(name, tree, tokens)
+        drafts, modelled = self._drafts.pop(request_id, None), self._modelled.pop(request_id, None)
+        namespace = self._namespaces.get(request_id, "")
+        if self._calibrations is not None and drafts is not None:
+            self._calibrations.learn(namespace, drafts, tokens)
         if modelled is not None:
-            self._mean_accepted += _MEMORY * (_num_accepted(modelled, tokens) - self._mean_accepted)
+            mean = self._accepted.get(namespace, _Mean())
+            self._accepted[namespace] = mean.with_one(_num_accepted(modelled, tokens))
         for source in self._everyone:
             self._tell(source, request_id, source.observe, tokens)
 
     def stop(self, request_id: Hashable) -> None:
         self._drafts.pop(request_id, None)
         self._modelled.pop(request_id, None)
+        namespace = self._namespaces.pop(request_id, "")
+        if self._calibrations is not None:
+            self._calibrations.flush(namespace)
         for source in self._everyone:
             self._failed.discard((request_id, id(source)))  # those that have failed hold state too
             self._tell(source, request_id, source.stop)
             self._failed.discard((request_id, id(source)))
 
 
-def merge(trees: Sequence[DraftTree], discounts: Sequence[float], limit: int, least: float = 0.0) -> DraftTree:
+def _pairs(discounts: Sequence[float | Sequence[float]], num_sources: int) -> list[tuple[float, float]]:
+    """A source's factors at depth 1 and at every further depth."""
+    try:
+        pairs = [tuple(item) if isinstance(item, Sequence) else (item, item) for item in discounts]
+        if len(pairs) == num_sources and all(0 <= first <= 1 and 0 <= further <= 1 for first, further in pairs):
+            return pairs  # type: ignore[return-value]  # the comparison has unpacked them
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"`discounts` must give each source a number in [0, 1], or a pair of them, got {discounts!r} for {num_sources} "
+        "sources."
+    )
+
+
+def merge(
+    drafts: Sequence[Draft], discounts: Sequence[tuple[float, float]], limit: int, least: float = 0.0
+) -> DraftTree:
     """
-    The `limit` most probable nodes of several trees as one tree (SSSD, algorithm 1), as far as their paths have a
-    probability of at least `least`.
+    The `limit` most probable nodes of several drafts as one tree (SSSD, algorithm 1), as far as their paths have a
+    probability of at least `least`. For `discounts`, see `FusedCandidates`.
     """
-    children = [_children(tree) for tree in trees]
-    probs = [np.clip(tree.probs, 0, 1).tolist() for tree in trees]
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[float] = []
     places: dict[tuple[int, int], int] = {}  # (parent, token) of every node
     # Entries: minus path probability, source, its node, the parent in the merged tree.
-    queue: list[tuple[float, int, int, int]] = []
-
-    def push(source: int, node: int, parent: int, path: float) -> None:
-        for child in children[source].get(node, ()):
-            heapq.heappush(queue, (-path * probs[source][child] * discounts[source], source, child, parent))
-
-    for source in range(len(trees)):
-        push(source, -1, -1, 1.0)
+    queue: list[tuple[float, int, int, int]] = [
+        (-draft.probs[child] * first, source, child, -1)
+        for source, (draft, (first, _)) in enumerate(zip(drafts, discounts))
+        for child in draft.children.get(-1, ())
+    ]
+    heapq.heapify(queue)
     while queue:
         negative, source, node, parent = heapq.heappop(queue)
-        place = parent, int(trees[source].tokens[node])
+        draft = drafts[source]
+        place = parent, draft.tokens[node]
         if place not in places:
             if len(tokens) == limit or -negative < least:
                 break
@@ -204,17 +249,13 @@ def merge(trees: Sequence[DraftTree], discounts: Sequence[float], limit: int, le
             tokens.append(place[1])
             parents.append(parent)
             paths.append(-negative)
-        push(source, node, places[place], -negative)
-    above = [paths[parent] if parent >= 0 else 1.0 for parent in parents]
-    ratios = [path / max(other, 1e-30) for path, other in zip(paths, above)]
-    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(ratios, np.float32))
-
-
-def _children(tree: DraftTree) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents.tolist()):
-        children.setdefault(parent, []).append(node)
-    return children
+        for child in draft.children.get(node, ()):
+            path = negative * draft.probs[child] * discounts[source][1]
+            heapq.heappush(queue, (path, source, child, places[place]))
+    if not tokens:
+        return DraftTree.empty()
+    ratios = [path / max(paths[parent], 1e-30) if parent >= 0 else path for path, parent in zip(paths, parents)]
+    return DraftTree.of(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(ratios, np.float32))
 
 
 def _num_accepted(tree: DraftTree, tokens: np.ndarray) -> int:

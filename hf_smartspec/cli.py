@@ -21,8 +21,12 @@ class Command(NamedTuple):
 COMMANDS = {
     ("verify",): Command("benchmark.verify", "check on your own model that speculation changes nothing"),
     ("replay",): Command("benchmark.replay", "measure candidate sources on real responses, without a model"),
+    ("tune",): Command("benchmark.tune", "find options of candidate sources that fit recorded responses"),
     ("datastore", "build"): Command("benchmark.datastore_build", "build a file of continuations, from texts"),
+    ("bench", "generate"): Command("benchmark.generate_bench", "measure `assistant=` against plain `generate`"),
     ("bench", "overhead"): Command("benchmark.overhead", "measure what the machinery costs by itself"),
+    ("bench", "sources"): Command("benchmark.ablation", "measure what each part of the model-free sources contributes"),
+    ("bench", "memory"): Command("benchmark.scale", "measure what suffix trees and datastores cost as they grow"),
 }
 GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}
 

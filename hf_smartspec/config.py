@@ -52,11 +52,12 @@ class SmartSpecConfig:
         assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), a draft
             model, a candidate source, or a list of these, which are fused. "tuned:PATH" is what `smartspec tune` found;
             its suffix trees are the model's own for this file.
-        num_nodes (`int`, *optional*): Draft nodes per row and step; the source's own default where not given.
+        num_nodes (`int`, *optional*): Draft nodes per row at every step. Where not given, a `GoodputAuction` decides at
+            every step how many of those that the source drafts by default are worth it.
         width (`int`): For draft models: 1 drafts chains, more drafts trees (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
             same distribution; draft models only).
-        policy (`LengthPolicy`, *optional*): How much to speculate, in place of `num_nodes`.
+        policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of both.
         namespace (`str`): For suffix trees: whose outputs are drafted from and joined. Tenants that must not see one
             another's text in drafts get different ones.
         reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
@@ -132,10 +133,16 @@ class SmartSpecConfig:
             return self.policy.num_nodes
         return source.default_num_nodes if self.num_nodes is None else self.num_nodes
 
-    def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy:
+    def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
+        """The policy that was asked for, by itself or by a number of nodes; None where goodput is to decide."""
         if self.policy is not None:
             return self.policy
-        return FixedLength(source.default_num_nodes if self.num_nodes is None else self.num_nodes)
+        if self.num_nodes is None and source.default_num_nodes > 0 and self.verification == "coupled":
+            return None
+        return self.fixed_policy_for(source)
+
+    def fixed_policy_for(self, source: TreeCandidateGenerator) -> FixedLength:
+        return FixedLength(self.max_nodes_for(source))
 
 
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:

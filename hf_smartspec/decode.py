@@ -14,6 +14,7 @@ from transformers.generation import (
 )
 from transformers.utils import logging
 
+from .adaptive import policy_of
 from .call import DecodingCall
 from .checks import check_mask, check_settings, check_token_ids
 from .config import SmartSpecConfig
@@ -100,8 +101,8 @@ def decode(
         model_kwargs,
     )  # fmt: skip
     call.keeps_cache = generation_config.return_dict_in_generate or gives_back
-    loop = DecodingLoop(config.policy_for(source), model_limits(model))
-    with torch.no_grad():
+    with torch.no_grad(), policy_of(model, config, source, call.forward) as policy:
+        loop = DecodingLoop(policy, model_limits(model))
         loop.add(call)
         loop.run()
         if call.keeps_cache:

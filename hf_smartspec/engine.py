@@ -17,9 +17,11 @@ from .call import DecodingCall
 from .checks import check_positive
 from .config import SmartSpecConfig
 from .generate import generating, run_with
+from .goodput import GoodputAuction
 from .memory import EngineMemory
 from .packing import can_pack, can_pack_call, plain_reason
 from .prepare import prepare_call, row_seeds
+from .profiling import load_or_profile
 from .request import GenerationStatistics
 from .results import EngineOutput, Results, Ticket
 from .runner import EngineRunner
@@ -32,13 +34,13 @@ class Engine:
 
     Args:
         model (`PreTrainedModel`): A decoder that follows transformers' attention interface.
-        assistant: What drafts for requests that do not say so themselves; see `SmartSpecConfig.assistant`.
+        assistant: What drafts for requests that do not say so themselves, see `SmartSpecConfig.assistant`. The `policy`
+            of a `SmartSpecConfig`, by default the goodput auction, decides for all requests how much.
         max_batch_size (`int`): Requests that run at once.
         max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values; half of the free memory of a GPU, a
             quarter of that of a CPU where not given. Growing copies them, and takes their old memory besides.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
-        policy (`LengthPolicy`, *optional*): Decides how much to speculate.
 
     Example:
 
@@ -58,7 +60,6 @@ class Engine:
         max_batch_size: int = 32,
         max_kv_bytes: int | None = None,
         max_prefill_tokens: int = 512,
-        policy: Any = None,
     ):
         for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
             check_positive(name, value)
@@ -75,9 +76,8 @@ class Engine:
         self._memory = EngineMemory(self.model, max_batch_size, max_kv_bytes)
         self._source = self.config.source_for(self.model)
         self._results = Results()
-        self._runner = EngineRunner(
-            self.model, self._memory, policy or self.config.policy_for(self._source), max_prefill_tokens, self._results
-        )
+        policy = self.config.policy_for(self._source) or GoodputAuction(load_or_profile(self.model))
+        self._runner = EngineRunner(self.model, self._memory, policy, max_prefill_tokens, self._results)
         self._names = 0
         self._lock = threading.Lock()
 

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from .call import DecodingCall, ModelForward
 from .candidates.base import TreeCandidateGenerator
-from .goodput.selector import LengthPolicy, StepRows, StepSeconds
+from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .layout import CacheRow, RowInput
 from .processors import argmax
 from .request import GenerationStatistics, Request
@@ -144,6 +144,7 @@ class DecodingLoop:
             caps=np.array([self._cap(request) for request in rows], np.int64),
             num_prefill_tokens=num_prefill,
             num_waiting=self.num_waiting,
+            draft=_draft_cost(rows[0].call.source) if rows else DraftCost(),
         )
 
     def _cap(self, request: Request) -> int:
@@ -418,6 +419,11 @@ class StepDrafts(NamedTuple):
 
     def seconds_until(self, end: StepSeconds) -> StepSeconds:
         return StepSeconds(*(after - before for before, after in zip(self.start, end)))
+
+
+def _draft_cost(source: TreeCandidateGenerator) -> DraftCost:
+    """Seconds are measured as they come; in mixed company, the first row's source stands for all."""
+    return DraftCost(is_autoregressive=source.is_autoregressive, width=source.width, source=type(source).__name__)
 
 
 def _begin_verifying(request: Request, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:

@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from hf_smartspec import SmartSpecConfig
+from hf_smartspec.goodput import CostModel
+
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, print_blob=True)
 settings.load_profile("quick")
 
@@ -67,3 +70,25 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("exactness: " + ", ".join(f"{total[name]:,} {name}" for name in names))
         for tie in ties[:20]:
             terminalreporter.write_line(f"  {tie}")
+
+
+@pytest.fixture(autouse=True)
+def _known_lengths(request, monkeypatch):
+    """
+    Drafts are as long as their sources make them: what is tested does not depend on the machine's speed. Tests of the
+    goodput auction (marked `adaptive`) get a forward of 10 ms in which a token costs hardly anything, unmeasured.
+    """
+    if request.node.get_closest_marker("adaptive"):
+        for module in ("adaptive", "engine"):
+            monkeypatch.setattr(f"hf_smartspec.{module}.load_or_profile", lambda model: UnmovedCost(0.0, 1e-5, 1e-2))
+    else:
+        monkeypatch.setattr(
+            SmartSpecConfig, "policy_for", lambda config, source: config.policy or config.fixed_policy_for(source)
+        )
+
+
+class UnmovedCost(CostModel):
+    """Learns nothing from what steps really take."""
+
+    def observe(self, *args, **kwargs):
+        pass

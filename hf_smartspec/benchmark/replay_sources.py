@@ -4,12 +4,14 @@ import ast
 import importlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers.generation import PromptLookupCandidateGenerator
 
 from ..candidates import (
+    Datastore,
     DatastoreCandidates,
     FusedCandidates,
     PromptLookupCandidates,
@@ -17,6 +19,7 @@ from ..candidates import (
     TreeCandidateGenerator,
     WrappedCandidates,
 )
+from ..candidates.tuned import TunedSources
 from ..goodput.acceptance import Calibrator
 from ..tree import DraftTree
 from .loading import UsageError
@@ -135,6 +138,43 @@ def fused(*names: str) -> FusedCandidates:
     return FusedCandidates([SOURCES[name]() for name in names], calibrator=Calibrator())
 
 
+def tuned(path: str) -> TreeCandidateGenerator:
+    """What `smartspec tune` has found: "tuned:PATH"."""
+    return build_tuned(TunedSources.load(path))
+
+
+def build_tuned(tuned: TunedSources, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
+    """
+    Tuned sources with nothing learnt yet, and a draft model beside them if there is one.
+
+    Raises:
+        ValueError, TypeError: for options that do not fit, each other or the datastore.
+    """
+    sources = [
+        _datastore(**source.options) if source.name == "datastore" else source.build() for source in tuned.sources
+    ]
+    if len(sources) == 1 and drafter is None:
+        return sources[0]
+    options = dict(tuned.fused)
+    is_calibrated, threshold = options.pop("calibrated", True), options.pop("threshold", None)
+    return FusedCandidates(
+        sources,
+        drafter=drafter,
+        threshold=None if drafter is None else threshold,
+        calibrator=Calibrator() if is_calibrated else None,
+        **options,
+    )
+
+
+def _datastore(datastore: str, **options: Any) -> DatastoreCandidates:
+    return DatastoreCandidates(_opened(datastore), **options)
+
+
+@lru_cache(maxsize=4)
+def _opened(path: str) -> Datastore:
+    return Datastore.open(path)
+
+
 # Names for the command line only; a source of one's own is named by its class, "module:Class(option=value)".
 SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "prompt_lookup": PromptLookupCandidates,
@@ -142,6 +182,7 @@ SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "datastore": DatastoreCandidates,
     "hf_prompt_lookup": hf_prompt_lookup,
     "fused": fused,
+    "tuned": tuned,
     "arctic": ArcticCandidates,
 }
 
@@ -157,7 +198,7 @@ def parse_specs(text: str) -> list[SourceSpec]:
     body, _, numbers = text.partition("@")
     name, _, options = body.partition(":")
     if name in SOURCES:
-        build = _factory(SOURCES[name], *_plain_options(options), text)
+        build = _factory(SOURCES[name], *plain_options(options), text)
     elif options:
         path, _, call = options.partition("(")
         name = path
@@ -179,7 +220,7 @@ def _node_counts(numbers: str, text: str) -> list[int]:
     return counts
 
 
-def _plain_options(options: str) -> tuple[list[Any], dict[str, Any]]:
+def plain_options(options: str) -> tuple[list[Any], dict[str, Any]]:
     """What "4,factor=2,path=a/b" says as arguments; what is no number, truth value or quoted text is text."""
     values: list[Any] = []
     named: dict[str, Any] = {}

@@ -18,6 +18,7 @@ _SCORE_EDGES = np.array(
 # Lower ends of the bins of depths and match lengths, which matter by ratio: 4 differs from 2 as 32 does from 16.
 _LENGTH_EDGES = np.array([1, 2, 3, 4, 5, 7, 9, 13, 17, 33])
 _NUM_SCORES, _NUM_LENGTHS = len(_SCORE_EDGES) + 1, len(_LENGTH_EDGES) + 1
+_LENGTH_BINS = np.searchsorted(_LENGTH_EDGES, np.arange(_LENGTH_EDGES[-1] + 1), side="right")  # by length
 
 # Cells of all levels lie in one array, coarse levels first: [whole source | by score | and depth | and match length].
 _SIZES = np.array([1, _NUM_SCORES, _NUM_SCORES * _NUM_LENGTHS, _NUM_SCORES * _NUM_LENGTHS**2])
@@ -153,9 +154,12 @@ class _Table:
 def _cells(scores: np.ndarray, depths: np.ndarray, match_lengths: np.ndarray) -> np.ndarray:
     """`[levels, n]` indices of the nodes' cells."""
     by_score = np.searchsorted(_SCORE_EDGES, scores, side="right")
-    by_depth = by_score * _NUM_LENGTHS + np.searchsorted(_LENGTH_EDGES, depths, side="right")
-    by_match = by_depth * _NUM_LENGTHS + np.searchsorted(_LENGTH_EDGES, match_lengths, side="right")
-    return np.stack([np.zeros_like(by_score), by_score, by_depth, by_match]) + _STARTS[:, None]
+    by_depth = by_score * _NUM_LENGTHS + _LENGTH_BINS.take(depths, mode="clip")
+    by_match = by_depth * _NUM_LENGTHS + _LENGTH_BINS.take(match_lengths, mode="clip")
+    cells = np.zeros((4, len(scores)), np.int64)
+    cells[1:] = by_score, by_depth, by_match
+    cells += _STARTS[:, None]
+    return cells
 
 
 def _checked(
@@ -163,7 +167,7 @@ def _checked(
     depths: Sequence[int] | np.ndarray,
     match_lengths: Sequence[int] | np.ndarray | int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    scores, depths, match_lengths = np.asarray(scores, np.float64), np.asarray(depths), np.asarray(match_lengths)
+    scores, depths, match_lengths = np.asarray(scores, np.float64), _integers(depths), _integers(match_lengths)
     if match_lengths.ndim == 0:
         match_lengths = np.broadcast_to(match_lengths, scores.shape)
     if scores.ndim != 1 or not scores.shape == depths.shape == match_lengths.shape:
@@ -172,7 +176,13 @@ def _checked(
             f"{scores.shape}, {depths.shape} and {match_lengths.shape}."
         )
     # A score that is no number says nothing: an even chance.
-    return np.clip(np.nan_to_num(scores, nan=0.5), 0.0, 1.0), depths, match_lengths
+    if np.isnan(scores).any():
+        scores = np.nan_to_num(scores, nan=0.5)
+    return np.minimum(np.maximum(scores, 0.0), 1.0), depths, match_lengths
+
+
+def _integers(values: Sequence[int] | np.ndarray | int) -> np.ndarray:
+    return np.asarray(values).astype(np.int64, copy=False)
 
 
 class Outcomes(NamedTuple):

@@ -11,6 +11,10 @@ from .least_squares import nonnegative_least_squares
 
 _BEND = 0.05  # median relative error above which the straight line gives way to a curve
 _NUM_BINS = 21  # of the running correction, at 1, 2, 4, ... tokens per forward
+_TRUST = 3.0  # in a profile before any observation, in observations
+_MIN_GAIN = 0.1  # weight of the newest observation of a size that is seen at every step ...
+_STALENESS = 0.99  # ... and more where the earlier ones are old: what they count after every step
+_RELAXATION = 0.001  # by which all sizes follow the one that was seen: the machine as a whole may have become slower
 _LARGEST_STEP = 0.4  # of one observation's log ratio: a hiccup of the machine is no news
 
 
@@ -57,6 +61,7 @@ class CostModel:
     knots: Sequence[float] = ()
     curve: Sequence[float] = ()
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
+    _num_seen: np.ndarray = field(default_factory=lambda: np.full(_NUM_BINS, _TRUST), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "gamma", "delta"):
@@ -85,16 +90,20 @@ class CostModel:
         """
         return self._profiled(context, batched, width) * np.exp(self._log_factor(batched))
 
-    def observe(self, context: float, batched: float, seconds: float, width: float = 1, rate: float = 0.1) -> None:
-        """Learns from one measured step; `rate` is the weight of the newest observation."""
+    def observe(self, context: float, batched: float, seconds: float, width: float = 1) -> None:
+        """Learns from one measured step."""
         predicted = float(self.seconds(context, batched, width))
         if not (predicted > 0 and seconds > 0 and np.isfinite(seconds)):
             return
         low, share = self._bin(batched)
         error = float(np.clip(np.log(seconds / predicted), -_LARGEST_STEP, _LARGEST_STEP))
-        step = rate * error / (share**2 + (1 - share) ** 2)
-        self._log_factors[low] += (1 - share) * step
-        self._log_factors[low + 1] += share * step
+        error /= share**2 + (1 - share) ** 2
+        self._num_seen *= _STALENESS
+        for index, weight in ((low, 1 - share), (low + 1, share)):
+            gain = max(_MIN_GAIN, 1 / (1 + self._num_seen[index]))
+            self._log_factors[index] += gain * weight * error
+            self._num_seen[index] += weight
+        self._log_factors += _RELAXATION * (self._log_factor(batched) - self._log_factors)
 
     def correction(self, batched: float) -> float:
         """The factor by which steps of this size have lately differed from the profile."""
@@ -160,9 +169,7 @@ class CostModel:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as plain numbers, without what was learnt while serving."""
-        numbers = asdict(self)
-        del numbers["_log_factors"]
-        return numbers
+        return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> "CostModel":

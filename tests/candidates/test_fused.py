@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import hf_smartspec
 from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.candidates.fused import FusedCandidates, merge
+from hf_smartspec.candidates.fused_calibration import Calibrations, Draft
 from hf_smartspec.goodput import Calibrator
 
 from ..generate.helpers import noisy_copy, tiny_llama
@@ -47,20 +48,21 @@ def trees(draw):
     return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(probs, np.float32))
 
 
-def by_path(tree, discount=1.0):
+def by_path(tree, discount=(1.0, 1.0)):
     """Path probability of every token path from the root."""
     found, nodes = {}, []
     for token, parent, prob in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()):
         path, above = nodes[parent] if parent >= 0 else ((), 1.0)
-        nodes.append(((*path, token), above * prob * discount))
+        nodes.append(((*path, token), above * prob * discount[parent >= 0]))
         found[nodes[-1][0]] = max(found.get(nodes[-1][0], 0), nodes[-1][1])
     return found
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(0, 12), st.data())
 def test_merged_tree_holds_the_most_probable_paths_of_all(sources, limit, data):
-    discounts = [data.draw(st.sampled_from([1.0, 0.8, 0.5])) for _ in sources]
-    merged = merge(sources, discounts, limit)
+    factors = st.sampled_from([1.0, 0.8, 0.5])
+    discounts = [(data.draw(factors), data.draw(factors)) for _ in sources]
+    merged = merge([Draft.of(tree) for tree in sources], discounts, limit)
     merged.check_integrity(100)
     everything = {}
     for tree, discount in zip(sources, discounts):
@@ -77,7 +79,7 @@ def test_merged_tree_holds_the_most_probable_paths_of_all(sources, limit, data):
 
 def test_improbable_paths_are_left_out():
     tree = DraftTree.chain([1, 2, 3], [0.5, 0.5, 0.5])
-    assert merge([tree], [1.0], 8, least=0.2).tokens.tolist() == [1, 2]
+    assert merge([Draft.of(tree)], [(1.0, 1.0)], 8, least=0.2).tokens.tolist() == [1, 2]
     fused = FusedCandidates([Scripted(tree)], min_probability=0.3)
     fused.start("a", np.array([7]))
     assert fused.propose(["a"], [8])[0].tokens.tolist() == [1]
@@ -115,7 +117,7 @@ def test_threshold_becomes_the_drafters_mean_accepted_length():
     for _ in range(200):
         fused.propose(["a"], [4])
         fused.observe("a", np.array([5, 6, 7, 9]))
-    assert fused.threshold == pytest.approx(3.0, abs=0.01)
+    assert fused.threshold() == pytest.approx(3.0, abs=0.01)
 
 
 def test_calibration_corrects_a_boastful_source():
@@ -131,12 +133,80 @@ def test_calibration_corrects_a_boastful_source():
     assert tree.tokens.tolist() == [2] and tree.probs[0] > 0.8
 
 
+def observed(fused, request_id, tokens, steps=60):
+    for _ in range(steps):
+        fused.propose([request_id], [4])
+        fused.observe(request_id, np.array(tokens))
+
+
+@pytest.mark.parametrize("others", [1, 300])
+def test_what_is_learnt_in_one_namespace_changes_no_drafts_of_another(others):
+    """The first source never comes true for one tenant; others do not notice, even when there are many tenants."""
+    fused = FusedCandidates([Scripted(DraftTree.chain([1], [0.9]))], calibrator=Calibrator(), min_probability=0)
+    names = ["a", *(f"other {index}" for index in range(others))]
+    for name in names:
+        fused.assign(name, namespace=f"tenant {name}")
+        fused.start(name, np.array([7]))
+    observed(fused, "a", [2])
+    trees = fused.propose(names, [4] * len(names))
+    assert trees[0].probs[0] < 0.3
+    for tree in trees[1:]:
+        assert tree.probs[0] == pytest.approx(0.9, abs=0.005)
+    fused.stop("a")
+    fused.assign("a", namespace="tenant a")
+    assert fused.propose(["a"], [4])[0].probs[0] < 0.3  # kept from request to request
+
+
+def test_thresholds_are_learnt_per_namespace():
+    fused = FusedCandidates([Scripted(DraftTree.empty())], drafter=Scripted(DraftTree.chain([5, 6, 7, 8])))
+    fused.assign("a", namespace="x")
+    fused.start("a", np.array([7]))
+    observed(fused, "a", [5, 6, 7, 9])
+    assert fused.threshold("x") == pytest.approx(3.0, abs=0.1) and fused.threshold() == 1.0
+
+
+def test_a_request_s_end_hands_everything_learnt_to_the_calibrator():
+    """Sources are fused anew for every call; what the last one has learnt must not wait in it."""
+    calibrator = Calibrator()
+    for _ in range(40):
+        fused = FusedCandidates([Scripted(DraftTree.chain([1], [0.9]))], calibrator=calibrator, min_probability=0)
+        fused.start("a", np.array([7]))
+        observed(fused, "a", [2], steps=1)
+        fused.stop("a")
+    assert fused.propose(["a"], [4])[0].probs[0] < 0.3
+
+
+@given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_calibrations_learn_and_say_what_the_calibrator_does(tree, truth):
+    """Tables against the calibrator itself, up to the steps of 1/255 in which they keep raw scores."""
+    tabulated, direct = Calibrator(), Calibrator()
+    calibrations = Calibrations(tabulated, ["source"])
+    truth = np.array(truth)
+    for _ in range(3):
+        calibrations.learn("x", [Draft.of(tree)], truth)
+        direct.learn(("x", "source"), tree, truth)
+    calibrations.flush("x")
+    (draft,) = calibrations.calibrated("x", [Draft.of(tree)])
+    for score, depth, prob in zip(np.rint(tree.probs * 255) / 255, tree.depths, draft.probs):
+        assert prob == pytest.approx(direct.calibrate(("x", "source"), [score], [depth])[0], abs=0.02)
+
+
+def test_num_nodes_is_the_largest_of_the_sources_unless_told():
+    sources = [PromptLookupCandidates(num_tokens=7), PromptLookupCandidates(num_tokens=3)]
+    assert FusedCandidates(sources).default_num_nodes == 7
+    assert FusedCandidates(sources, num_nodes=4).default_num_nodes == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"sources": []}, ValueError, "at least one"),
         ({"sources": ["suffix"]}, TypeError, "Only TreeCandidateGenerators"),
         ({"sources": [PromptLookupCandidates()], "discounts": [2.0]}, ValueError, r"in \[0, 1\]"),
+        ({"sources": [PromptLookupCandidates()], "discounts": [(0.5, 0.5, 0.5)]}, ValueError, "a pair"),
+        ({"sources": [PromptLookupCandidates()], "discounts": [0.5, 0.5]}, ValueError, "for 1 sources"),
+        ({"sources": [PromptLookupCandidates()], "discounts": ["half"]}, ValueError, "'half'"),
+        ({"sources": [PromptLookupCandidates()], "num_nodes": 0}, ValueError, "num_nodes"),
         ({"sources": [PromptLookupCandidates()], "threshold": 1.0}, ValueError, "goes with a `drafter`"),
     ],
 )

@@ -63,7 +63,8 @@ def test_architectures_and_sources(architecture, assistant):
     long = [Asked([(7 * i) % 30 + 3 for i in range(150)], {"max_new_tokens": 12})]  # a part of its own in attention
     with Engine(model, source, max_batch_size=4, max_prefill_tokens=64) as engine:
         check_all(engine, model, [*random_requests(6, seed=3), *long, *random_requests(6, seed=4)])
-    assert (engine.statistics.accepted_tokens > 0) == (assistant != "none")
+    assert (engine.statistics.drafted_tokens > 0) == (assistant != "none")
+    assert engine.statistics.accepted_tokens > 0 or assistant != "draft"
 
 
 def test_a_draft_that_is_always_right_or_never(model):
@@ -95,9 +96,9 @@ def test_requests_choose_their_own_speculation(model):
     assert [output.generated_tokens for output in outputs] == [expected] * 4
     plain, others, capped, usual = (output.statistics for output in outputs)
     assert plain.drafted_tokens == 0 and plain.steps == 20
-    assert other.drafted == others.drafted_tokens > 0
+    assert other.drafted >= others.drafted_tokens > 0
     assert 0 < capped.drafted_tokens <= capped.steps
-    assert spy.drafted == capped.drafted_tokens + usual.drafted_tokens
+    assert spy.drafted >= capped.drafted_tokens + usual.drafted_tokens > capped.drafted_tokens
 
 
 def test_shared_prefixes_are_not_computed_twice(model):
@@ -157,7 +158,7 @@ def test_memory_stays_within_its_bound(model):
         place = memory.place
         memory.place = lambda *args: place(*args) or shapes.append(memory.num_bytes)
         check_all(engine, model, random_requests(25))
-        with pytest.raises(ValueError, match="may reach 316 tokens .* memory holds 300"):
+        with pytest.raises(ValueError, match=r"may reach 316 tokens .* memory holds 300"):
             engine.add_request([3] * 270, max_new_tokens=30)
     assert max(shapes) <= 300 * bytes_per_token and min(shapes) < max(shapes)
     assert engine.statistics.steps > engine.statistics.forwards, "several ran at once"
@@ -310,7 +311,10 @@ def test_stopping(model):
     engine.start().start()
     engine.stop()  # drains
     assert engine.get_result(first).status == RequestStatus.FINISHED
-    names = [engine.add_request([3], max_new_tokens=400, eos_token_id=None, streaming=True), engine.add_request([4])]
+    names = [
+        engine.add_request([3], max_new_tokens=400, eos_token_id=None, streaming=True),
+        engine.add_request([4], max_new_tokens=3),
+    ]
     engine.start()
     next(engine.request_id_iter(names[0]))
     engine.stop(drain=False)

@@ -1,0 +1,47 @@
+"""The length policies of models: what a policy has learnt about a model's speed and its drafts outlives the call."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from .call import ModelForward
+from .candidates.base import TreeCandidateGenerator
+from .config import SmartSpecConfig
+from .forward import PackedForward
+from .goodput import GoodputAuction, LengthPolicy
+from .profiling import load_or_profile
+
+# Policies that nobody uses at present. A policy serves one loop at a time.
+_idle: WeakKeyDictionary[PreTrainedModel, dict[Hashable, list[GoodputAuction]]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+@contextmanager
+def policy_of(
+    model: PreTrainedModel, config: SmartSpecConfig, source: TreeCandidateGenerator, forward: ModelForward
+) -> Iterator[LengthPolicy]:
+    """
+    The length policy for a call: what the caller has asked for, else the goodput auction, for the first time on this
+    machine after measuring the model's speed. Models that run row by row get drafts of the source's usual size: what
+    rows cost there does not depend on one another.
+    """
+    fixed = config.policy_for(source)
+    if fixed is not None:
+        yield fixed
+        return
+    if not isinstance(forward, PackedForward):
+        yield config.fixed_policy_for(source)
+        return
+    cost = load_or_profile(model)
+    key = type(source), id(getattr(source, "model", None))
+    with _lock:
+        idle = _idle.setdefault(model, {}).setdefault(key, [])
+        policy = idle.pop() if idle else GoodputAuction(cost)
+    try:
+        yield policy
+    finally:
+        with _lock:
+            idle.append(policy)

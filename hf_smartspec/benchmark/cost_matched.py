@@ -1,0 +1,119 @@
+"""Cost-matched models: a small trained model at the cost of a large one, without a change of what it computes."""
+
+import copy
+import math
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+_MODEL_TYPES = ("llama", "mistral")
+_WRITE_RESIDUALS = ("embed_tokens.weight", "lm_head.weight", "o_proj.weight", "down_proj.weight")
+_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
+_WIDTH_STEP, _NEURON_STEP = 64, 16  # sizes are multiples of these, which matrix products like
+
+
+class Sizes(NamedTuple):
+    """What Llamas differ in, under the names of `LlamaConfig`."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+def enlarge(model: PreTrainedModel, num_parameters: float = 200e6, seed: int = 0) -> PreTrainedModel:
+    """
+    A model of about `num_parameters` parameters that computes what `model` computes (DESIGN section 8): real text at
+    the cost of a real model of that size, in weights read, matrix products, attention and key-value cache.
+
+    Layers, heads and neurons are added whose output projections are zero; their other weights are random. The residual
+    stream gets further dimensions, which stay zero. RMSNorm averages over them too, so its weights shrink by
+    sqrt(old / new) and its epsilon by old / new. Logits differ by rounding only. The vocabulary stays as it is: where
+    it is small, the output layer has a smaller share of the cost than in real models.
+
+    Args:
+        model (`PreTrainedModel`): Of Llama's or Mistral's architecture, without biases. Stays as it is.
+        num_parameters (`float`): Tied embeddings count once. Met within 5 %.
+        seed (`int`): Of the random weights. torch's global generators stay as they are.
+
+    Returns:
+        `PreTrainedModel` of the same class, dtype and device, in evaluation mode.
+
+    Raises:
+        ValueError: for another architecture, or fewer parameters than the model has.
+    """
+    sizes = find_sizes(model, num_parameters)
+    share = model.config.hidden_size / sizes.hidden_size
+    config = copy.deepcopy(model.config)
+    config.update(sizes._asdict())
+    config.rms_norm_eps *= share
+    known = dict(model.named_parameters())
+    with torch.random.fork_rng(), torch.device(model.device), torch.no_grad():
+        torch.manual_seed(seed)
+        large: PreTrainedModel = type(model)._from_config(config, dtype=model.dtype)
+        for name, parameter in large.named_parameters():
+            if name.endswith(_WRITE_RESIDUALS):
+                parameter.zero_()
+            if name in known:
+                scale = math.sqrt(share) if name.endswith(_NORMS) else 1.0
+                parameter[tuple(map(slice, known[name].shape))] = known[name] * scale
+    large.generation_config = copy.deepcopy(model.generation_config)
+    return large.eval()
+
+
+def find_sizes(model: PreTrainedModel, num_parameters: float) -> Sizes:
+    """
+    Sizes of a Llama of `num_parameters` parameters with the vocabulary of `model`, its size of heads and its number of
+    queries per key-value head. Depth grows with width as from TinyLlama (2048 wide, 22 layers) to Llama 2 7B (4096,
+    32), that is sqrt(width) / 2; among all widths, the one whose MLP comes closest to 8 / 3 of it.
+    """
+    own = _own_sizes(model)
+    if num_parameters < model.num_parameters():
+        raise ValueError(
+            f"`num_parameters` must be at least the {model.num_parameters():,} that the model has, got "
+            f"{num_parameters:,.0f}."
+        )
+    shapes = [own]
+    while _count(model, shapes[-1]._replace(intermediate_size=0)) < num_parameters:
+        shapes.append(_wider(own, len(shapes) * _WIDTH_STEP))
+    fitted = [_with_neurons(model, shape, num_parameters) for shape in shapes]
+    possible = [sizes for sizes in fitted if sizes.intermediate_size >= own.intermediate_size]
+    return min(possible, key=lambda sizes: abs(math.log(sizes.intermediate_size / sizes.hidden_size * 3 / 8)))
+
+
+def _own_sizes(model: PreTrainedModel) -> Sizes:
+    config = model.config
+    if config.model_type not in _MODEL_TYPES:
+        raise ValueError(f"Models of type {' or '.join(_MODEL_TYPES)} can be enlarged, got {config.model_type!r}.")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = Sizes(**{name: getattr(config, name) for name in Sizes._fields[:-1]}, head_dim=head_dim)
+    if _count(model, own) != model.num_parameters():
+        raise ValueError(f"{type(model).__name__} has biases or other parameters that cannot be enlarged.")
+    return own
+
+
+def _wider(own: Sizes, added: int) -> Sizes:
+    hidden_size = own.hidden_size + added
+    queries = own.num_attention_heads // own.num_key_value_heads
+    key_value_heads = max(own.num_key_value_heads, round(hidden_size / own.head_dim / queries))
+    num_layers = max(own.num_hidden_layers, round(math.sqrt(hidden_size) / 2))
+    return Sizes(hidden_size, 0, num_layers, key_value_heads * queries, key_value_heads, own.head_dim)
+
+
+def _with_neurons(model: PreTrainedModel, shape: Sizes, num_parameters: float) -> Sizes:
+    """The shape with the intermediate size that comes closest to the number of parameters."""
+    rest = num_parameters - _count(model, shape._replace(intermediate_size=0))
+    neurons = rest / (3 * shape.hidden_size * shape.num_hidden_layers)
+    return shape._replace(intermediate_size=round(neurons / _NEURON_STEP) * _NEURON_STEP)
+
+
+def _count(model: PreTrainedModel, sizes: Sizes) -> int:
+    """Parameters of a Llama of these sizes with the vocabulary of `model`."""
+    width, neurons, num_layers, heads, key_value_heads, head_dim = sizes
+    attention = 2 * width * head_dim * (heads + key_value_heads)
+    layer = attention + 3 * width * neurons + 2 * width
+    num_embeddings = 1 if model.config.tie_word_embeddings else 2
+    return num_embeddings * model.config.vocab_size * width + num_layers * layer + width

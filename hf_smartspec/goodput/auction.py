@@ -1,0 +1,321 @@
+"""The default length policy: all rows' draft nodes bid for places in the forward."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..tree import DraftTree
+from .acceptance import Calibrator
+from .cost import CostModel, DraftTimer, StepSeconds
+from .estimators import AcceptanceEstimator
+from .forest import Forest
+from .selector import LengthPolicy, StepRows
+
+_PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
+_BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
+_STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed
+_DRIFT_DECAY = 0.96  # per step, of what tells that acceptance changes
+_DRIFT_STRENGTH = 10.0  # of the assumption that it does not, in accepted nodes
+_MEMORY = 0.1  # weight of the newest step in the running benefit of drafting
+_TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
+_WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
+_NARROW = 4  # up to here every bound is tried
+_DEEPEST = 32  # levels of an autoregressive draft that are considered
+_EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
+
+
+_Winners = tuple[np.ndarray, float, float]  # indices of nodes, with the step's expected tokens and seconds
+
+
+class Prediction(NamedTuple):
+    """What the policy expects of the step that it has selected for."""
+
+    tokens: float  # over all rows, accepted nodes and one more each
+    seconds: float  # of the forward and what surrounds it, without drafting
+    draft_seconds: float
+
+
+@dataclass
+class _Plan:
+    """What happened in the current step so far."""
+
+    asked: np.ndarray | None = None  # [rows] bool, which rows the source was asked for
+    draft_seconds: float = 0.0
+    is_baseline: bool = False
+    forest: Forest | None = None
+
+
+class GoodputAuction(LengthPolicy):
+    """
+    One auction per step (design, section 3.2): the nodes of all rows are sorted by path probability a_n, and the best
+    prefix, by goodput (B + sum of a_n) / T, is verified. Since a_n never grows along a path, every prefix is a forest;
+    since T depends on totals, the best prefix is the best of all forests. T also depends a little on the widest row:
+    there is one auction for each bound on the width, and the best of their winners wins.
+
+    Path probabilities are products of the drafts' own probabilities, corrected by a `Calibrator` and, where acceptance
+    changes, by how its predictions have fared lately.
+
+    Drafting is chosen too. An autoregressive drafter, which costs by the level, gets each row's depth beforehand, by
+    the same auction over expected acceptance (SmartSpec, algorithm 2 with Eq. 5). Any other source is asked for all
+    that it may propose, unless its call costs more than it brings. Rows and sources that do not pay are tried again
+    within 1 % of the time.
+
+    Args:
+        cost (`CostModel`): Of the target's forward. It is corrected by what steps really took.
+        margin (`float`): Speculation must promise at least this much more goodput than plain decoding.
+        calibrates (`bool`): Whether drafts' probabilities are corrected.
+
+    Attributes:
+        prediction (`Prediction`): For the latest selection.
+    """
+
+    def __init__(self, cost: CostModel, margin: float = 0.01, calibrates: bool = True):
+        if not np.isfinite(margin) or margin < 0:
+            raise ValueError(f"`margin` must be a number of at least 0, got {margin!r}.")
+        self.cost, self.margin = cost, margin
+        self.calibrator = Calibrator(strength=_STRENGTH) if calibrates else None
+        self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
+        self.prediction = Prediction(0.0, 0.0, 0.0)
+        self._plan = _Plan()
+        self._drift = _Drift()
+        self._benefit = _Running()
+        self._probe_seconds = 0.0  # saved for the next probe
+        self._num_since_baseline = 0
+
+    # 1. Before drafting
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        self._plan = _Plan()
+        caps = np.maximum(rows.caps, 0)
+        if not caps.any():
+            return caps
+        if self._num_since_baseline >= _BASELINE_INTERVAL:
+            self._plan.is_baseline = True
+            return np.zeros_like(caps)
+        if rows.draft.is_autoregressive:
+            levels = self._with_probes(rows, self._best_levels(rows))
+            limits = np.minimum(levels * rows.draft.width, caps)
+        else:
+            levels = (caps > 0).astype(np.int64)
+            limits = caps if self._pays(rows, levels) else np.zeros_like(caps)
+        if limits.any():
+            self._plan.asked, self._plan.draft_seconds = limits > 0, self._draft_seconds(rows, levels)
+        return limits
+
+    def _best_levels(self, rows: StepRows) -> np.ndarray:
+        """The depth of each row's draft that maximises expected goodput, `[rows]` int64; all 0 if none pays."""
+        width = rows.draft.width
+        most = np.minimum(-(-rows.caps // width), _DEEPEST)
+        depths = np.arange(1, int(most.max()) + 1)
+        gains = np.cumprod(self.acceptance.of_requests(rows.request_ids, len(depths)), axis=1)
+        gains[depths > most[:, None]] = 0.0
+        row, depth = np.divmod(np.argsort(-gains, axis=None, kind="stable"), len(depths))
+        is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
+        num = np.cumsum(is_in, axis=1)
+        tokens = len(rows) + np.cumsum(is_in * gains[row, depth], axis=1)
+        per_call, per_row = self.timer.seconds(rows.draft)
+        target = np.take_along_axis(self._seconds(rows, len(row) * width, depths * width), num * width, axis=1)
+        goodput = tokens / (target + per_call * depths[:, None] + per_row * num)
+        level, last = np.divmod(int(goodput.argmax()), len(row))
+        if goodput[level, last] <= (1 + self.margin) * len(rows) / self._plain_seconds(rows):
+            return np.zeros(len(rows), np.int64)
+        chosen = is_in[level] & (np.arange(len(row)) <= last)
+        return np.bincount(row[chosen], minlength=len(rows))
+
+    def _with_probes(self, rows: StepRows, levels: np.ndarray) -> np.ndarray:
+        """Rows without a draft get one level now and then: what is drafted teaches, verified or not."""
+        idle = (levels == 0) & (rows.caps > 0)
+        if not idle.any():
+            return levels
+        probed = np.where(idle, 1, levels)
+        price = self._draft_seconds(rows, probed) - self._draft_seconds(rows, levels)
+        return probed if self._affords(rows, price) else levels
+
+    def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
+        price = self._draft_seconds(rows, levels)
+        return self._benefit.num < _TRIAL_STEPS or self._benefit.mean > price or self._affords(rows, price)
+
+    def _affords(self, rows: StepRows, price: float) -> bool:
+        """Whether the time saved for probes has reached `price`, which it then pays."""
+        self._probe_seconds += _PROBE_SHARE * self._plain_seconds(rows)
+        if self._probe_seconds < price:
+            return False
+        self._probe_seconds = 0.0
+        return True
+
+    def _draft_seconds(self, rows: StepRows, levels: np.ndarray) -> float:
+        per_call, per_row = self.timer.seconds(rows.draft)
+        calls, in_calls = rows.draft.calls(levels)
+        return per_call * calls + per_row * in_calls
+
+    def _seconds(self, rows: StepRows, most: int, widths: np.ndarray) -> np.ndarray:
+        """T with 0 to `most` draft nodes, of which at most so many in one row, `[widths, most + 1]` float64."""
+        num = np.arange(most + 1)
+        width = 1 + np.minimum(num, widths[:, None])
+        if rows.width > 1:
+            width = np.maximum(width, rows.width)
+        return self.cost.seconds(rows.num_context, rows.num_batched + num, width)
+
+    def _plain_seconds(self, rows: StepRows) -> float:
+        """T without drafts."""
+        return float(self.cost.seconds(rows.num_context, rows.num_batched, rows.width))
+
+    # 2. After drafting
+
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        forest = Forest(trees)
+        if (forest.sizes > rows.caps).any():
+            forest = Forest([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
+        self._plan.forest = forest
+        gains = forest.along_paths(self._probs(rows, forest))
+        plain = self._plain_seconds(rows)
+        chosen, tokens, seconds = np.zeros(0, np.int64), float(len(rows)), plain
+        if forest.num_nodes and not self._plan.is_baseline:
+            chosen, tokens, seconds = self._winners(rows, forest, gains, (chosen, tokens, seconds))
+        self.prediction = Prediction(tokens, seconds, self._plan.draft_seconds)
+        self._learn_benefit(rows, plain)
+        mask = np.zeros(forest.num_nodes, bool)
+        mask[chosen] = True
+        return forest.keep(mask)
+
+    def _winners(self, rows: StepRows, forest: Forest, gains: np.ndarray, best: _Winners) -> _Winners:
+        """The nodes of the highest goodput; `best`, which speculates not at all, where none is better by the margin."""
+        # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
+        bids = gains * (1 - _EPSILON * forest.depths)
+        order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
+        gains, ranks = gains[order], _ranks(forest.row[order])
+        widths = _widths(int(ranks.max(initial=-1)) + 1, len(rows))
+        best_goodput = (1 + self.margin) * best[1] / (best[2] + self._plan.draft_seconds)
+        highest = 0.0
+        for width, seconds in zip(widths.tolist(), self._seconds(rows, len(order), widths)):
+            is_in = ranks < width
+            tokens = len(rows) + np.cumsum(gains[is_in])
+            goodput = tokens / (seconds[1 : len(tokens) + 1] + self._plan.draft_seconds)
+            last = int(goodput.argmax())
+            if goodput[last] > best_goodput:
+                best_goodput = goodput[last]
+                best = order[is_in][: last + 1], float(tokens[last]), float(seconds[last + 1])
+            if goodput[last] < highest and width > _NARROW:
+                break  # wider rows cost ever more
+            highest = max(highest, float(goodput[last]))
+        return best
+
+    def _probs(self, rows: StepRows, forest: Forest) -> np.ndarray:
+        """Probabilities that each node comes true if its parent does, `[n]`."""
+        if self.calibrator is None or not forest.num_nodes:
+            return forest.probs
+        probs = self.calibrator.calibrate(rows.draft.source, forest.probs, forest.depths)
+        return np.minimum(probs * self._drift.ratio, 1.0)
+
+    def _learn_benefit(self, rows: StepRows, plain: float) -> None:
+        """Seconds that verification of the draft saves: the time its tokens take plainly, less what it adds."""
+        tokens, seconds, _ = self.prediction
+        if self._plan.asked is not None:
+            self._benefit.add((tokens / max(len(rows), 1) - 1) * plain - (seconds - plain))
+        self._num_since_baseline = self._num_since_baseline + 1 if tokens > len(rows) else 0
+
+    # 3. After verification
+
+    def observe(
+        self,
+        rows: StepRows,
+        proposed: Sequence[DraftTree],
+        verified: Sequence[DraftTree],
+        accepted: Sequence[int],
+        seconds: StepSeconds,
+        tokens: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        num_nodes = sum(map(len, verified))
+        size = rows.num_batched + num_nodes
+        if size:
+            width = max(rows.width, 1 + max(map(len, verified), default=0))
+            self.cost.observe(rows.num_context, size, seconds.forward + seconds.other, width)
+        forest = self._forest_of(proposed)
+        levels = np.zeros(len(rows), np.int64)
+        if rows.draft.is_autoregressive:
+            np.maximum.at(levels, forest.row, forest.depths)
+        elif self._plan.asked is not None and len(self._plan.asked) == len(rows):
+            levels[self._plan.asked] = 1
+        self.timer.observe(*rows.draft.calls(levels), seconds.draft)
+        if not forest.num_nodes:
+            return
+        if tokens is None:
+            forest, tokens = Forest(verified), [_known(tree, num) for tree, num in zip(verified, accepted)]
+        self._learn_outcomes(rows, forest, tokens)
+
+    def _forest_of(self, trees: Sequence[DraftTree]) -> Forest:
+        """The forest that `select` has made of these trees, or a new one."""
+        known = self._plan.forest
+        if known is not None and len(known.trees) == len(trees) and all(map(_is, known.trees, trees)):
+            return known
+        return Forest(trees)
+
+    def _learn_outcomes(self, rows: StepRows, forest: Forest, tokens: Sequence[np.ndarray]) -> None:
+        nodes, hits = forest.outcomes(tokens)
+        row, depth = forest.row[nodes], forest.depths[nodes]
+        if self.calibrator is not None and len(nodes):
+            source, probs = rows.draft.source, forest.probs[nodes]
+            self._drift.add(self.calibrator.calibrate(source, probs, depth).sum(), hits.sum())
+            self.calibrator.update(source, probs, depth, 0, hits)
+        tried = np.zeros((len(rows), int(depth.max(initial=1))), bool)
+        tried[row, depth - 1] = True
+        succeeded = np.zeros_like(tried)
+        succeeded[row[hits], depth[hits] - 1] = True
+        self.acceptance.update(rows.request_ids, tried, succeeded)
+
+    def forget(self, request_id: Hashable) -> None:
+        self.acceptance.forget(request_id)
+
+
+class _Drift:
+    """How calibrated probabilities fare over the latest steps: quicker than the `Calibrator`, and coarser."""
+
+    def __init__(self) -> None:
+        self._expected = self._observed = 0.0
+
+    def add(self, expected: float, observed: float) -> None:
+        self._expected = self._expected * _DRIFT_DECAY + expected
+        self._observed = self._observed * _DRIFT_DECAY + observed
+
+    @property
+    def ratio(self) -> float:
+        return (self._observed + _DRIFT_STRENGTH) / (self._expected + _DRIFT_STRENGTH)
+
+
+class _Running:
+    """A moving average that begins as a plain one."""
+
+    def __init__(self) -> None:
+        self.num, self.mean = 0, 0.0
+
+    def add(self, value: float) -> None:
+        self.num += 1
+        self.mean += max(_MEMORY, 1 / self.num) * (value - self.mean)
+
+
+def _ranks(row: np.ndarray) -> np.ndarray:
+    """How many earlier entries hold the same row, `[n]` int64."""
+    by_row = np.argsort(row.astype(np.uint16), kind="stable")  # 16 bits: sorted by radix
+    counts = np.bincount(row)
+    ranks = np.empty(len(row), np.int64)
+    ranks[by_row] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranks
+
+
+def _widths(most: int, num_rows: int) -> np.ndarray:
+    """Bounds on the nodes of one row that are worth a look. Where there is one row only, none is needed."""
+    few = [width for width in _WIDTHS if width < most] if num_rows > 1 else []
+    return np.array([*few, most] if most else [], np.int64)
+
+
+def _is(tree: DraftTree, other: DraftTree) -> bool:
+    return tree is other
+
+
+def _known(tree: DraftTree, num_accepted: int) -> np.ndarray:
+    """What a verified chain and the number of accepted nodes tell of the continuation; of other trees, nothing."""
+    if not tree.is_chain:
+        return np.zeros(0, np.int64)
+    return np.append(tree.tokens[:num_accepted], -1)[: len(tree)]

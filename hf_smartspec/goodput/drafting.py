@@ -1,0 +1,83 @@
+"""When a draft model's work can be saved: levels that will not pay, and prompts that nobody will draft for."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+
+def confident_rows(
+    confidences: Sequence[float] | np.ndarray, num_drafted: int, threshold: float, max_length: int
+) -> np.ndarray:
+    """
+    The rows that draft one level more (SmartSpec, algorithm 3, lines 7 to 12): those whose last token had a confidence
+    above the threshold, as long as drafts may grow.
+
+    Args:
+        confidences (`[rows]` floats): The draft's probability of each row's last token; 1 before the first one.
+        num_drafted (`int`): Levels drafted so far.
+        threshold (`float`): T, in [0, 1].
+        max_length (`int`): P, the longest draft.
+
+    Returns:
+        `np.ndarray` of shape `[n]`, int64: indices of rows.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"`threshold` must lie in [0, 1], got {threshold!r}.")
+    if num_drafted >= max_length:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(np.asarray(confidences) > threshold)
+
+
+class PrefillGate:
+    """
+    Whether the draft model reads a new request's prompt (SmartSpec, section 5, "Prefill disabling"). Where it proposed
+    nothing in more than `threshold` of the latest steps, it does not, and the request is served without speculation.
+
+    One new request in `retry` is let through all the same: without any, the share would never change again.
+
+    Args:
+        threshold (`float`): Share of steps without a proposal, in [0, 1].
+        window (`int`): The latest steps of requests that count.
+        retry (`int`): At least 1.
+    """
+
+    def __init__(self, threshold: float = 0.7, window: int = 256, retry: int = 16):
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"`threshold` must lie in [0, 1], got {threshold!r}.")
+        for name, value in (("window", window), ("retry", retry)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value!r}.")
+        self.threshold, self.window, self.retry = threshold, window, retry
+        self._steps = self._idle = 0.0
+        self._num_refused = 0
+        self._refused: set[Hashable] = set()
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the latest steps in which nothing was proposed; 0 before the first one."""
+        return self._idle / self._steps if self._steps else 0.0
+
+    def observe(self, request_ids: Sequence[Hashable], num_nodes: Sequence[int] | np.ndarray) -> None:
+        """The proposed lengths of one step. Requests that were refused do not count."""
+        for request_id, num in zip(request_ids, num_nodes):
+            if request_id not in self._refused:
+                decay = 1 - 1 / self.window
+                self._steps, self._idle = self._steps * decay + 1, self._idle * decay + (num == 0)
+
+    def admits(self, request_id: Hashable) -> bool:
+        """Whether the draft model serves the request that begins now."""
+        if self.idle_share <= self.threshold or self._steps < self.retry:
+            return True
+        self._num_refused += 1
+        if self._num_refused % self.retry == 0:
+            return True
+        self._refused.add(request_id)
+        return False
+
+    def is_refused(self, request_id: Hashable) -> bool:
+        """Whether the request is served without speculation."""
+        return request_id in self._refused
+
+    def forget(self, request_id: Hashable) -> None:
+        """The request has ended. Unknown ids are ignored."""
+        self._refused.discard(request_id)

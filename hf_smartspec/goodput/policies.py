@@ -1,0 +1,238 @@
+"""The papers' length policies, for comparison with the auction."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..tree import DraftTree
+from .cost import CostModel, DraftTimer, StepSeconds
+from .estimators import AcceptanceEstimator
+from .forest import Forest
+from .length import PowerLaw, expected_length, optimal_length
+from .selector import LengthPolicy, StepRows
+
+
+class BatchLookupTable(LengthPolicy):
+    """
+    The optimal length of every batch size, looked up (Su et al., section 4). Between two profiled batch sizes the
+    smaller of their lengths is taken, beyond the last ones theirs.
+
+    Args:
+        lengths (mapping of `int` to `int`): Draft nodes per row by batch size, profiled at powers of two.
+    """
+
+    def __init__(self, lengths: Mapping[int, int]):
+        if not lengths or min(lengths) < 1 or min(lengths.values()) < 0:
+            raise ValueError(f"`lengths` must map batch sizes of at least 1 to lengths of at least 0, got {lengths!r}.")
+        self.lengths = {size: int(lengths[size]) for size in sorted(lengths)}
+        self._sizes = list(self.lengths)
+
+    @classmethod
+    def profiled(
+        cls, seconds_per_token: Callable[[int, int], float], max_batch_size: int = 32, max_length: int = 8
+    ) -> "BatchLookupTable":
+        """
+        Profiles every power of two up to `max_batch_size` with every length up to `max_length` (a grid search, as in
+        the paper).
+
+        Args:
+            seconds_per_token (`Callable`): Measures, for a batch size and a length.
+        """
+        table = {}
+        for size in _powers_of_two(max_batch_size):
+            table[size] = int(np.argmin([seconds_per_token(size, length) for length in range(max_length + 1)]))
+        return cls(table)
+
+    @classmethod
+    def modelled(
+        cls, cost: CostModel, law: PowerLaw, mean_context: float, max_batch_size: int = 32, max_length: int = 8
+    ) -> "BatchLookupTable":
+        """
+        The table that the paper's model gives: t_L(b, s) = alpha_b * s + beta as far as the cost model is a line, and
+        l(s) = c * s^gamma.
+        """
+        table = {}
+        for size in _powers_of_two(max_batch_size):
+            lengths = np.arange(max_length + 1)
+            seconds = cost.seconds(size * mean_context, size * (lengths + 1), lengths + 1)
+            per_node, per_step = np.polyfit(lengths, seconds, 1) if max_length else (0.0, float(seconds[0]))
+            best = optimal_length(law, max(float(per_node), 0.0), max(float(per_step), 1e-12))
+            table[size] = min(round(best), max_length)
+        return cls(table)
+
+    def length(self, batch_size: int) -> int:
+        """The length for any batch size."""
+        place = int(np.searchsorted(self._sizes, batch_size))
+        if place < len(self._sizes) and self._sizes[place] == batch_size:
+            return self.lengths[batch_size]
+        return min(self.lengths[size] for size in self._sizes[max(place - 1, 0) : place + 1])
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        return np.minimum(rows.caps, self.length(len(rows)))
+
+
+def _width(rows: StepRows, trees: Sequence[DraftTree]) -> int:
+    return rows.width + max(map(len, trees), default=0)
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    if largest < 1:
+        raise ValueError(f"`max_batch_size` must be at least 1, got {largest}.")
+    return [2**exponent for exponent in range(largest.bit_length())]
+
+
+class StepPlan(NamedTuple):
+    """What SmartSpec's algorithm 2 settles on."""
+
+    num_requests: int  # the first of the queue
+    num_nodes: int  # drafted and verified for each of them
+    goodput: float  # expected tokens per second
+
+
+class _SmartSpec(LengthPolicy):
+    """What both granularities share: a cost that follows the steps, and acceptance by moving averages."""
+
+    def __init__(self, cost: CostModel, max_length: int = 8):
+        if max_length < 0:
+            raise ValueError(f"`max_length` must be at least 0, got {max_length}.")
+        self.cost, self.max_length = cost, max_length
+        self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
+
+    def _draft_seconds(self, rows: StepRows, lengths: np.ndarray) -> float:
+        per_call, per_row = self.timer.seconds(rows.draft)
+        calls, in_calls = rows.draft.calls(lengths)
+        return per_call * calls + per_row * in_calls
+
+    def observe(
+        self,
+        rows: StepRows,
+        proposed: Sequence[DraftTree],
+        verified: Sequence[DraftTree],
+        accepted: Sequence[int],
+        seconds: StepSeconds,
+        tokens: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        size = rows.num_batched + sum(map(len, verified))
+        if size:
+            self.cost.observe(rows.num_context, size, seconds.forward + seconds.other, _width(rows, verified))
+        drafted = np.array([tree.depths.max(initial=0) for tree in proposed], np.int64)
+        self.timer.observe(*rows.draft.calls(drafted), seconds.draft)
+        depths = np.array([tree.depths.max(initial=0) for tree in verified], np.int64)
+        levels = np.arange(1, int(depths.max(initial=0)) + 1)
+        succeeded = levels <= np.asarray(accepted, np.int64)[:, None]
+        tried = levels <= np.minimum(np.asarray(accepted, np.int64) + 1, depths)[:, None]
+        self.acceptance.update(rows.request_ids, tried, succeeded)
+
+    def forget(self, request_id: Hashable) -> None:
+        self.acceptance.forget(request_id)
+
+
+class StepGoodput(_SmartSpec):
+    """
+    SmartSpec with the global acceptance rate (algorithms 1 and 2): one length for all rows of a step, that of the
+    highest goodput.
+
+    Args:
+        cost (`CostModel`): Of the target's forward.
+        max_length (`int`): V, the longest draft considered.
+    """
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        if not len(rows):
+            return np.zeros(0, np.int64)
+        return np.minimum(rows.caps, self.plan(rows, least=len(rows)).num_nodes)
+
+    def plan(self, rows: StepRows, least: int = 1, has_slots: Callable[[int, int], bool] | None = None) -> StepPlan:
+        """
+        Algorithm 2: the candidate batches are the prefixes of the queue; of each the best length is found, and of all
+        the best goodput wins.
+
+        Args:
+            rows (`StepRows`): The whole queue, in order.
+            least (`int`): Rows that run in any case.
+            has_slots (`Callable`, *optional*): Whether the KV cache has room for so many requests with drafts of such a
+                length; candidates without are left out.
+
+        Returns:
+            `StepPlan`; of no requests where none has room.
+        """
+        best = StepPlan(0, 0, -1.0)
+        for num_requests in range(max(least, 1), len(rows) + 1):
+            lengths, goodput = self._goodput(rows, num_requests)
+            length = int(lengths[goodput.argmax()])
+            if has_slots is not None and not has_slots(num_requests, length):
+                continue
+            if goodput.max() > best.goodput:
+                best = StepPlan(num_requests, length, float(goodput.max()))
+        return best
+
+    def _goodput(self, rows: StepRows, num_requests: int) -> tuple[np.ndarray, np.ndarray]:
+        """Algorithm 1 for every length. (As printed, its line 4 has the number of requests twice.)"""
+        lengths = np.arange(min(self.max_length, int(np.max(rows.caps[:num_requests]))) + 1)
+        tokens = num_requests * expected_length(self.acceptance.rate, lengths)
+        context = num_requests * float(np.max(rows.context_lens[:num_requests]))
+        seconds = self.cost.seconds(
+            context, num_requests * (lengths + 1) + rows.num_prefill_tokens, rows.width + lengths
+        )
+        draft = [self._draft_seconds(rows, np.full(num_requests, length)) for length in lengths]
+        return lengths, tokens / (seconds + draft)
+
+
+class RequestGoodput(_SmartSpec):
+    """
+    SmartSpec with every request's own acceptance rate (section 4.4, Eq. 9): the lengths k_1 ... k_n of the highest
+    goodput. Position j of request i is worth alpha_i^j: the best lengths are a prefix of all positions by worth.
+
+    Args:
+        cost (`CostModel`): Of the target's forward.
+        max_length (`int`): V, the longest draft considered.
+    """
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        if not len(rows):
+            return np.zeros(0, np.int64)
+        positions = np.arange(1, self.max_length + 1)
+        worth = self.acceptance.rates(rows.request_ids)[:, None] ** positions
+        worth[positions > rows.caps[:, None]] = 0.0
+        order = np.argsort(-worth, axis=None, kind="stable")
+        tokens = len(rows) + np.append(0.0, np.cumsum(worth.ravel()[order]))
+        row, depth = np.divmod(order, self.max_length or 1)
+        per_call, per_row = self.timer.seconds(rows.draft)
+        num = np.arange(len(tokens))
+        calls, in_calls = np.append(0, np.maximum.accumulate(depth + 1)), num
+        if not rows.draft.is_autoregressive:
+            calls, in_calls = np.minimum(num, 1), np.append(0, np.cumsum(depth == 0))
+        width = rows.width + np.append(0, np.maximum.accumulate(depth + 1))
+        target = self.cost.seconds(rows.num_context, rows.num_batched + num, width)
+        goodput = tokens / (target + per_call * calls + per_row * in_calls)
+        return np.bincount(row[: int(goodput.argmax())], minlength=len(rows)) if len(row) else np.zeros_like(rows.caps)
+
+
+class Oracle(LengthPolicy):
+    """
+    Knows what every draft is worth: verifies accepted nodes only, and of these as many as raise the goodput. For
+    simulations, where the continuation is known.
+
+    Args:
+        cost (`CostModel`): Of the target's forward.
+        continuation (`Callable`): The tokens (`np.ndarray` of shape `[m]`) that will follow in a request.
+    """
+
+    def __init__(self, cost: CostModel, continuation: Callable[[Hashable], np.ndarray]):
+        self.cost, self.continuation = cost, continuation
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        return rows.caps
+
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        forest = Forest(trees)
+        nodes, hits = forest.outcomes([self.continuation(name) for name in rows.request_ids])
+        accepted = nodes[hits]
+        accepted = accepted[np.argsort(forest.depths[accepted], kind="stable")]  # parents first
+        num = np.arange(len(accepted) + 1)
+        width = rows.width + np.append(0, forest.depths[accepted])
+        seconds = self.cost.seconds(rows.num_context, rows.num_batched + num, width)
+        chosen = np.zeros(forest.num_nodes, bool)
+        chosen[accepted[: int(np.argmax((len(rows) + num) / seconds))]] = True
+        return forest.keep(chosen)

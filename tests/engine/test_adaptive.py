@@ -1,0 +1,77 @@
+"""The goodput auction in the loop: the same tokens, drafts where they pay, and none where they do not."""
+
+import pytest
+import torch
+
+import hf_smartspec
+from hf_smartspec import DraftModelCandidates, DraftTree, Engine, SmartSpecConfig, SuffixTreeCandidates
+from hf_smartspec.goodput import CostModel, GoodputAuction
+
+from ..generate.helpers import VOCAB_SIZE, Oracle, Spy, noisy_copy, prompts, tiny_llama
+from .helpers import random_requests
+from .test_engine import check_all
+
+pytestmark = pytest.mark.adaptive
+
+
+class StillCost(CostModel):
+    """Learns nothing from what steps really take."""
+
+    def observe(self, *args, **kwargs):
+        pass
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+def speculate(model, source, **arguments):
+    arguments = prompts([3, 9, 5, 7]) | {"max_new_tokens": 60, "eos_token_id": None} | arguments
+    expected = model.generate(**arguments)
+    with hf_smartspec.enabled(model):
+        output = model.generate(**arguments, assistant=source, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    return output.statistics
+
+
+def test_generate_speculates_without_being_told_how_much(model):
+    arguments = prompts([3, 9, 5, 7])
+    known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)
+    statistics = speculate(model, Oracle(known, arguments["attention_mask"]))
+    assert statistics.mean_accepted_length > 3
+
+
+def test_policies_remember_from_call_to_call(model):
+    source = Wrong()
+    drafted = [speculate(model, source).drafted_tokens for _ in range(4)]
+    assert drafted[0] > 0 and drafted[-1] < drafted[0]
+
+
+@pytest.mark.parametrize("assistant", ["draft", "suffix"])
+def test_requests_get_their_own_tokens(model, assistant):
+    makes = {"draft": lambda: DraftModelCandidates(noisy_copy(model)), "suffix": SuffixTreeCandidates}
+    source = makes[assistant]()
+    with Engine(model, source, max_batch_size=5) as engine:
+        check_all(engine, model, random_requests(30))
+    assert isinstance(engine._runner.loop.policy, GoodputAuction)
+
+
+class Wrong(Oracle):
+    """Knows nothing, and is sure of it."""
+
+    def __init__(self):
+        super().__init__(torch.zeros(1, 1, dtype=torch.long))
+
+    def _propose(self, text, limit):
+        return DraftTree.chain([(text[-1] + 1) % VOCAB_SIZE] * limit)
+
+
+def test_a_source_that_is_always_wrong_is_hardly_asked_any_more(model):
+    """Where every token costs, verification stops; the source is tried again now and then."""
+    policy = GoodputAuction(StillCost(alpha=0.0, gamma=1e-3, delta=1e-2))
+    spy = Spy(Wrong())
+    config = SmartSpecConfig(spy, policy=policy)
+    statistics = speculate(model, config, max_new_tokens=400)
+    assert 0 < statistics.drafted_tokens < 0.1 * statistics.generated_tokens
+    assert statistics.steps >= 0.97 * statistics.generated_tokens

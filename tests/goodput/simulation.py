@@ -1,0 +1,90 @@
+"""A decoding loop without a model: drafters of known accuracy, forwards of known cost."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_smartspec import DraftTree
+from hf_smartspec.goodput import CostModel, DraftCost, LengthPolicy, StepRows, StepSeconds
+
+VOCAB_SIZE = 1000
+
+
+def line(gamma: float = 0.7e-3, delta: float = 20e-3, alpha: float = 2e-6, beta: float = 0.0) -> CostModel:
+    """Some model's cost; by default about that of 200 M parameters on two CPU cores."""
+    return CostModel(alpha, gamma, delta, beta)
+
+
+@dataclass
+class Drafter:
+    """Chains whose every token is right with `accuracy`, given that those before it are, and that claim `claimed`."""
+
+    accuracy: float
+    claimed: float = 0.9
+    cost: DraftCost = DraftCost(per_call=1e-4)
+    length: int = 8
+
+    def draft(self, truth: np.ndarray, limit: int, rng: np.random.Generator) -> DraftTree:
+        size = min(limit, self.length)
+        is_right = rng.random(size) < self.accuracy
+        tokens = np.where(is_right, truth[:size], VOCAB_SIZE)
+        return DraftTree.chain(tokens, np.full(size, self.claimed, np.float32))
+
+
+@dataclass
+class Totals:
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    verified: int = 0
+    expected: float = 0.0  # what the policy predicted of `tokens`
+
+    @property
+    def goodput(self) -> float:
+        return self.tokens / self.seconds
+
+
+def simulate(
+    policy: LengthPolicy,
+    drafters: list[Drafter],
+    true_cost: CostModel,
+    steps: int,
+    seed: int = 0,
+    noise: float = 0.03,
+    context: int = 200,
+) -> Totals:
+    """Runs `steps` steps of a batch of one row per drafter (all of one cost)."""
+    rng, totals = np.random.default_rng(seed), Totals()
+    cost = drafters[0].cost
+    for _ in range(steps):
+        rows = StepRows(
+            request_ids=range(len(drafters)),
+            context_lens=np.full(len(drafters), context),
+            caps=np.array([drafter.length for drafter in drafters]),
+            draft=cost,
+        )
+        truths = [rng.integers(0, VOCAB_SIZE, 64) for _ in drafters]
+        limits = policy.max_nodes(rows)
+        assert len(limits) == len(drafters) and all(0 <= limit <= cap for limit, cap in zip(limits, rows.caps))
+        proposed = [item.draft(truth, int(limit), rng) for item, truth, limit in zip(drafters, truths, limits)]
+        verified = policy.select(rows, proposed)
+        accepted = [int(np.cumprod(tree.tokens == truth[: len(tree)]).sum()) for tree, truth in zip(verified, truths)]
+        sizes = [len(tree) for tree in verified]
+        forward = float(true_cost.seconds(rows.num_context, len(drafters) + sum(sizes), 1 + max(sizes)))
+        forward *= rng.lognormal(0, noise)
+        if cost.is_autoregressive:
+            calls, in_calls = cost.calls(np.array([len(tree) for tree in proposed]))
+        else:
+            calls, in_calls = cost.calls((np.asarray(limits) > 0).astype(int))
+        drafting = cost.per_call * calls + cost.per_row * in_calls
+        tokens = [truth[: count + 1] for truth, count in zip(truths, accepted)]
+        policy.observe(rows, proposed, verified, accepted, StepSeconds(drafting, forward, 0.0), tokens)
+        totals.tokens += sum(map(len, tokens))
+        totals.seconds += drafting + forward
+        totals.steps += 1
+        totals.drafted += sum(map(len, proposed))
+        totals.verified += sum(sizes)
+        if hasattr(policy, "prediction"):
+            totals.expected += policy.prediction.tokens
+    return totals

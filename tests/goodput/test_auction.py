@@ -1,0 +1,276 @@
+"""The goodput auction: the optimum of one step, and what it learns over many."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec import DraftTree
+from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepRows, StepSeconds
+from hf_smartspec.goodput.acceptance import outcomes
+from hf_smartspec.goodput.forest import Forest
+
+from ..sources import random_tree
+from ..strategies import path_to, trees
+from .simulation import Drafter, line, simulate
+
+
+def rows_of(trees_, context=100, **arguments):
+    num = len(trees_)
+    caps = np.array([len(tree) for tree in trees_], np.int64)
+    return StepRows(list(range(num)), np.full(num, context), caps, **arguments)
+
+
+def closed_subsets(tree):
+    """Every set of nodes that holds its nodes' parents, as bool masks."""
+    for bits in product([False, True], repeat=len(tree)):
+        if all(not bit or parent < 0 or bits[parent] for bit, parent in zip(bits, tree.parents)):
+            yield np.array(bits, bool)
+
+
+def best_goodput(cost, rows, trees_):
+    """By trying everything."""
+    best = 0.0
+    for masks in product(*(list(closed_subsets(tree)) for tree in trees_)):
+        sizes = [int(mask.sum()) for mask in masks]
+        tokens = len(rows) + sum(float(tree.path_probs[mask].sum()) for tree, mask in zip(trees_, masks))
+        seconds = cost.seconds(rows.num_context, rows.num_batched + sum(sizes), rows.width + max(sizes))
+        best = max(best, tokens / float(seconds))
+    return best
+
+
+def goodput_of(cost, rows, kept):
+    sizes = [len(tree) for tree in kept]
+    tokens = len(rows) + sum(float(tree.path_probs.sum()) for tree in kept)
+    return tokens / float(cost.seconds(rows.num_context, rows.num_batched + sum(sizes), rows.width + max(sizes)))
+
+
+COSTS = st.one_of(
+    st.builds(CostModel, st.just(1e-6), st.floats(0, 0.02), st.floats(1e-4, 0.02), st.sampled_from([0.0, 1e-6, 2e-5])),
+    # Steps, as CUDA graphs make them: free up to 4 tokens, then dear, then free again.
+    st.just(CostModel(0.0, 0.0, 0.0, knots=(1, 4, 5, 9), curve=(0.01, 0.01, 0.014, 0.014))),
+)
+
+
+@given(COSTS, st.lists(trees(max_size=4), min_size=1, max_size=3))
+def test_selects_the_best_of_all_forests(cost, drafts):
+    rows = rows_of(drafts)
+    policy = GoodputAuction(cost, margin=0, calibrates=False)
+    kept = policy.select(rows, drafts)
+    assert goodput_of(cost, rows, kept) == pytest.approx(best_goodput(cost, rows, drafts), rel=1e-6)
+    tokens, seconds, _ = policy.prediction
+    assert tokens == pytest.approx(len(rows) + sum(tree.path_probs.sum() for tree in kept), rel=1e-5)
+    assert tokens / seconds == pytest.approx(goodput_of(cost, rows, kept), rel=1e-5)
+
+
+@given(st.lists(trees(max_size=9), min_size=1, max_size=4), st.floats(0, 0.01), st.floats(0, 0.1))
+def test_what_is_selected_are_parts_of_the_trees(drafts, gamma, margin):
+    policy = GoodputAuction(CostModel(1e-6, gamma, 0.01), margin=margin)
+    for tree, kept in zip(drafts, policy.select(rows_of(drafts), drafts)):
+        kept.check_integrity(vocab_size=4)
+        paths = [tuple(tree.tokens[path_to(tree, node)]) for node in range(len(tree))]
+        found = [tuple(kept.tokens[path_to(kept, node)]) for node in range(len(kept))]
+        assert all(found.count(path) <= paths.count(path) for path in found)
+
+
+def test_certain_chains_stay_closed_though_all_their_nodes_are_worth_the_same():
+    chain = DraftTree.chain(np.arange(40), np.full(40, 0.9999999))
+    cost = CostModel(0, 0, 0, knots=(1, 50, 51, 200), curve=(0.1, 0.1, 10.0, 100.0))  # a wall behind 50 tokens
+    kept = GoodputAuction(cost, calibrates=False).select(rows_of([chain] * 3), [chain] * 3)
+    assert all(tree.is_chain for tree in kept) and sum(map(len, kept)) == 47
+
+
+def test_speculates_less_as_the_batch_grows():
+    chain = DraftTree.chain(np.arange(8), np.full(8, 0.8))
+    policy, lengths = GoodputAuction(line(), calibrates=False), []
+    for batch_size in (1, 8, 64):
+        kept = policy.select(rows_of([chain] * batch_size), [chain] * batch_size)
+        lengths.append(sum(map(len, kept)) / batch_size)
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
+def test_a_gain_within_the_margin_is_none():
+    chain = DraftTree.chain([1], [0.5])
+    cost = CostModel(0, 0.0098, 0.0)  # (1 + 0.5) / (2 * 0.0098) against 1 / 0.0098
+    cheap = CostModel(0, 0.001, 0.05)
+    for model, margin, num in ((cost, 0.0, 0), (cheap, 0.01, 1), (cheap, 0.5, 0)):
+        assert len(GoodputAuction(model, margin, calibrates=False).select(rows_of([chain]), [chain])[0]) == num
+
+
+def test_time_already_spent_on_drafting_speaks_for_longer_drafts():
+    chain = DraftTree.chain(np.arange(6), np.full(6, 0.7))
+    lengths = []
+    for per_call in (0.0, 0.1):
+        rows = rows_of([chain], draft=DraftCost(per_call=per_call))
+        policy = GoodputAuction(line(gamma=5e-3), calibrates=False)
+        policy.max_nodes(rows)
+        lengths.append(len(policy.select(rows, [chain])[0]))
+    assert lengths[0] < lengths[1]
+
+
+def test_caps_hold_against_sources_that_exceed_them():
+    chain = DraftTree.chain(np.arange(9), np.full(9, 0.99))
+    rows = StepRows([0, 1], np.array([5, 5]), np.array([3, 0]))
+    kept = GoodputAuction(line(gamma=0)).select(rows, [chain, chain])
+    assert [len(tree) for tree in kept] == [3, 0]
+
+
+def test_steps_without_rows_or_drafts():
+    policy = GoodputAuction(line())
+    rows = StepRows([], np.zeros(0, int), np.zeros(0, int), num_prefill_tokens=50)
+    assert len(policy.max_nodes(rows)) == 0 and policy.select(rows, []) == []
+    policy.observe(rows, [], [], [], StepSeconds(0.0, 0.1), [])
+    rows = rows_of([DraftTree.empty()])
+    assert policy.max_nodes(rows).tolist() == [0]
+    assert [len(tree) for tree in policy.select(rows, [DraftTree.empty()])] == [0]
+
+
+@pytest.mark.parametrize("margin", [-0.1, float("nan")])
+def test_bad_margins_are_refused(margin):
+    with pytest.raises(ValueError, match="margin"):
+        GoodputAuction(line(), margin=margin)
+
+
+# --- Flat trees -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(trees(max_size=9), max_size=4), st.data())
+def test_a_forest_is_its_trees(drafts, data):
+    forest = Forest(drafts)
+    assert forest.depths.tolist() == [depth for tree in drafts for depth in tree.depths]
+    paths = [prob for tree in drafts for prob in tree.path_probs]
+    assert forest.along_paths(forest.probs) == pytest.approx(paths, abs=1e-6)
+    limits = [data.draw(st.integers(0, len(tree))) for tree in drafts]
+    parts = [tree.most_likely(limit) for tree, limit in zip(drafts, limits)]
+    mask = np.zeros(forest.num_nodes, bool)
+    for tree, start, limit in zip(drafts, forest.starts, limits):
+        order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.path_probs))
+        mask[start + order[:limit]] = True
+    for part, kept in zip(parts, forest.keep(mask)):
+        assert kept.tokens.tolist() == part.tokens.tolist() and kept.parents.tolist() == part.parents.tolist()
+        assert kept.probs == pytest.approx(part.probs)
+    truths = [np.array(data.draw(st.lists(st.integers(0, 3), max_size=5)), np.int64) for _ in drafts]
+    nodes, hits = forest.outcomes(truths)
+    expected = [outcomes(tree, truth) for tree, truth in zip(drafts, truths)]
+    assert nodes.tolist() == [n + start for item, start in zip(expected, forest.starts) for n in item.nodes]
+    assert hits.tolist() == [hit for item in expected for hit in item.hits]
+
+
+# --- Learning ---------------------------------------------------------------------------------------------------------
+
+USELESS = [Drafter(0.0, claimed=0.95)] * 4
+USELESS_MODEL = [Drafter(0.0, claimed=0.95, cost=DraftCost(3e-3, 3e-4, is_autoregressive=True), length=5)] * 4
+USELESS_CALL = [Drafter(0.0, claimed=0.95, cost=DraftCost(per_call=6e-3))] * 4
+
+
+@pytest.mark.parametrize("drafters", [USELESS, USELESS_MODEL, USELESS_CALL, USELESS[:1], USELESS_MODEL[:1]])
+def test_never_slower_with_a_drafter_that_is_always_wrong(drafters):
+    plain = simulate(NoSpeculation(), drafters, line(), steps=1500)
+    auction = simulate(GoodputAuction(line()), drafters, line(), steps=1500)
+    fixed = simulate(FixedLength(4), drafters, line(), steps=300)
+    assert auction.drafted > 0, "it has tried"
+    assert auction.goodput > 0.98 * plain.goodput
+    assert fixed.goodput < 0.95 * plain.goodput or drafters == USELESS[:1], "there was something to lose"
+
+
+@pytest.mark.parametrize(("gamma", "batch_size"), [(0.7e-3, 1), (0.7e-3, 8), (4e-3, 8)])
+@pytest.mark.parametrize("accuracy", [0.3, 0.6, 0.9])
+def test_nearly_as_good_as_the_best_fixed_length(accuracy, gamma, batch_size):
+    drafters = [Drafter(accuracy, claimed=0.9)] * batch_size
+    fixed = [simulate(FixedLength(num), drafters, line(gamma), steps=300).goodput for num in (0, 1, 2, 3, 4, 6, 8)]
+    assert simulate(GoodputAuction(line(gamma)), drafters, line(gamma), steps=600).goodput > 0.97 * max(fixed)
+
+
+def test_better_than_any_fixed_length_where_requests_differ():
+    drafters = [Drafter(0.95, claimed=0.95)] * 4 + [Drafter(0.1, claimed=0.1)] * 4
+    fixed = [simulate(FixedLength(num), drafters, line(2e-3), steps=300).goodput for num in (0, 1, 2, 3, 4, 6, 8)]
+    assert simulate(GoodputAuction(line(2e-3)), drafters, line(2e-3), steps=300).goodput > 1.1 * max(fixed)
+
+
+def test_a_draft_model_is_asked_for_as_many_levels_as_pay():
+    cost = DraftCost(2e-3, 2e-4, is_autoregressive=True)
+    drafted = []
+    for accuracy in (0.1, 0.5, 0.9):
+        drafters = [Drafter(accuracy, claimed=accuracy, cost=cost, length=8)] * 4
+        policy = GoodputAuction(line())
+        simulate(policy, drafters, line(), steps=300)
+        drafted.append(simulate(policy, drafters, line(), steps=200, seed=1).drafted / 800)
+        fixed = [simulate(FixedLength(num), drafters, line(), steps=300).goodput for num in (0, 1, 2, 4, 8)]
+        assert simulate(policy, drafters, line(), steps=200, seed=2).goodput > 0.97 * max(fixed)
+    assert drafted[0] < 0.3 and drafted[0] < drafted[1] < drafted[2]
+
+
+def test_rows_of_one_batch_get_different_depths():
+    cost = DraftCost(1e-3, 3e-4, is_autoregressive=True)
+    drafters = [Drafter(accuracy, claimed=0.8, cost=cost) for accuracy in (0.95, 0.95, 0.05, 0.05)]
+    policy = GoodputAuction(line(2e-3))
+    simulate(policy, drafters, line(2e-3), steps=400)
+    limits = policy.max_nodes(StepRows(range(4), np.full(4, 200), np.full(4, 8), draft=cost))
+    assert min(limits[:2]) >= 3 and max(limits[2:]) <= 1
+
+
+@pytest.mark.parametrize("cost", [DraftCost(1e-4), DraftCost(2e-3, 2e-4, is_autoregressive=True), DraftCost(4e-3)])
+def test_adapts_when_acceptance_changes(cost):
+    bad, good = [Drafter(0.02, 0.6, cost)] * 2, [Drafter(0.9, 0.6, cost)] * 2
+    policy = GoodputAuction(line())
+    simulate(policy, bad, line(), steps=600)
+    before = simulate(policy, bad, line(), steps=300, seed=1)
+    simulate(policy, good, line(), steps=900, seed=2)
+    after = simulate(policy, good, line(), steps=300, seed=3)
+    assert before.tokens < 1.05 * 2 * before.steps and after.tokens > 1.8 * 2 * after.steps
+    simulate(policy, bad, line(), steps=600, seed=4)
+    assert simulate(policy, bad, line(), steps=300, seed=5).goodput > 0.98 * before.goodput
+
+
+def test_predicts_the_tokens_of_a_step():
+    for accuracy, claimed in ((0.5, 0.95), (0.8, 0.4), (0.2, 1.0)):
+        policy, drafters = GoodputAuction(line()), [Drafter(accuracy, claimed)] * 8
+        simulate(policy, drafters, line(), steps=300)
+        totals = simulate(policy, drafters, line(), steps=300, seed=1)
+        assert totals.expected == pytest.approx(totals.tokens, rel=0.05)
+
+
+def test_a_profile_that_is_wrong_is_corrected():
+    """It says that drafts ride free; in truth each node costs as much as half a step."""
+    true, wrong = line(gamma=10e-3), line(gamma=0.0, delta=30e-3)
+    drafters = [Drafter(0.6, 0.6)] * 2
+    plain = simulate(NoSpeculation(), drafters, true, steps=300)
+    policy = GoodputAuction(wrong)
+    simulate(policy, drafters, true, steps=300)
+    fixed = [simulate(FixedLength(num), drafters, true, steps=300).goodput for num in (0, 1, 2, 4)]
+    learnt = simulate(policy, drafters, true, steps=300, seed=1)
+    assert learnt.goodput > 0.97 * max(fixed) and learnt.goodput > 0.98 * plain.goodput
+
+
+def test_without_the_tokens_only_verified_chains_teach():
+    chain = DraftTree.chain([5, 6, 7], [0.9, 0.9, 0.9])
+    policy, rows = GoodputAuction(line()), rows_of([chain])
+    for _ in range(60):
+        kept = policy.select(rows, [chain])
+        policy.observe(rows, [chain], kept, [1 if len(kept[0]) else 0], StepSeconds(0.0, 0.02))
+    first, second = policy.calibrator.calibrate("", [0.9, 0.9], [1, 2])
+    assert first > 0.9 and second < 0.5
+
+
+def test_forgets_requests():
+    policy = GoodputAuction(line())
+    simulate(policy, [Drafter(0.9)] * 3, line(), steps=5)
+    for name in range(3):
+        policy.forget(name)
+    policy.forget("unknown")
+    assert not policy.acceptance._requests
+
+
+def test_drafts_with_distributions_keep_them():
+    chain = DraftTree.chain([1, 2, 3], [0.9, 0.8, 0.01], distributions=np.eye(3))
+    kept = GoodputAuction(line(gamma=4e-3), calibrates=False).select(rows_of([chain]), [chain])[0]
+    assert 0 < len(kept) < 3 and kept.distributions.tolist() == np.eye(3)[: len(kept)].tolist()
+
+
+def test_many_rows_with_trees():
+    rng = np.random.default_rng(0)
+    drafts = [random_tree(rng, 31) for _ in range(32)]
+    kept = GoodputAuction(line(gamma=1e-4)).select(rows_of(drafts), drafts)
+    assert 0 < sum(map(len, kept)) < 32 * 31
