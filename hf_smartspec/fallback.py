@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from .compat import TESTED_ROWWISE_TYPES
 from .layout import CacheRow, RowInput
+from .processors import argmax
 from .tree import DraftTree
 
 _probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -141,6 +142,9 @@ class RowwiseForward:
         row.length += len(item.feed)
         row.drafted = item.tree.tokens
         return output.logits[0, -num_nodes - 1 :]
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        return argmax(logits)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         """Crops every row's cache to its accepted path, which is the head of its chain."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .attention import attention_configs, tree_attention_step
 from .cache import SlotCache
 from .layout import CacheRow, RowInput, arrange, build_layout
+from .processors import argmax
 
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
 
@@ -48,6 +49,9 @@ class PackedForward:
     def cut(self, row: CacheRow, length: int) -> None:
         """Takes a row back to its first `length` tokens."""
         row.length, row.num_nodes = length, 0
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        return argmax(logits)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(rows, paths)

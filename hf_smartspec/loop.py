@@ -13,7 +13,6 @@ from .call import DecodingCall, ModelForward
 from .candidates.base import TreeCandidateGenerator
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .layout import CacheRow, RowInput
-from .processors import argmax
 from .request import GenerationStatistics, Request
 from .tree import DraftTree
 
@@ -33,6 +32,7 @@ class DecodingLoop:
             the loop. Without it, errors are raised.
         release (`Callable`, *optional*): Gets the cache row of a finished request and the tokens that it holds, in
             place of its removal.
+        clock (`Callable`): Seconds, by which the loop measures itself.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class DecodingLoop:
         max_prefill_tokens: int | None = None,
         on_failure: Callable[[DecodingCall, Exception], None] | None = None,
         release: Callable[[Request], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.policy, self.limits = policy, limits
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
-        self._release = release or _remove
+        self._release, self._clock = release or _remove, clock
         self.calls: list[DecodingCall] = []
         self.num_waiting = 0
         self.statistics = GenerationStatistics()
@@ -208,7 +209,7 @@ class DecodingLoop:
                 inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in fed]
                 logits, offsets = forward.forward(inputs)
             with self._timed("seconds_verify"):
-                picks = argmax(logits) if any(request.call.picks_greedily for request in fed) else []
+                picks = forward.argmax(logits) if any(request.call.picks_greedily for request in fed) else []
             self.statistics.forwards += 1
             for request, offset in zip(fed, offsets):
                 if request in drafts:
@@ -394,11 +395,11 @@ class DecodingLoop:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._clock()
         try:
             yield
         finally:
-            setattr(self.statistics, name, getattr(self.statistics, name) + time.perf_counter() - start)
+            setattr(self.statistics, name, getattr(self.statistics, name) + self._clock() - start)
 
 
 class ModelLimits(NamedTuple):

@@ -45,12 +45,13 @@ def run_verify(folder, *arguments):
 
 
 def test_help_names_every_command_and_imports_none(capsys, monkeypatch):
-    monkeypatch.setattr(importlib, "import_module", None)
-    assert call("--help") == 0
-    out = capsys.readouterr().out
-    assert "verify" in out and "bench" in out
-    assert call("bench", "--help") == 0
-    assert "overhead" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", None)
+        assert call("--help") == 0
+        out = capsys.readouterr().out
+        assert "verify" in out and "bench" in out
+        assert call("bench", "--help") == 0
+        assert "overhead" in capsys.readouterr().out
 
 
 def test_version(capsys):

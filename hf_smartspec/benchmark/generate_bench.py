@@ -139,11 +139,13 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     if not args.assistant and not args.model:
         names = [*names, str(_demo() / "models" / "draft")]
     own, others = [], [Method("transformers, prompt lookup", arguments={"prompt_lookup_num_tokens": 10})]
-    for name in dict.fromkeys(names):
+    names = list(dict.fromkeys(names))
+    folders = [Path(name).name for name in names]
+    for name, folder in zip(names, folders):
         if not (Path(name).is_dir() or ("/" in name and ":" not in name)):  # else the name of a model
             own.append(Method(name, assistant=name))
             continue
-        draft, shown = load_draft(name, model, args.dtype), Path(name).name
+        draft, shown = load_draft(name, model, args.dtype), folder if folders.count(folder) == 1 else name
         own.append(Method(shown, assistant=draft, draft=draft))
         others.append(Method(f"transformers, {shown}", arguments={"assistant_model": draft}, draft=draft))
     for method in own:
