@@ -26,6 +26,8 @@ from .request import GenerationStatistics
 from .results import EngineOutput, Results, Ticket
 from .runner import EngineRunner
 
+_OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
+
 
 class Engine:
     """
@@ -141,11 +143,11 @@ class Engine:
 
     def _prepare(self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any]) -> DecodingCall:
         """The request as transformers' `generate` prepares it, ready for the loop."""
-        kwargs = {"input_ids": ids.to(self.model.device), "attention_mask": None, **kwargs}
-        kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
-        for name in ("num_return_sequences", "return_dict_in_generate", "past_key_values", "inputs_embeds"):
-            if kwargs.get(name) not in (None, 1, False):
+        for name in ("attention_mask", "past_key_values", "inputs_embeds", *_OF_BATCHES):
+            if kwargs.get(name) is not None and not (name in _OF_BATCHES and kwargs[name] in (1, False)):
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
+        ids = ids.to(self.model.device)
+        kwargs = {**kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         config: Any = replace(self.config, assistant=self._source, width=1) if assistant is None else assistant
         original = MethodType(GenerationMixin.generate, self.model)
         return run_with(self._captured, self.model, original, kwargs, config, seed)

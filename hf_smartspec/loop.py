@@ -7,16 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.utils import logging
 
 from .call import DecodingCall, ModelForward
 from .candidates.base import TreeCandidateGenerator
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
+from .guests import GuestSources
 from .layout import CacheRow, RowInput
 from .request import GenerationStatistics, Request
 from .tree import DraftTree
-
-logger = logging.get_logger(__name__)
 
 
 class DecodingLoop:
@@ -44,27 +42,26 @@ class DecodingLoop:
         release: Callable[[Request], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.policy, self.limits = policy, limits
+        self.policy, self.limits, self.sources = policy, limits, GuestSources(limits.vocab_size)
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
         self._release, self._clock = release or _remove, clock
         self.calls: list[DecodingCall] = []
         self.num_waiting = 0
         self.statistics = GenerationStatistics()
-        self._has_warned = False
 
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""
         self.calls.append(call)
         for request in call.requests:
             request.row = request.row or call.forward.add()
-            self._guarded(request, self._start_source, request)
+            self.sources.start(request)
         self._compact()
 
     def remove(self, call: DecodingCall) -> None:
         """A call leaves, finished or not."""
         self.calls.remove(call)
         for request in call.requests:
-            self._stop_source(request)
+            self._forget(request)
             request.tree = request.logits = None
             if request.row is not None and not call.keeps_cache:
                 self._release(request)
@@ -130,7 +127,7 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
         with self._timed("seconds_draft"):
             wanted = {request: int(min(limit, cap)) for request, limit, cap in zip(rows, limits, step.caps)}
-            proposals = self._proposals({request: limit for request, limit in wanted.items() if limit > 0})
+            proposals = self.sources.propose({request: limit for request, limit in wanted.items() if limit > 0})
         with self._timed("seconds_select"):
             proposed = [self._within_limits(request, proposals.get(request, _EMPTY)) for request in rows]
             trees = self.policy.select(step, proposed)
@@ -151,41 +148,6 @@ class DecodingLoop:
     def _cap(self, request: Request) -> int:
         # The last token needs no draft: the target's own pick comes free.
         return request.call.max_nodes if request.is_drafting and request.num_remaining != 1 else 0
-
-    def _proposals(self, wanted: dict[Request, int]) -> dict[Request, DraftTree]:
-        """One call of each source that serves some of the rows; rows that run on, on padding, need none."""
-        proposals: dict[Request, DraftTree] = {}
-        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
-        for request, limit in wanted.items():
-            batch = request.call.batch
-            if batch.is_padding(request):
-                proposals[request] = DraftTree.chain([batch.pad_token_id] * limit)
-            else:
-                by_source.setdefault(request.call.source, {})[request] = limit
-        for source, limits in by_source.items():
-            proposals |= self._propose(source, limits)
-        return proposals
-
-    def _propose(
-        self, source: TreeCandidateGenerator, wanted: dict[Request, int], first_error: Exception | None = None
-    ) -> dict[Request, DraftTree]:
-        """Checked proposals; a source that fails is asked row by row, to spare the rows it can serve."""
-        try:
-            trees = source.propose([request.request_id for request in wanted], list(wanted.values()))
-            if len(trees) != len(wanted):
-                raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
-            for tree in trees:
-                tree.check_integrity(self.limits.vocab_size)
-            return dict(zip(wanted, trees))
-        except Exception as error:
-            first_error = first_error or error
-            if len(wanted) == 1:
-                self._drop_source(next(iter(wanted)), first_error)
-                return {}
-        proposals: dict[Request, DraftTree] = {}
-        for request, limit in wanted.items():
-            proposals |= self._propose(source, {request: limit}, first_error)
-        return proposals
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not request.call.forward.trees:
@@ -300,7 +262,7 @@ class DecodingLoop:
                 committed[request] = new
                 request.num_observed += len(new)
                 if len(new):
-                    self._guarded(request, request.call.source.observe, request.request_id, new)
+                    self.sources.observe(request, new)
             if all(request in committed for request in step.rows):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]
@@ -340,10 +302,14 @@ class DecodingLoop:
     def _retire(self, request: Request) -> None:
         """The row needs no further tokens."""
         request.tree = request.logits = None
-        self._stop_source(request)
+        self._forget(request)
         if not request.call.keeps_cache:
             self._release(request)
             request.row = None
+
+    def _forget(self, request: Request) -> None:
+        self.sources.stop(request)
+        self.policy.forget(request.request_id)
 
     # Whatever one call's own processors, criteria or streamer do wrong is its own failure.
 
@@ -356,42 +322,6 @@ class DecodingLoop:
             for call in dict.fromkeys(request.call for request in rows):
                 self.remove(call)
                 self.on_failure(call, error)
-
-    # Sources are guests: whatever they do wrong costs their request its drafts, nothing more.
-
-    def _start_source(self, request: Request) -> None:
-        call = request.call
-        request.is_known_to_source = True
-        if call.assignment:
-            call.source.assign(request.request_id, **call.assignment)
-        call.source.couple(request.request_id, call.picker.processors, request.seed)
-        call.source.start(request.request_id, request.prompt)
-
-    def _stop_source(self, request: Request) -> None:
-        if request.is_known_to_source:
-            request.is_known_to_source = False
-            self.policy.forget(request.request_id)
-            try:
-                request.call.source.stop(request.request_id)
-            except Exception as error:
-                self._drop_source(request, error)
-
-    def _guarded(self, request: Request, call: Callable, *args: Any) -> None:
-        if not request.is_drafting:
-            return
-        try:
-            call(*args)
-        except Exception as error:
-            self._drop_source(request, error)
-
-    def _drop_source(self, request: Request, error: Exception) -> None:
-        request.is_drafting = False
-        if not self._has_warned:
-            logger.warning(
-                f"{type(request.call.source).__name__} failed and was dropped for row {request.index}, which goes "
-                f"on without speculation (further failures of this call are not reported): {error!r}"
-            )
-        self._has_warned = True
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

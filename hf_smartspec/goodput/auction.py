@@ -15,6 +15,7 @@ from .selector import LengthPolicy, StepRows
 
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
+_HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed
 _DRIFT_DECAY = 0.96  # per step, of what tells that acceptance changes
 _DRIFT_STRENGTH = 10.0  # of the assumption that it does not, in accepted nodes
@@ -75,7 +76,7 @@ class GoodputAuction(LengthPolicy):
         if not np.isfinite(margin) or margin < 0:
             raise ValueError(f"`margin` must be a number of at least 0, got {margin!r}.")
         self.cost, self.margin = cost, margin
-        self.calibrator = Calibrator(strength=_STRENGTH) if calibrates else None
+        self.calibrator = Calibrator(_HALF_LIFE, _STRENGTH) if calibrates else None
         self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = _Plan()

@@ -334,6 +334,7 @@ def test_stopping(model):
         ({"input_ids": [3.5]}, ValueError, "float"),
         ({"input_ids": [VOCAB_SIZE]}, ValueError, "vocabulary"),
         ({"input_ids": [3], "num_beams": 2}, ValueError, "num_beams"),
+        ({"input_ids": [3], "attention_mask": torch.ones(1, 1)}, ValueError, "attention_mask"),
         ({"input_ids": [3], "num_return_sequences": 2}, ValueError, "num_return_sequences"),
         ({"input_ids": [3], "assistant": "sufix"}, ValueError, "sufix"),
         ({"input_ids": [3], "max_new_tokenz": 3}, ValueError, "max_new_tokenz"),

@@ -239,9 +239,9 @@ def test_a_profile_that_is_wrong_is_corrected():
     plain = simulate(NoSpeculation(), drafters, true, steps=300)
     policy = GoodputAuction(wrong)
     simulate(policy, drafters, true, steps=300)
-    fixed = [simulate(FixedLength(num), drafters, true, steps=300).goodput for num in (0, 1, 2, 4)]
-    learnt = simulate(policy, drafters, true, steps=300, seed=1)
-    assert learnt.goodput > 0.97 * max(fixed) and learnt.goodput > 0.98 * plain.goodput
+    learnt = simulate(policy, drafters, true, steps=600, seed=1)
+    best = simulate(FixedLength(1), drafters, true, steps=600, seed=1)
+    assert learnt.goodput > 0.97 * best.goodput > plain.goodput
 
 
 def test_without_the_tokens_only_verified_chains_teach():

@@ -1,0 +1,100 @@
+"""What the loop asks of candidate sources, and what happens when they fail."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers.utils import logging
+
+from .candidates.base import TreeCandidateGenerator
+from .request import Request
+from .tree import DraftTree
+
+logger = logging.get_logger(__name__)
+
+
+class GuestSources:
+    """
+    Sources are guests: whatever they do wrong costs their request its drafts, nothing more.
+
+    Args:
+        vocab_size (`int`): Draft tokens must lie below.
+    """
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self._has_warned = False
+
+    def start(self, request: Request) -> None:
+        self._guarded(request, self._start, request)
+
+    def _start(self, request: Request) -> None:
+        call = request.call
+        request.is_known_to_source = True
+        if call.assignment:
+            call.source.assign(request.request_id, **call.assignment)
+        call.source.couple(request.request_id, call.picker.processors, request.seed)
+        call.source.start(request.request_id, request.prompt)
+
+    def stop(self, request: Request) -> None:
+        if request.is_known_to_source:
+            request.is_known_to_source = False
+            try:
+                request.call.source.stop(request.request_id)
+            except Exception as error:
+                self._drop(request, error)
+
+    def observe(self, request: Request, tokens: np.ndarray) -> None:
+        self._guarded(request, request.call.source.observe, request.request_id, tokens)
+
+    def propose(self, wanted: dict[Request, int]) -> dict[Request, DraftTree]:
+        """One call of each source that serves some of the rows; rows that run on, on padding, need none."""
+        proposals: dict[Request, DraftTree] = {}
+        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
+        for request, limit in wanted.items():
+            batch = request.call.batch
+            if batch.is_padding(request):
+                proposals[request] = DraftTree.chain([batch.pad_token_id] * limit)
+            else:
+                by_source.setdefault(request.call.source, {})[request] = limit
+        for source, limits in by_source.items():
+            proposals |= self._propose(source, limits)
+        return proposals
+
+    def _propose(
+        self, source: TreeCandidateGenerator, wanted: dict[Request, int], first_error: Exception | None = None
+    ) -> dict[Request, DraftTree]:
+        """Checked proposals; a source that fails is asked row by row, to spare the rows it can serve."""
+        try:
+            trees = source.propose([request.request_id for request in wanted], list(wanted.values()))
+            if len(trees) != len(wanted):
+                raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
+            for tree in trees:
+                tree.check_integrity(self.vocab_size)
+            return dict(zip(wanted, trees))
+        except Exception as error:
+            first_error = first_error or error
+            if len(wanted) == 1:
+                self._drop(next(iter(wanted)), first_error)
+                return {}
+        proposals: dict[Request, DraftTree] = {}
+        for request, limit in wanted.items():
+            proposals |= self._propose(source, {request: limit}, first_error)
+        return proposals
+
+    def _guarded(self, request: Request, call: Callable, *args: Any) -> None:
+        if not request.is_drafting:
+            return
+        try:
+            call(*args)
+        except Exception as error:
+            self._drop(request, error)
+
+    def _drop(self, request: Request, error: Exception) -> None:
+        request.is_drafting = False
+        if not self._has_warned:
+            logger.warning(
+                f"{type(request.call.source).__name__} failed and was dropped for row {request.index}, which goes "
+                f"on without speculation (further failures of this call are not reported): {error!r}"
+            )
+        self._has_warned = True

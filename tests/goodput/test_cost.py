@@ -1,0 +1,182 @@
+"""The cost of a forward: fits, corrections, drafting, and the free budget."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
+
+from hf_smartspec.goodput import CostModel, CostPoint, DraftCost, DraftTimer, Roofline, free_tokens
+from hf_smartspec.goodput.least_squares import nonnegative_least_squares
+
+from .simulation import line
+
+
+def points_of(cost, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    settings = [(rows, context, width) for rows in (1, 4, 16) for context in (64, 700) for width in (1, 2, 4, 8)]
+    result = []
+    for rows, context, width in settings:
+        seconds = float(cost.seconds(rows * context, rows * width, width)) * rng.lognormal(0, noise)
+        result.append(CostPoint(rows * context, rows * width, width, seconds))
+    return result
+
+
+def test_a_line_is_recovered_from_noisy_measurements():
+    true = CostModel(alpha=2e-6, gamma=0.7e-3, delta=20e-3, beta=4e-7)
+    exact, noisy = CostModel.fit(points_of(true)), CostModel.fit(points_of(true, noise=0.03))
+    for name in ("alpha", "beta", "gamma", "delta"):
+        assert getattr(exact, name) == pytest.approx(getattr(true, name), rel=1e-6)
+        assert getattr(noisy, name) == pytest.approx(getattr(true, name), rel=0.3)
+    assert not exact.knots and exact.median_error(points_of(true)) < 1e-9
+    assert noisy.median_error(points_of(true)) < 0.03
+
+
+def test_a_knee_gets_a_curve_that_never_falls():
+    knee = CostModel(2e-6, 0, 0, knots=(1, 16, 32, 128), curve=(0.01, 0.01, 0.03, 0.15))
+    fitted = CostModel.fit(points_of(knee, noise=0.01))
+    assert fitted.knots and fitted.median_error(points_of(knee)) < 0.03
+    sizes = np.arange(1, 200)
+    assert (np.diff(fitted.seconds(0, sizes)) >= -1e-12).all()
+    assert fitted.seconds(0, 256) > fitted.seconds(0, 128), "beyond the last knot it goes on rising"
+
+
+def test_too_few_measurements_are_refused():
+    with pytest.raises(ValueError, match="at least 4"):
+        CostModel.fit(points_of(line())[:3])
+    with pytest.raises(ValueError, match="positive seconds"):
+        CostModel.fit([CostPoint(1, 1, 1, 0.0)] * 5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"),
+    [
+        ({"alpha": -1.0}, "alpha"),
+        ({"gamma": float("nan")}, "gamma"),
+        ({"knots": (1.0, 2.0)}, "knots"),
+        ({"knots": (2.0, 1.0), "curve": (1.0, 1.0)}, "knots"),
+        ({"knots": (1.0, 2.0), "curve": (2.0, 1.0)}, "curve"),
+    ],
+)
+def test_impossible_costs_are_refused(numbers, name):
+    with pytest.raises(ValueError, match=name):
+        CostModel(**({"alpha": 0.0, "gamma": 1.0, "delta": 1.0} | numbers))
+
+
+def test_seconds_broadcast():
+    cost = CostModel(1.0, 10.0, 100.0, beta=0.5)
+    assert cost.seconds(2, 3, 4) == 2 * (1 + 0.5 * 4) + 30 + 100
+    assert cost.seconds(2, np.arange(3), np.array([[1], [2]])).shape == (2, 3)
+
+
+def test_as_dict_and_back():
+    for cost in (line(), CostModel(1e-6, 0, 0, knots=(1, 2), curve=(0.1, 0.2))):
+        cost.observe(100, 1, 5.0)
+        again = CostModel.from_dict(json.loads(json.dumps(cost.as_dict())))
+        assert again == cost and again.correction(1) == 1.0, "what was learnt while serving is not kept"
+    for wrong in ({}, {"alpha": 1.0, "gamma": 1.0, "delta": 1.0, "speed": 3.0}):
+        with pytest.raises(ValueError, match="Not a cost model"):
+            CostModel.from_dict(wrong)
+
+
+def test_observed_steps_correct_their_own_size_first():
+    cost = line()
+    before = cost.seconds(200, np.array([1, 2, 16, 64]))
+    for _ in range(60):
+        cost.observe(200, 16, 2.0 * before[2])
+    after = cost.seconds(200, np.array([1, 2, 16, 64])) / before
+    assert after[2] == pytest.approx(2.0, rel=0.02) and cost.correction(16) == pytest.approx(2.0, rel=0.02)
+    assert (after[[0, 1, 3]] < 1.3).all()
+
+
+def test_a_slower_machine_shows_at_all_sizes_in_the_end():
+    cost = line()
+    for _ in range(4000):
+        cost.observe(200, 16, 2.0 * float(line().seconds(200, 16)))
+    assert cost.correction(1) > 1.8
+
+
+def test_one_hiccup_changes_little():
+    cost = line()
+    for _ in range(30):
+        cost.observe(200, 4, float(line().seconds(200, 4)))
+    cost.observe(200, 4, 50.0)
+    assert cost.correction(4) < 1.1
+    for nonsense in (0.0, -1.0, float("nan"), float("inf")):
+        cost.observe(200, 4, nonsense)
+    assert cost.correction(4) < 1.1
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_least_squares_against_scipy(seed, is_positive):
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(size=(rng.integers(3, 20), rng.integers(1, 8))) * 10.0 ** rng.integers(-6, 3)
+    target = rng.normal(size=len(matrix))
+    if is_positive:
+        matrix, target = np.abs(matrix), np.abs(target)
+    found = nonnegative_least_squares(matrix, target)
+    assert (found >= 0).all()
+    assert np.linalg.norm(matrix @ found - target) <= nnls(matrix, target)[1] * (1 + 1e-6) + 1e-9
+
+
+# --- Drafting ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_autoregressive_draft_costs_by_the_level():
+    model, other = DraftCost(2.0, 0.5, is_autoregressive=True), DraftCost(2.0, 0.5)
+    for cost, levels, expected in (
+        (model, [3, 1, 0], (3, 4)),  # Eq. 5: three calls, of two rows, one and one
+        (other, [3, 1, 0], (1, 2)),
+        (model, [0, 0], (0, 0)),
+        (other, [0, 0], (0, 0)),
+        (model, [], (0, 0)),
+    ):
+        assert cost.calls(np.array(levels, int)) == expected
+
+
+def test_a_draft_models_cost_from_its_profile():
+    cost = DraftCost.of_model(CostModel(alpha=1e-6, gamma=1e-3, delta=5e-3), mean_context=500)
+    assert cost.is_autoregressive
+    assert cost.per_row == pytest.approx(1e-3 + 5e-4) and cost.per_call == pytest.approx(5e-3)
+
+
+def test_draft_seconds_are_learnt():
+    rng, timer = np.random.default_rng(0), DraftTimer()
+    assert timer.seconds(DraftCost(0.3, 0.1)) == (0.3, 0.1), "nothing else is known yet"
+    for _ in range(300):
+        calls = rng.integers(1, 6)
+        rows = calls * rng.integers(1, 9)
+        timer.observe(calls, rows, (2e-3 * calls + 3e-4 * rows) * rng.lognormal(0, 0.05))
+    per_call, per_row = timer.seconds(DraftCost())
+    assert per_call == pytest.approx(2e-3, rel=0.1) and per_row == pytest.approx(3e-4, rel=0.2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.floats(0, 1)), max_size=20))
+def test_learnt_draft_seconds_are_never_negative(drafts):
+    timer = DraftTimer()
+    for draft in drafts:
+        timer.observe(*draft)
+    assert min(timer.seconds(DraftCost())) >= 0
+
+
+# --- The free budget --------------------------------------------------------------------------------------------------
+
+
+def test_the_free_budget_of_the_papers_example():
+    # SSSD, section 3.2.1: Llama-2 7B on an Ascend 910B4, "almost free until about 435".
+    assert Roofline(280e12, 0.8e12).free_tokens(hidden_size=4096) == pytest.approx(435, rel=0.05)
+    assert Roofline(280e12, 0.08e12).free_tokens(hidden_size=4096) == float("inf")
+
+
+def test_the_free_budget_of_a_profile():
+    cost = CostModel(0, 1e-3, 19e-3)
+    assert free_tokens(cost, slack=0.1) == 3 and free_tokens(cost, slack=0) == 1
+    assert free_tokens(CostModel(1e-6, 0, 1e-2)) == 2**16, "nothing ends it"
+    knee = CostModel(0, 0, 0, knots=(1, 32, 64), curve=(0.01, 0.01, 0.02))
+    assert free_tokens(knee, slack=0) == 32
+    roofline = Roofline.of_profile(knee, num_parameters=10**9, bytes_per_parameter=2)
+    assert roofline.bandwidth == pytest.approx(2e9 / 0.01) and roofline.flops == pytest.approx(2e9 / (0.01 / 32))
+    with pytest.raises(ValueError, match="slack"):
+        free_tokens(cost, slack=-1)

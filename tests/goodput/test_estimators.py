@@ -1,0 +1,121 @@
+"""Acceptance rates and expected lengths."""
+
+import numpy as np
+import pytest
+
+from hf_smartspec.goodput import AcceptanceEstimator, PowerLaw, expected_length, expected_tree_length, optimal_length
+
+
+def watch(estimator, rates, steps, seed=0, depth=4):
+    """Shows drafts of `depth` levels, of requests with these acceptance rates (one each, or one per depth)."""
+    rng = np.random.default_rng(seed)
+    rates = np.broadcast_to(np.asarray(rates, float).reshape(len(rates), -1), (len(rates), depth))
+    for _ in range(steps):
+        succeeded = np.logical_and.accumulate(rng.random(rates.shape) < rates, axis=1)
+        tried = np.concatenate([np.ones((len(rates), 1), bool), succeeded[:, :-1]], axis=1)
+        estimator.update(range(len(rates)), tried, succeeded)
+
+
+def test_the_prior_holds_before_anything_is_known():
+    estimator = AcceptanceEstimator(prior=0.6)
+    assert estimator.rate == pytest.approx(0.6)
+    assert estimator.of_requests(["a", "b"], 3) == pytest.approx(np.full((2, 3), 0.6))
+
+
+def test_converges_globally_and_per_request():
+    estimator = AcceptanceEstimator(half_life=1e5, request_half_life=1e4)
+    watch(estimator, [0.9, 0.5, 0.2], steps=600)
+    assert estimator.rates(range(3)) == pytest.approx([0.9, 0.5, 0.2], abs=0.06)
+    assert estimator.rates(["unknown"])[0] == pytest.approx(estimator.rate)
+
+
+def test_converges_per_depth():
+    estimator = AcceptanceEstimator(half_life=1e5)
+    watch(estimator, [[0.9, 0.7, 0.5, 0.3]] * 2, steps=1000)
+    assert estimator.by_depth(4) == pytest.approx([0.9, 0.7, 0.5, 0.3], abs=0.05)
+    assert estimator.by_depth(6)[4:] == pytest.approx(estimator.by_depth(4)[3]), "deeper ones are like the deepest"
+
+
+def test_follows_a_change():
+    estimator = AcceptanceEstimator()
+    watch(estimator, [0.95], steps=400)
+    assert estimator.rate > 0.9
+    watch(estimator, [0.1], steps=1200, seed=1)
+    assert estimator.rate < 0.2 and estimator.rates([0])[0] < 0.2
+
+
+def test_a_forgotten_request_is_like_any_other():
+    estimator = AcceptanceEstimator()
+    watch(estimator, [0.9, 0.1], steps=100)
+    assert estimator.rates([1])[0] < 0.3
+    estimator.forget(1)
+    estimator.forget("unknown")
+    assert estimator.rates([1])[0] == pytest.approx(estimator.rate)
+
+
+@pytest.mark.parametrize("arguments", [{"half_life": 0}, {"request_half_life": -1}, {"prior": 1.5}])
+def test_bad_settings_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        AcceptanceEstimator(**arguments)
+
+
+# --- Expected lengths. Monte Carlo of 40,000 draws: five standard deviations are below 0.06 tokens. -------------------
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("num_nodes", [0, 1, 5])
+def test_equation_8_by_monte_carlo(alpha, num_nodes):
+    hits = np.random.default_rng(0).random((40_000, num_nodes)) < alpha
+    lengths = 1 + np.logical_and.accumulate(hits, axis=1).sum(axis=1)
+    assert expected_length(alpha, num_nodes) == pytest.approx(lengths.mean(), abs=0.06)
+
+
+def test_equation_9_is_a_sum_over_requests():
+    alphas, lengths = np.array([0.2, 0.9, 1.0]), np.array([3, 0, 2])
+    total = expected_length(alphas, lengths).sum()
+    assert total == pytest.approx(1 + 0.2 + 0.04 + 0.008 + 1 + 3)
+
+
+@pytest.mark.parametrize(
+    ("alphas", "widths"), [([0.4, 0.3, 0.5], [3, 2, 3]), ([0.6], [1]), ([0.5, 0.9], [0, 4]), ([], [])]
+)
+def test_equation_10_by_monte_carlo(alphas, widths):
+    rng = np.random.default_rng(0)
+    heads = [(rng.random((40_000, width)) < alpha).any(axis=1) for alpha, width in zip(alphas, widths)]
+    hits = np.array(heads, bool).reshape(len(heads), -1)
+    lengths = 1 + np.logical_and.accumulate(hits, axis=0).sum(axis=0) if len(heads) else np.ones(1)
+    assert expected_tree_length(alphas, widths) == pytest.approx(lengths.mean(), abs=0.06)
+
+
+def test_equation_10_with_heads_of_one_is_equation_8():
+    assert expected_tree_length([0.7] * 4, [1] * 4) == pytest.approx(float(expected_length(0.7, 4)))
+
+
+@pytest.mark.parametrize("call", [
+    lambda: expected_length(1.2, 3), lambda: expected_length(0.5, -1), lambda: expected_tree_length([0.5], [1, 2]),
+    lambda: expected_tree_length([2.0], [1]), lambda: PowerLaw.fit([1, 1], [0.5, 0.5]), lambda: PowerLaw.fit([1, 2], [0, 1]),
+    lambda: optimal_length(PowerLaw(0.9, 0.5), -1.0, 1.0),
+])  # fmt: skip
+def test_nonsense_is_refused(call):
+    with pytest.raises(ValueError, match="must"):
+        call()
+
+
+# --- Su et al. --------------------------------------------------------------------------------------------------------
+
+
+def test_a_power_law_is_recovered():
+    law = PowerLaw.fit([1, 2, 4, 8], [0.9 * s**0.548 for s in (1, 2, 4, 8)])
+    assert law == pytest.approx((0.9, 0.548))
+
+
+def test_the_optimal_length_minimises_the_time_per_token():
+    law = PowerLaw(0.9, 0.548)  # the paper's own
+    lengths = np.linspace(1, 60, 5901)
+    found = []
+    for per_node in (0.02, 0.05, 0.1, 0.2):
+        seconds = (per_node * lengths + 1.0) / (law.scale * lengths**law.exponent + 1)
+        found.append(optimal_length(law, per_node, 1.0))
+        assert found[-1] == pytest.approx(lengths[seconds.argmin()], abs=0.02)
+    assert found == sorted(found, reverse=True), "the dearer a node, the fewer"
+    assert optimal_length(law, 0.0, 1.0) == 1024 and optimal_length(law, 2.0, 1.0) == 0
