@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS = {
     ("verify",): Command("benchmark.verify", "check on your own model that speculation changes nothing"),
     ("replay",): Command("benchmark.replay", "measure candidate sources on real responses, without a model"),
+    ("profile",): Command("benchmark.profile", "measure what a model's forward costs, once per model and machine"),
     ("tune",): Command("benchmark.tune", "find options of candidate sources that fit recorded responses"),
     ("datastore", "build"): Command("benchmark.datastore_build", "build a file of continuations, from texts"),
     ("bench", "generate"): Command("benchmark.generate_bench", "measure `assistant=` against plain `generate`"),

@@ -18,6 +18,7 @@ from .checks import check_positive
 from .config import SmartSpecConfig
 from .generate import generating, run_with
 from .goodput import GoodputAuction
+from .goodput.log import LoggedPolicy, SpeculationReport
 from .memory import EngineMemory
 from .packing import can_pack, can_pack_call, plain_reason
 from .prepare import prepare_call, row_seeds
@@ -78,10 +79,17 @@ class Engine:
         self._memory = EngineMemory(self.model, max_batch_size, max_kv_bytes)
         self._source = self.config.source_for(self.model)
         self._results = Results()
-        policy = self.config.policy_for(self._source) or GoodputAuction(load_or_profile(self.model))
-        self._runner = EngineRunner(self.model, self._memory, policy, max_prefill_tokens, self._results)
+        self._policy = self._make_policy()
+        self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
         self._names = 0
         self._lock = threading.Lock()
+
+    def _make_policy(self) -> LoggedPolicy:
+        policy = self.config.policy_for(self._source)
+        if policy is not None:
+            return LoggedPolicy(policy, getattr(policy, "cost", None))
+        cost = load_or_profile(self.model)
+        return LoggedPolicy(GoodputAuction(cost), cost)
 
     # Requests
 
@@ -237,6 +245,16 @@ class Engine:
     def statistics(self) -> GenerationStatistics:
         """Sums over all requests that have ended, and all steps."""
         return self._runner.loop.statistics
+
+    def report(self) -> SpeculationReport:
+        """Why was it slow? Where the time went, what was drafted in vain, and what other lengths would have yielded."""
+        return self._policy.report(
+            **{
+                "Requests": f"{self._runner.num_answered} answered, waited {self._runner.seconds_waited:.2f} s in all",
+                "Prompt tokens reused": self._memory.num_reused,
+                "Key/value memory": f"{self._memory.num_bytes / 2**20:.0f} MiB",
+            }
+        )
 
     def start(self) -> "Engine":
         """Begins to serve, in a thread of its own. Again to no effect."""

@@ -54,6 +54,7 @@ class EngineRunner:
         self._thread: threading.Thread | None = None
         self._is_stopping = self._rests = False
         self._num_pauses = 0
+        self.num_answered, self.seconds_waited = 0, 0.0
 
     # From other threads
 
@@ -150,6 +151,7 @@ class EngineRunner:
         while (ticket := self.memory.scheduler.next()) is not None:
             now = time.perf_counter()
             ticket.output.lifespan, ticket.output.status = (now, -1), RequestStatus.PREFILLING
+            self.seconds_waited += now - ticket.output.created_time
             try:
                 self.memory.place(ticket.request, self.loop.running)
                 self.loop.add(ticket.call)
@@ -214,4 +216,5 @@ class EngineRunner:
         if streamer is not None:
             with suppress(Exception):  # the reader's own trouble
                 streamer.end()
+        self.num_answered += 1
         self.results.put(output)

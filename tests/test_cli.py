@@ -10,8 +10,8 @@ from transformers.utils import logging
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
 from hf_smartspec.benchmark import verify
 from hf_smartspec.cache import SlotCache
-from hf_smartspec.loop import DecodingLoop
 from hf_smartspec.forward import PackedForward
+from hf_smartspec.loop import DecodingLoop
 
 from .folders import save_tiny_models
 

@@ -172,8 +172,8 @@ def plot(results: Results, path: Path, replays: bool) -> None:
     for panel, size in zip(axes[:, 0], sizes):
         _plot_size(panel, {name: tallies for (name, at), tallies in results.items() if at == size}, methods)
         panel.set_title(f"batch {size}{', replayed' * replays}")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 4), fontsize="small")
+    handles = {label: handle for panel in axes[:, 0] for handle, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=4, fontsize="small")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -183,11 +183,18 @@ def plot(results: Results, path: Path, replays: bool) -> None:
 
 
 def _plot_size(panel: Any, results: dict[str, dict[str, Tally]], methods: Sequence[str]) -> None:
-    width = 0.8 / len(methods)
-    for index, method in enumerate(methods):
+    present = [method for method in methods if any(method in tallies for tallies in results.values())]
+    width = 0.8 / max(len(present), 1)
+    for index, method in enumerate(present):
         places = [place for place, tallies in enumerate(results.values()) if method in tallies]
         heights = [tallies[method].speedup(tallies[PLAIN]) for tallies in results.values() if method in tallies]
-        panel.bar(np.array(places) + (index - (len(methods) - 1) / 2) * width, heights, width, label=method)
+        panel.bar(
+            np.array(places) + (index - (len(present) - 1) / 2) * width,
+            heights,
+            width,
+            label=method,
+            color=f"C{methods.index(method)}",
+        )
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(results)), [_short(name) for name in results])
     panel.set_ylabel("tokens per second, x plain generate")

@@ -242,7 +242,7 @@ class DraftTimer:
 
     def observe(self, calls: float, rows: float, seconds: float) -> None:
         """One step's drafting; `calls` and `rows` as `DraftCost.calls` counts them."""
-        if calls <= 0 or seconds <= 0:
+        if calls <= 0 or not 1e-9 < seconds < 1e9:
             return
         x, y, decay = calls / seconds, self._SCALE * rows / seconds, self._decay
         self._xx, self._xy, self._yy = self._xx * decay + x * x, self._xy * decay + x * y, self._yy * decay + y * y

@@ -16,6 +16,7 @@ from hf_smartspec.candidates import Datastore, FusedCandidates
 from hf_smartspec.candidates.tuned import TunedSources
 
 from ..folders import byte_tokenizer, save_tiny_models
+from ..generate.helpers import tiny_llama
 
 FREE = Costs(node=0.0, drafter=0.0)
 
@@ -132,7 +133,7 @@ def test_values_that_do_not_fit_together_are_passed_over():
 
 
 def test_trials_count_what_the_draft_model_drafts():
-    draft = tiny_draft()
+    draft = tiny_llama()
     texts = [Recording(text.prompt % 30, text.response % 30) for text in random_texts(3)]
     space = space_of(["prompt_lookup"], 4)
     always, never = (
@@ -146,10 +147,16 @@ def test_trials_count_what_the_draft_model_drafts():
     assert never.counts[0][:, 4].sum() < always.counts[0][:, 4].sum()
 
 
-def tiny_draft():
-    from ..generate.helpers import tiny_llama
-
-    return tiny_llama()
+@pytest.mark.parametrize("costs", [FREE, Costs(node=0.02, drafter=0.9)])
+def test_no_threshold_is_better_than_the_one_that_is_found(costs):
+    data = [Requests("a", [Recording(text.prompt % 30, text.response % 30) for text in repeating(4)], 4)]
+    default, draft = space_of(["prompt_lookup"], 4).default, tiny_llama()
+    search = Search(default, data, costs, draft)
+    list(search.run([THRESHOLD]))
+    for value in (0.0, 1.0, 5.0):
+        trial = Trial(changed(default, THRESHOLD, value), data, draft)
+        trial.advance([4], lambda number: None)
+        assert trial.value([4], costs) <= search.value * 1.0011
 
 
 # --- Command ----------------------------------------------------------------------------------------------------------
@@ -200,12 +207,11 @@ def test_command_writes_what_replay_loads(texts, tmp_path, capsys):
     assert min(rows) <= replayed["tokens_per_step"] <= max(rows), "the same source on the same requests"
 
 
-def test_command_tunes_the_threshold_with_a_draft_model(texts, tmp_path, capsys):
+def test_command_takes_a_draft_model(texts, tmp_path, capsys):
     folder = save_tiny_models(tmp_path / "models")
     sources = ("--sources", "prompt_lookup:max_ngram=2,min_ngram=1,num_tokens=4", "--limit", "4")
     assert tune_texts(texts, tmp_path, *sources, "--drafter", folder / "draft", "--drafter-cost", "0.9") == 0
-    # A random model that costs much is best left alone.
-    assert TunedSources.load(tmp_path / "tuned.json").fused["threshold"] == 0.0
+    assert TunedSources.load(tmp_path / "tuned.json").found["drafter_cost"] == 0.9
     assert "those of the draft model 0.9 more" in " ".join(capsys.readouterr().out.split())
 
 

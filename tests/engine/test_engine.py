@@ -468,3 +468,15 @@ class Faulty(SuffixTreeCandidates):
 def test_sources_that_fail(model, where):
     with Engine(model, Faulty(where), max_batch_size=4) as engine:
         check_all(engine, model, random_requests(12))
+
+
+def test_report_says_where_the_time_went(model):
+    with Engine(model, suffix(), max_batch_size=4) as engine:
+        check_all(engine, model, random_requests(12))
+        report = engine.report()
+    statistics = engine.statistics
+    assert report.drafted == statistics.drafted_tokens > 0 and report.accepted == statistics.accepted_tokens
+    assert sum(report.nodes_per_row.values()) == statistics.steps
+    forwards = report.seconds["prefill"] + report.seconds["verify"]
+    assert forwards == pytest.approx(statistics.seconds_forward) and report.seconds["prefill"] > 0
+    assert "12 answered" in str(report) and "SuffixTreeCandidates" in str(report)

@@ -8,6 +8,7 @@ from hf_smartspec import DraftTree
 from hf_smartspec.goodput import CostModel, DraftCost, LengthPolicy, StepRows, StepSeconds
 
 VOCAB_SIZE = 1000
+CHEAP = DraftCost(per_call=1e-4)
 
 
 def line(gamma: float = 0.7e-3, delta: float = 20e-3, alpha: float = 2e-6, beta: float = 0.0) -> CostModel:
@@ -21,7 +22,7 @@ class Drafter:
 
     accuracy: float
     claimed: float = 0.9
-    cost: DraftCost = DraftCost(per_call=1e-4)
+    cost: DraftCost = CHEAP
     length: int = 8
 
     def draft(self, truth: np.ndarray, limit: int, rng: np.random.Generator) -> DraftTree:

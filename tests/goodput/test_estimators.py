@@ -82,8 +82,8 @@ def test_equation_9_is_a_sum_over_requests():
 def test_equation_10_by_monte_carlo(alphas, widths):
     rng = np.random.default_rng(0)
     heads = [(rng.random((40_000, width)) < alpha).any(axis=1) for alpha, width in zip(alphas, widths)]
-    hits = np.array(heads, bool).reshape(len(heads), -1)
-    lengths = 1 + np.logical_and.accumulate(hits, axis=0).sum(axis=0) if len(heads) else np.ones(1)
+    hits = np.array(heads, bool).reshape(len(heads), 40_000)
+    lengths = 1 + np.logical_and.accumulate(hits, axis=0).sum(axis=0)
     assert expected_tree_length(alphas, widths) == pytest.approx(lengths.mean(), abs=0.06)
 
 
@@ -93,7 +93,8 @@ def test_equation_10_with_heads_of_one_is_equation_8():
 
 @pytest.mark.parametrize("call", [
     lambda: expected_length(1.2, 3), lambda: expected_length(0.5, -1), lambda: expected_tree_length([0.5], [1, 2]),
-    lambda: expected_tree_length([2.0], [1]), lambda: PowerLaw.fit([1, 1], [0.5, 0.5]), lambda: PowerLaw.fit([1, 2], [0, 1]),
+    lambda: expected_tree_length([2.0], [1]), lambda: PowerLaw.fit([1, 1], [0.5, 0.5]),
+    lambda: PowerLaw.fit([1, 2], [0, 1]),
     lambda: optimal_length(PowerLaw(0.9, 0.5), -1.0, 1.0),
 ])  # fmt: skip
 def test_nonsense_is_refused(call):

@@ -1,0 +1,217 @@
+"""What speculation did, and what it should have done: the answer to 'why was it slow?'."""
+
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..tree import DraftTree
+from .cost import CostModel, StepSeconds
+from .forest import Forest
+from .selector import LengthPolicy, StepRows
+
+_FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
+_EVERY = 8  # of the steps is looked at in hindsight
+_RECENT = 2000  # steps over which predictions are compared
+
+
+@dataclass
+class SpeculationReport:
+    """
+    Args:
+        seconds (`dict`): Of all steps, by what they were spent on: "draft", "prefill" (the prompts' share of forwards),
+            "verify" (the rest of them) and "other" (selection, commit, observation).
+        drafted, accepted (`int`): Verified draft nodes, and those of them that came true.
+        nodes_per_row (`dict`): How often a row had so many nodes verified.
+        acceptance (`dict`): By source, for every depth: levels tried, and the share of them that came true.
+        break_even (`float`, *optional*): Probability above which verifying one more node has paid, on average.
+        tokens_error, seconds_error (`float`, *optional*): Median relative errors of what the policy predicted of steps.
+        goodput (`float`): Tokens per second of the steps that were looked at in hindsight.
+        hindsight (`dict`): What each fixed number of nodes would have yielded there, by the cost model. Draft nodes
+            whose outcome is unknown count as wrong.
+    """
+
+    seconds: dict[str, float]
+    drafted: int
+    accepted: int
+    nodes_per_row: dict[int, int]
+    acceptance: dict[str, list[tuple[int, float]]]
+    break_even: float | None
+    tokens_error: float | None
+    seconds_error: float | None
+    goodput: float
+    hindsight: dict[int, float]
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def in_vain(self) -> int:
+        """Verified draft nodes that did not come true."""
+        return self.drafted - self.accepted
+
+    @property
+    def best_fixed(self) -> int | None:
+        """The fixed number of nodes that would have been best, 0 for none; None if nothing is known."""
+        return max(self.hindsight, key=self.hindsight.__getitem__, default=None)
+
+    def __str__(self) -> str:
+        total = max(sum(self.seconds.values()), 1e-9)
+        shares = ", ".join(f"{name} {value:.2f} s ({value / total:.0%})" for name, value in self.seconds.items())
+        lines = [f"Time: {shares}", f"Draft nodes: {self.drafted} verified, {self.in_vain} of them in vain"]
+        for name, value in self.extras.items():
+            lines.append(f"{name}: {value}")
+        for source, levels in self.acceptance.items():
+            rates = " ".join(f"{rate:.2f}" for num, rate in levels[:8] if num)
+            lines.append(f"Acceptance by depth, {source}: {rates}")
+        if self.break_even is not None:
+            lines.append(f"A node has paid from a probability of {self.break_even:.2f} on")
+        rows = sum(self.nodes_per_row.values())
+        if rows:
+            none = self.nodes_per_row.get(0, 0) / rows
+            mean = sum(size * count for size, count in self.nodes_per_row.items()) / rows
+            lines.append(f"Chosen: {mean:.1f} nodes a row on average, none for {none:.0%} of the rows")
+        if self.hindsight:
+            ratios = {size: value / max(self.goodput, 1e-9) for size, value in self.hindsight.items()}
+            others = ", ".join(f"{size}: {ratio:.2f}" for size, ratio in ratios.items())
+            lines.append(f"In hindsight, goodput of fixed numbers of nodes against what was reached: {others}")
+        if self.tokens_error is not None and self.seconds_error is not None:
+            errors = f"{self.tokens_error:.1%} of tokens, {self.seconds_error:.1%} of seconds"
+            lines.append(f"Predictions of a step, median error: {errors}")
+        return "\n".join(lines)
+
+
+class LoggedPolicy(LengthPolicy):
+    """
+    Passes everything on to a policy and counts what came of it.
+
+    Args:
+        policy (`LengthPolicy`): Decides.
+        cost (`CostModel`, *optional*): Says what other decisions would have cost; without it there is no hindsight.
+    """
+
+    def __init__(self, policy: LengthPolicy, cost: CostModel | None = None):
+        self.policy, self.cost = policy, cost
+        self._seconds = dict.fromkeys(("draft", "prefill", "verify", "other"), 0.0)
+        self._drafted = self._accepted = self._num_steps = 0
+        self._nodes: Counter[int] = Counter()
+        self._levels: dict[str, np.ndarray] = {}  # [2, depths], tried and succeeded
+        self._break_even: deque[float] = deque(maxlen=_RECENT)
+        self._errors: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._real = np.zeros(2)  # tokens and seconds of the steps looked at in hindsight
+        self._fixed = np.zeros((len(_FIXED), 2))  # the same for every fixed length
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray | list[int]:
+        return self.policy.max_nodes(rows)
+
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        return self.policy.select(rows, trees)
+
+    def forget(self, request_id: Hashable) -> None:
+        self.policy.forget(request_id)
+
+    def observe(
+        self,
+        rows: StepRows,
+        proposed: Sequence[DraftTree],
+        verified: Sequence[DraftTree],
+        accepted: Sequence[int],
+        seconds: StepSeconds,
+        tokens: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        sizes = [len(tree) for tree in verified]
+        num_nodes, num_accepted = sum(sizes), sum(accepted)
+        self._nodes.update(sizes)
+        self._drafted += num_nodes
+        self._accepted += num_accepted
+        prefill = seconds.forward * rows.num_prefill_tokens / max(rows.num_batched + num_nodes, 1)
+        for name, value in zip(self._seconds, (seconds.draft, prefill, seconds.forward - prefill, seconds.other)):
+            self._seconds[name] += value
+        self._compare_prediction(len(rows) + num_accepted, seconds, bool(len(rows)))
+        if tokens is not None and self._num_steps % _EVERY == 0 and len(rows) and not rows.num_prefill_tokens:
+            self._look_back(rows, proposed, sizes, num_accepted, seconds, tokens)
+        self._num_steps += 1
+        self.policy.observe(rows, proposed, verified, accepted, seconds, tokens)
+
+    def _compare_prediction(self, tokens: int, seconds: StepSeconds, has_rows: bool) -> None:
+        prediction = getattr(self.policy, "prediction", None)
+        if prediction is not None and has_rows and prediction.seconds > 0:
+            spent = max(seconds.forward + seconds.other, 1e-9)
+            self._errors.append((abs(prediction.tokens / tokens - 1), abs(prediction.seconds / spent - 1)))
+
+    def _look_back(
+        self,
+        rows: StepRows,
+        proposed: Sequence[DraftTree],
+        sizes: list[int],
+        num_accepted: int,
+        seconds: StepSeconds,
+        tokens: Sequence[np.ndarray],
+    ) -> None:
+        forest = Forest(proposed)
+        self._count_levels(rows.draft.source, forest, tokens)
+        if self.cost is None:
+            return
+        real = np.array([len(rows) + num_accepted, seconds.draft + seconds.forward + seconds.other])
+        self._real += real
+        # The model's error in this step is that of every choice in it.
+        factor = (real[1] - seconds.draft) / self._forward_seconds(rows, sizes)
+        for index, length in enumerate(_FIXED):
+            trees = [tree.most_likely(length) for tree in proposed]
+            gained = sum(map(_num_true, trees, tokens))
+            forward = factor * self._forward_seconds(rows, [len(tree) for tree in trees])
+            self._fixed[index] += len(rows) + gained, forward + (seconds.draft if length else 0.0)
+        more = self._forward_seconds(rows, [size + 1 for size in sizes]) - self._forward_seconds(rows, sizes)
+        self._break_even.append(factor * more / len(rows) * real[0] / max(real[1], 1e-9))
+
+    def _forward_seconds(self, rows: StepRows, sizes: Sequence[int]) -> float:
+        assert self.cost is not None
+        width = rows.width + max(sizes, default=0)
+        return float(self.cost.seconds(rows.num_context, rows.num_batched + sum(sizes), width))
+
+    def _count_levels(self, source: str, forest: Forest, tokens: Sequence[np.ndarray]) -> None:
+        nodes, hits = forest.outcomes(tokens)
+        if not len(nodes):
+            return
+        row, depth = forest.row[nodes], forest.depths[nodes]
+        counts = np.zeros((2, int(depth.max())))
+        counts[0] = np.bincount(np.unique(row * 1000 + depth) % 1000, minlength=counts.shape[1] + 1)[1:]
+        counts[1] = np.bincount(depth[hits], minlength=counts.shape[1] + 1)[1:]
+        known = self._levels.get(source, np.zeros((2, 0)))
+        longest = max(known.shape[1], counts.shape[1])
+        known, counts = (np.pad(item, ((0, 0), (0, longest - item.shape[1]))) for item in (known, counts))
+        self._levels[source] = known + counts
+
+    def report(self, **extras: Any) -> SpeculationReport:
+        """What has happened so far; `extras` are printed with it."""
+        errors = np.median(np.array(self._errors), axis=0).tolist() if self._errors else [None, None]
+        tokens, seconds = self._real
+        return SpeculationReport(
+            seconds=dict(self._seconds),
+            drafted=self._drafted,
+            accepted=self._accepted,
+            nodes_per_row=dict(sorted(self._nodes.items())),
+            acceptance={
+                source: [(int(tried), succeeded / max(tried, 1)) for tried, succeeded in counts.T.tolist()]
+                for source, counts in self._levels.items()
+            },
+            break_even=float(np.mean(self._break_even)) if self._break_even else None,
+            tokens_error=errors[0],
+            seconds_error=errors[1],
+            goodput=tokens / seconds if seconds else 0.0,
+            hindsight={
+                length: fixed[0] / fixed[1] for length, fixed in zip(_FIXED, self._fixed.tolist()) if fixed[1] > 0
+            },
+            extras=extras,
+        )
+
+
+def _num_true(tree: DraftTree, tokens: np.ndarray) -> int:
+    """How many nodes of the tree the text runs through."""
+    node = -1
+    for count, token in enumerate(tokens.tolist()):
+        child = tree.child(node, token)
+        if child is None:
+            return count
+        node = child
+    return len(tokens)

@@ -1,0 +1,27 @@
+"""Load on an engine in virtual time: the real loop, scheduler, sources and policies; only forwards are a clock."""
+
+from .arrivals import Trace, alternating, gamma, poisson, read_trace
+from .clock import EventClock
+from .costs import Device, datasheet_cost
+from .engine import SimulatedEngine
+from .requests import LoadRequest, with_acceptance
+from .results import LoadResult, Served
+from .sources import TableCandidates, tree_size
+
+__all__ = [
+    "Device",
+    "EventClock",
+    "LoadRequest",
+    "LoadResult",
+    "Served",
+    "SimulatedEngine",
+    "TableCandidates",
+    "Trace",
+    "alternating",
+    "datasheet_cost",
+    "gamma",
+    "poisson",
+    "read_trace",
+    "tree_size",
+    "with_acceptance",
+]

@@ -1,0 +1,158 @@
+"""When requests arrive: renewal processes, phases of different rates, and recorded traces."""
+
+import csv
+import gzip
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+def poisson(rate: float, num_requests: int, rng: np.random.Generator) -> np.ndarray:
+    """Arrival times of a Poisson process of `rate` requests per second, `[num_requests]` float64, in seconds."""
+    return gamma(rate, 1.0, num_requests, rng)
+
+
+def gamma(rate: float, variation: float, num_requests: int, rng: np.random.Generator) -> np.ndarray:
+    """
+    Arrival times whose intervals follow a Gamma distribution (Su et al., section 5.3).
+
+    Args:
+        rate (`float`): Requests per second.
+        variation (`float`): Coefficient of variation of the intervals; 0 is regular, 1 a Poisson process, more comes in
+            bursts.
+
+    Returns:
+        `np.ndarray` of shape `[num_requests]`, float64: seconds, rising.
+    """
+    _check_positive("rate", rate)
+    return np.cumsum(_intervals(variation, num_requests, rng)) / rate
+
+
+def alternating(
+    rates: Sequence[float], period: float, num_requests: int, rng: np.random.Generator, variation: float = 1.0
+) -> np.ndarray:
+    """
+    Arrival times under phases of `period` seconds, which have the given rates in turn (Su et al., Figure 6): a process
+    of rate 1 on a time that runs as fast as requests come.
+
+    Args:
+        rates (sequence of `float`): Requests per second, of each phase; after the last comes the first.
+        variation (`float`): As in `gamma`.
+
+    Returns:
+        `np.ndarray` of shape `[num_requests]`, float64: seconds, rising.
+    """
+    _check_positive("period", period)
+    if not len(rates):
+        raise ValueError("`rates` must name at least one rate, got none.")
+    for rate in rates:
+        _check_positive("rates", rate)
+    expected = np.cumsum(_intervals(variation, num_requests, rng))  # requests that are due at each arrival
+    num_phases = len(rates) * (int(expected[-1] / (sum(rates) * period)) + 1) if num_requests else 0
+    due = np.cumsum([0.0, *(rates[phase % len(rates)] * period for phase in range(num_phases))])
+    return np.interp(expected, due, np.arange(num_phases + 1) * period)
+
+
+def _intervals(variation: float, num_requests: int, rng: np.random.Generator) -> np.ndarray:
+    """Intervals of mean 1, `[num_requests]` float64."""
+    if not np.isfinite(variation) or variation < 0:
+        raise ValueError(f"`variation` must be a number of at least 0, got {variation!r}.")
+    if num_requests < 0:
+        raise ValueError(f"`num_requests` must be at least 0, got {num_requests!r}.")
+    if variation == 0:
+        return np.ones(num_requests)
+    return rng.gamma(variation**-2, variation**2, num_requests)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not np.isfinite(value) or value <= 0:
+        raise ValueError(f"`{name}` must be positive, got {value!r}.")
+
+
+class Trace(NamedTuple):
+    """
+    Recorded arrivals.
+
+    Args:
+        times (`np.ndarray` of shape `[n]`, float64): Seconds since the first.
+        prompt_lens, output_lens (`np.ndarray` of shape `[n]`, int64): Tokens, at least 1.
+        blocks (list of `np.ndarray`): For every request the ids of its prompt's blocks of 512 tokens, if the trace has
+            them: equal ids are equal text.
+    """
+
+    times: np.ndarray
+    prompt_lens: np.ndarray
+    output_lens: np.ndarray
+    blocks: list[np.ndarray] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return (len(self.times) - 1) / max(float(self.times[-1]), 1e-9)
+
+    def at_rate(self, rate: float) -> "Trace":
+        """The same trace, played faster or slower."""
+        _check_positive("rate", rate)
+        return self._replace(times=self.times * (self.rate / rate))
+
+    def shortened(self, max_prompt: int, max_output: int) -> "Trace":
+        """The same arrivals, with longer prompts and outputs cut to these numbers of tokens."""
+        return self._replace(
+            prompt_lens=np.minimum(self.prompt_lens, max_prompt), output_lens=np.minimum(self.output_lens, max_output)
+        )
+
+
+class _Format(NamedTuple):
+    """The columns of one kind of trace."""
+
+    time: str
+    prompt: str
+    output: str
+    seconds: Callable[[str], float]
+    blocks: str | None = None
+
+
+def _timestamp_seconds(text: str) -> float:
+    whole, _, fraction = text.partition(".")
+    return (datetime.fromisoformat(whole) - datetime(2000, 1, 1)).total_seconds() + float(f"0.{fraction or 0}")
+
+
+_FORMATS = (
+    _Format("TIMESTAMP", "ContextTokens", "GeneratedTokens", _timestamp_seconds),  # Azure
+    _Format("timestamp_ms", "input_length", "output_length", lambda text: float(text) / 1e3, "hash_ids"),  # Mooncake
+)
+
+
+def read_trace(path: str | Path, num_requests: int | None = None) -> Trace:
+    """
+    The first requests of a trace: a .csv or .csv.gz file of the Azure LLM inference traces (TIMESTAMP, ContextTokens,
+    GeneratedTokens) or of Mooncake's (timestamp_ms, input_length, output_length, hash_ids).
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no such trace.
+    """
+    path = Path(path)
+    try:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            names = reader.fieldnames or []
+            form = next((item for item in _FORMATS if {item.time, item.prompt, item.output} <= set(names)), None)
+            if form is None:
+                raise ValueError(f"{str(path)!r} is no trace that is known: its columns are {', '.join(names)}.")
+            rows = [row for _, row in zip(range(num_requests if num_requests is not None else 2**62), reader)]
+        if not rows:
+            raise ValueError(f"{str(path)!r} holds no requests.")
+        times = np.array([form.seconds(row[form.time]) for row in rows])
+        lens = np.array([[int(row[form.prompt]), int(row[form.output])] for row in rows], np.int64)
+        blocks = [np.array(row[form.blocks].split(), np.int64) for row in rows] if form.blocks in names else None
+    except (UnicodeDecodeError, EOFError, TypeError, AttributeError, csv.Error) as error:
+        raise ValueError(f"{str(path)!r} is no trace that is known: {error}") from error
+    order = np.argsort(times, kind="stable")
+    prompt_lens, output_lens = np.maximum(lens[order], 1).T
+    return Trace(
+        times[order] - times.min(), prompt_lens, output_lens, blocks and [blocks[index] for index in order]
+    )

@@ -1,0 +1,169 @@
+"""The engine in virtual time: `runner.EngineRunner` without thread and model."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+from ..call import DecodingCall
+from ..candidates.base import TreeCandidateGenerator
+from ..decoding import DecodingBatch
+from ..goodput.cost import CostModel, DraftCost
+from ..goodput.selector import LengthPolicy
+from ..loop import DecodingLoop, ModelLimits
+from ..memory import EngineMemory
+from ..prefixes import PrefixRows
+from ..processors import TokenPicker
+from ..request import Request
+from ..scheduler import Scheduler
+from ..verify import coupled_picks
+from .clock import EventClock
+from .forward import SimulatedForward
+from .requests import LoadRequest
+from .results import LoadResult, Served
+from .sources import TimedCandidates
+
+_LIMITS = ModelLimits(vocab_size=2**62, num_positions=None)  # texts that mean nothing may have any tokens
+
+
+class SimulatedEngine:
+    """
+    Serves loads as `Engine` does: the same decoding loop, scheduler, prefix reuse, candidate sources and length
+    policies. Only the target's forwards and the drafting are replaced by an event clock (SmartSpec, section 7.2).
+
+    What simulations leave out: memory that grows is copied in no time, and threads do not disturb one another.
+
+    Args:
+        cost (`CostModel`): What the target's forwards take, with its corrections; is copied.
+        source (`TreeCandidateGenerator`): Drafts; keeps what it learns from one `run` to the next.
+        draft_cost (`DraftCost`): What drafting takes.
+        max_batch_size (`int`): Requests that run at once.
+        max_tokens (`int`): Tokens of key/value memory.
+        max_prefill_tokens (`int`): Prompt tokens per step.
+        step_seconds (`float`): What every step takes besides.
+        max_nodes (`int`, *optional*): Draft nodes per row; the source's default where not given.
+        end_id (`int`): The end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        source: TreeCandidateGenerator,
+        draft_cost: DraftCost | None = None,
+        max_batch_size: int = 32,
+        max_tokens: int = 2**20,
+        max_prefill_tokens: int = 512,
+        step_seconds: float = 0.0,
+        max_nodes: int | None = None,
+        end_id: int = 0,
+    ):
+        self.clock = EventClock()
+        self.forward = SimulatedForward(copy.deepcopy(cost), self.clock, end_id)
+        self.source = TimedCandidates(source, self.clock, draft_cost or DraftCost())
+        self.max_nodes = source.default_num_nodes if max_nodes is None else max_nodes
+        self.max_prefill_tokens, self.step_seconds = max_prefill_tokens, step_seconds
+        self.memory = _SimulatedMemory(self.forward, Scheduler(max_batch_size, max_tokens))
+        self._criteria = StoppingCriteriaList([EosTokenCriteria([end_id])])
+
+    def continuation(self, request_id: Hashable) -> np.ndarray:
+        """The tokens that will follow in a running request: what the `Oracle` knows."""
+        return self.source.continuation(request_id)
+
+    def run(
+        self,
+        requests: Sequence[LoadRequest],
+        policy: LengthPolicy,
+        on_served: Callable[[LoadRequest, Sequence[int]], object] | None = None,
+    ) -> LoadResult:
+        """
+        Serves requests at their arrival times, until the last one is answered. Time begins anew.
+
+        Args:
+            policy (`LengthPolicy`): How much to speculate. It must not hold this engine's own `CostModel`.
+            on_served (`Callable`, *optional*): Gets every request when it ends, with its tokens.
+
+        Raises:
+            ValueError: before anything runs, for a request that can never fit into memory.
+        """
+        for request in requests:
+            self.memory.scheduler.check(self._num_tokens(request))
+        self.clock.now, self.forward.num_batched = 0.0, 0
+        loop = DecodingLoop(
+            policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock
+        )
+        run = _Run(self, loop, sorted(requests, key=lambda item: item.arrival))
+        while run.step(on_served):
+            pass
+        served = [run.served[request] for request in requests]
+        return LoadResult(served, loop.statistics, self.forward.num_batched)
+
+    def _num_tokens(self, request: LoadRequest) -> int:
+        return len(request.prompt) + request.max_new_tokens + self.max_nodes
+
+    def new_call(self, item: LoadRequest) -> DecodingCall:
+        """What `prepare_call` makes of a greedy request."""
+        prompt = torch.from_numpy(item.prompt)
+        request = Request(item, 0, prompt, torch.ones(len(prompt), dtype=torch.bool), item.max_new_tokens)
+        batch = DecodingBatch([request], self._criteria, None)
+        picker = TokenPicker(LogitsProcessorList(), 1, len(prompt))
+        return DecodingCall(self.forward, batch, picker, coupled_picks, self.source, self.max_nodes)
+
+
+class _Run:
+    """One load on its way through an engine."""
+
+    def __init__(self, engine: SimulatedEngine, loop: DecodingLoop, requests: Sequence[LoadRequest]):
+        self.engine, self.loop = engine, loop
+        self.clock, self.memory = engine.clock, engine.memory
+        self.coming = deque(requests)
+        self.first_tokens: dict[DecodingCall, float] = {}
+        self.served: dict[LoadRequest, Served] = {}
+
+    def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> bool:
+        """The next step of the loop; False if there is none."""
+        if not self.coming and not len(self.memory.scheduler):
+            return False
+        if not len(self.memory.scheduler):
+            self.clock.jump(self.coming[0].arrival)
+        self._admit()
+        ended = self.loop.step()
+        self.clock.advance(self.engine.step_seconds)
+        for call in [*self.loop.calls, *ended]:
+            if call not in self.first_tokens and call.requests[0].num_generated:
+                self.first_tokens[call] = self.clock.now
+        for call in ended:
+            self._finish(call, on_served)
+        return True
+
+    def _admit(self) -> None:
+        scheduler = self.memory.scheduler
+        while self.coming and self.coming[0].arrival <= self.clock.now:
+            call = self.engine.new_call(self.coming.popleft())
+            scheduler.add(call, self.memory.num_tokens(call))
+        while (call := scheduler.next()) is not None:
+            request, item = call.requests[0], call.requests[0].request_id
+            self.memory.place(request, self.loop.running)
+            self.engine.forward.set_text(request.cache_row, np.concatenate([item.prompt, item.response]))
+            self.loop.add(call)
+        self.loop.num_waiting = len(scheduler.waiting)
+
+    def _finish(self, call: DecodingCall, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> None:
+        self.memory.scheduler.remove(call)
+        request = call.requests[0]
+        item: LoadRequest = request.request_id
+        self.served[item] = Served(item.arrival, self.first_tokens.pop(call), self.clock.now, request.num_valid)
+        if on_served is not None:
+            on_served(item, request.tokens[: request.num_valid])
+
+
+class _SimulatedMemory(EngineMemory):
+    """An engine's memory that holds nothing: admission and prefix reuse are decided as they are for a model."""
+
+    def __init__(self, forward: SimulatedForward, scheduler: Scheduler):
+        self.forward, self.scheduler = forward, scheduler  # type: ignore[assignment]
+        self.prefixes = PrefixRows()
+        self.num_reused = 0

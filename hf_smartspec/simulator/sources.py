@@ -1,0 +1,122 @@
+"""Drafts from a table, and the time that any source takes to draft."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import LogitsProcessorList
+
+from ..candidates.base import TreeCandidateGenerator
+from ..goodput.cost import DraftCost
+from ..tree import DraftTree
+from .clock import EventClock
+from .requests import LoadRequest
+
+
+class TableCandidates(TreeCandidateGenerator):
+    """
+    Drafts as the `ranks` and `probs` of each `LoadRequest` say: those of a draft model or of heads, without running
+    them, or made up. The candidates for a token are taken to depend on its place only, as those of heads do, and
+    those of a draft model along the path that comes true.
+
+    Args:
+        widths (sequence of `int`): Candidates at each depth, below every node of the depth before; (1, 1, 1) is a chain
+            of three.
+        is_autoregressive (`bool`): Whether every level costs a forward of the drafter.
+    """
+
+    def __init__(self, widths: Sequence[int], is_autoregressive: bool):
+        if not widths or min(widths) < 1:
+            raise ValueError(f"`widths` must be numbers of at least 1, got {widths!r}.")
+        self.widths, self.is_autoregressive = tuple(widths), is_autoregressive
+        self.default_num_nodes, self.width = tree_size(widths), max(widths)
+        parents: list[int] = []
+        levels: list[int] = []
+        previous = [-1]
+        for level, width in enumerate(widths):
+            first = len(parents)
+            parents += [parent for parent in previous for _ in range(width)]
+            levels += [level] * (len(parents) - first)
+            previous = list(range(first, len(parents)))
+        self._parents, self._levels = np.array(parents, np.int64), np.array(levels, np.int64)
+        siblings = [np.tile(np.arange(width), np.count_nonzero(self._levels == level) // width)
+                    for level, width in enumerate(widths)]  # fmt: skip
+        self._siblings = np.concatenate(siblings)
+        self._num_seen: dict[Hashable, int] = {}
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        self._num_seen[request_id] = 0
+
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        return [self._propose(name, limit) for name, limit in zip(request_ids, max_nodes)]
+
+    def _propose(self, request_id: Hashable, limit: int) -> DraftTree:
+        assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
+        ranks, probs = request_id.ranks, request_id.probs
+        assert ranks is not None and probs is not None, "`with_acceptance` gives requests their drafts"
+        first = self._num_seen[request_id]
+        num = limit if self.width == 1 else len(self._levels)
+        levels = self._levels[:num][self._levels[:num] < len(ranks) - first]
+        siblings, at = self._siblings[: len(levels)], levels + first
+        # A wrong candidate is any other token, each sibling another one.
+        tokens = request_id.response[at] + np.where(ranks[at] == siblings, 0, siblings + 1)
+        tree = DraftTree.of(tokens, self._parents[: len(levels)], probs[at, siblings])
+        return tree.most_likely(limit)
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        self._num_seen[request_id] += len(tokens)
+
+    def stop(self, request_id: Hashable) -> None:
+        self._num_seen.pop(request_id, None)
+
+
+def tree_size(widths: Sequence[int]) -> int:
+    """Nodes of a full tree with so many children at each depth (SmartSpec, section 4.3)."""
+    return int(np.cumprod(widths).sum())
+
+
+class TimedCandidates(TreeCandidateGenerator):
+    """
+    A source whose drafts take virtual time.
+
+    Args:
+        source (`TreeCandidateGenerator`): Drafts.
+        clock (`EventClock`): Is advanced by every `propose`.
+        cost (`DraftCost`): What that takes.
+    """
+
+    def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
+        self.source, self.clock, self.cost = source, clock, cost
+        self.default_num_nodes, self.width = source.default_num_nodes, source.width
+        self.is_autoregressive = source.is_autoregressive
+        self._num_seen: dict[Hashable, int] = {}
+
+    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
+        self.source.couple(request_id, processors, seed)
+
+    def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
+        self.source.assign(request_id, *args, **kwargs)
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        self._num_seen[request_id] = 0
+        self.source.start(request_id, prompt)
+
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        trees = self.source.propose(request_ids, max_nodes)
+        levels = [int(tree.depths.max(initial=0)) for tree in trees] if self.is_autoregressive else [1] * len(trees)
+        calls, in_calls = self.cost.calls(np.array(levels))
+        self.clock.advance(self.cost.per_call * calls + self.cost.per_row * in_calls)
+        return trees
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        self._num_seen[request_id] += len(tokens)
+        self.source.observe(request_id, tokens)
+
+    def stop(self, request_id: Hashable) -> None:
+        self._num_seen.pop(request_id, None)
+        self.source.stop(request_id)
+
+    def continuation(self, request_id: Hashable) -> np.ndarray:
+        """What the target will say next, for the `Oracle`."""
+        assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
+        return request_id.response[self._num_seen[request_id] :]

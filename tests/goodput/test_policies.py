@@ -1,0 +1,193 @@
+"""The papers' policies."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec import DraftTree
+from hf_smartspec.goodput import (
+    BatchLookupTable,
+    CostModel,
+    DraftCost,
+    FixedLength,
+    GoodputAuction,
+    NoSpeculation,
+    Oracle,
+    PowerLaw,
+    PrefillGate,
+    RequestGoodput,
+    StepGoodput,
+    StepRows,
+    confident_rows,
+    expected_length,
+)
+
+from .simulation import Drafter, line, simulate
+
+
+def rows_of(num, cap=8, context=0, **arguments):
+    return StepRows(list(range(num)), np.full(num, context), np.full(num, cap), **arguments)
+
+
+# --- Su et al.'s look-up table ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "length"), [(1, 6), (2, 4), (3, 3), (4, 3), (5, 1), (7, 1), (8, 1), (9, 1), (16, 2), (99, 2)]
+)
+def test_between_profiled_batch_sizes_the_smaller_length_is_taken(batch_size, length):
+    table = BatchLookupTable({8: 1, 1: 6, 2: 4, 4: 3, 16: 2})
+    assert table.length(batch_size) == length
+    assert table.max_nodes(rows_of(batch_size, cap=5)).tolist() == [min(length, 5)] * batch_size
+
+
+def test_profiling_takes_the_fastest_length_at_powers_of_two():
+    asked = []
+
+    def seconds_per_token(batch_size, length):
+        asked.append((batch_size, length))
+        return abs(length - 8 / batch_size)
+
+    table = BatchLookupTable.profiled(seconds_per_token, max_batch_size=20, max_length=8)
+    assert table.lengths == {1: 8, 2: 4, 4: 2, 8: 1, 16: 0}
+    assert len(asked) == 5 * 9
+
+
+def test_the_modelled_table_falls_with_the_batch_size():
+    table = BatchLookupTable.modelled(line(), PowerLaw(0.9, 0.548), mean_context=200, max_batch_size=64)
+    lengths = [table.lengths[size] for size in (1, 2, 4, 8, 16, 32, 64)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 3 and lengths[-1] < 2
+
+
+@pytest.mark.parametrize("lengths", [{}, {0: 1}, {1: -1}])
+def test_bad_tables_are_refused(lengths):
+    with pytest.raises(ValueError, match="lengths"):
+        BatchLookupTable(lengths)
+
+
+# --- SmartSpec --------------------------------------------------------------------------------------------------------
+
+
+class Known:
+    """An acceptance estimator that knows."""
+
+    def __init__(self, rates):
+        self._rates = np.array(rates, float)
+
+    @property
+    def rate(self):
+        return float(self._rates.mean())
+
+    def rates(self, request_ids):
+        return self._rates[list(request_ids)]
+
+
+def test_algorithm_1_and_2_on_an_example_worked_by_hand():
+    # T = 1 + 0.25 N seconds, alpha 0.5, queue of 2, up to 2 nodes each. Goodput of n requests with k nodes:
+    #   n = 1: k = 0: 1 / 1.25 = 0.8      k = 1: 1.5 / 1.5 = 1.0      k = 2: 1.75 / 1.75 = 1.0
+    #   n = 2: k = 0: 2 / 1.5  = 1.333    k = 1: 3   / 2   = 1.5      k = 2: 3.5  / 2.5  = 1.4
+    policy = StepGoodput(CostModel(0.0, 0.25, 1.0), max_length=2)
+    policy.acceptance = Known([0.5])
+    rows = rows_of(2)
+    assert policy.plan(rows) == (2, 1, pytest.approx(1.5))
+    assert policy.plan(rows_of(1)) == (1, 1, pytest.approx(1.0)), "of equals the shorter"
+    assert policy.max_nodes(rows).tolist() == [1, 1]
+    # No room for two requests with a node each: lines 5 to 7 drop the candidate.
+    assert policy.plan(rows, has_slots=lambda num, length: num * (length + 1) < 4) == (1, 1, pytest.approx(1.0))
+    assert policy.plan(rows, has_slots=lambda num, length: False).num_requests == 0
+    # Each draft level costs a second: then none pays.
+    policy = StepGoodput(CostModel(0.0, 0.25, 1.0), max_length=2)
+    policy.acceptance = Known([0.5])
+    dear = rows_of(2, draft=DraftCost(1.0, is_autoregressive=True))
+    assert policy.plan(dear) == (2, 0, pytest.approx(2 / 1.5))
+
+
+@given(st.lists(st.floats(0, 0.99), min_size=1, max_size=3), st.floats(0, 0.5), st.integers(0, 3))
+def test_request_lengths_are_the_best_of_all(rates, gamma, cap):
+    cost = CostModel(0.0, gamma, 1.0)
+    policy = RequestGoodput(cost, max_length=3)
+    policy.acceptance = Known(rates)
+    rows = rows_of(len(rates), cap=cap)
+
+    def goodput(lengths):
+        tokens = expected_length(np.array(rates), np.array(lengths)).sum()  # Eq. 9
+        return tokens / cost.seconds(0, len(rates) + sum(lengths))
+
+    everything = np.stack(np.meshgrid(*[np.arange(min(cap, 3) + 1)] * len(rates)), -1).reshape(-1, len(rates))
+    found = policy.max_nodes(rows)
+    assert (found <= cap).all()
+    assert goodput(found) == pytest.approx(max(map(goodput, everything)), rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", [StepGoodput, RequestGoodput])
+def test_moving_averages_find_the_length(policy):
+    for accuracy, low, high in ((0.05, 0, 1), (0.9, 5, 8)):
+        learner = policy(line())
+        simulate(learner, [Drafter(accuracy)] * 2, line(), steps=200)
+        assert low <= learner.max_nodes(rows_of(2, context=200)).max() <= high
+    simulate(learner, [Drafter(0.9)] * 2, line(), steps=2)
+    for name in range(3):
+        learner.forget(name)
+    assert not learner.acceptance._requests
+    assert len(learner.max_nodes(rows_of(0))) == 0
+
+
+# --- Oracle -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_oracle_verifies_what_will_be_accepted():
+    tree = DraftTree(np.array([1, 5, 2, 6, 3]), np.array([-1, -1, 0, 0, 2]), np.full(5, 0.1, np.float32))
+    chain = DraftTree.chain([9, 9])
+    policy = Oracle(line(), {0: np.array([1, 2, 4]), 1: np.array([8])}.get)
+    kept = policy.select(rows_of(2), [tree, chain])
+    assert kept[0].tokens.tolist() == [1, 2] and len(kept[1]) == 0
+    dear = Oracle(CostModel(0, 1.0, 0.0, knots=(1, 3, 4, 9), curve=(1, 1, 9, 9)), {0: np.array([1, 2, 3, 4])}.get)
+    assert len(dear.select(rows_of(1), [DraftTree.chain([1, 2, 3, 4])])[0]) == 2, "a third one costs too much"
+
+
+# --- Draft models -----------------------------------------------------------------------------------------------------
+
+
+def test_confident_rows_go_on():
+    assert confident_rows([1.0, 0.4, 0.6], num_drafted=0, threshold=0.5, max_length=4).tolist() == [0, 2]
+    assert confident_rows([1.0, 1.0], num_drafted=4, threshold=0.5, max_length=4).tolist() == []
+    with pytest.raises(ValueError, match="threshold"):
+        confident_rows([1.0], 0, 1.5, 4)
+
+
+def test_the_prefill_gate_closes_when_nothing_is_proposed_and_opens_again():
+    gate = PrefillGate(window=32, retry=4)
+    assert gate.admits("first")
+    for _ in range(100):
+        gate.observe(["first"], [0])
+    admitted = [gate.admits(name) for name in range(8)]
+    assert sum(admitted) == 2, "one in four"
+    refused = [name for name in range(8) if not admitted[name]]
+    assert all(gate.is_refused(name) for name in refused) and not gate.is_refused("first")
+    for _ in range(100):
+        gate.observe([refused[0], "first"], [0, 3])  # refused ones do not count
+    assert gate.idle_share < 0.1 and gate.admits("next")
+    gate.forget(refused[0])
+    assert not gate.is_refused(refused[0])
+
+
+def test_the_prefill_gate_stays_open_at_the_threshold():
+    gate = PrefillGate(threshold=0.7)
+    for step in range(300):
+        gate.observe(["a"], [int(step % 3 == 0)])
+    assert 0.6 < gate.idle_share < 0.7 and gate.admits("b")
+
+
+@pytest.mark.parametrize("arguments", [{"threshold": 2}, {"window": 0}, {"retry": 0}])
+def test_bad_gates_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        PrefillGate(**arguments)
+
+
+def test_all_policies_run_the_same_loop():
+    drafters = [Drafter(0.8)] * 2
+    policies = [NoSpeculation(), FixedLength(2), BatchLookupTable({1: 3}), StepGoodput(line()), RequestGoodput(line())]
+    for policy in [*policies, GoodputAuction(line())]:
+        totals = simulate(policy, drafters, line(), steps=30)
+        assert totals.tokens >= 60 and (totals.verified > 0) != isinstance(policy, NoSpeculation)
