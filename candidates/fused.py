@@ -22,11 +22,11 @@ class _Mean(NamedTuple):
     """Running mean of what the drafter's drafts brought, which begins with one token."""
 
     value: float = 1.0
-    count: int = 1
+    num_drafts: int = 1
 
     def with_one(self, value: float) -> "_Mean":
-        weight = max(_MEMORY, 1 / (self.count + 1))
-        return _Mean(self.value + weight * (value - self.value), self.count + 1)
+        weight = max(_MEMORY, 1 / (self.num_drafts + 1))
+        return _Mean(self.value + weight * (value - self.value), self.num_drafts + 1)
 
 
 class FusedCandidates(TreeCandidateGenerator):

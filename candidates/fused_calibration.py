@@ -71,18 +71,17 @@ class _Table:
 
     def learn(self, draft: Draft, tokens: Sequence[int]) -> None:
         """Notes how the nodes fared whose parent came true (see `goodput.outcomes`)."""
-        parent: int | None = -1
+        nodes = draft.children.get(-1, [])
         for depth, token in enumerate(tokens, start=1):
-            hit = None
-            for node in draft.children.get(parent, ()):
+            following: list[int] = []
+            for node in nodes:
                 is_hit = draft.tokens[node] == token
-                hit = node if is_hit else hit
+                if is_hit:
+                    following = draft.children.get(node, [])
                 self.scores.append(draft.probs[node])
                 self.depths.append(depth)
                 self.hits.append(is_hit)
-            if hit is None:
-                break
-            parent = hit
+            nodes = following
         # Often at first, when much is learnt from little.
         if len(self.scores) >= min(_MOST_PENDING, 8 + self.num_learnt // 4):
             self.flush()

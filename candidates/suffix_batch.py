@@ -1,31 +1,37 @@
-"""One compiled call that takes in what a batch of requests committed and drafts what comes next."""
+"""
+One compiled call that takes in what a batch of requests committed and drafts what comes next.
 
-from collections.abc import Sequence
+Compiled code is given the address of a table of addresses. Passing two dozen arrays from Python would cost more than
+drafting does.
+"""
+
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
 
 from .compiled import compiled
 from .suffix_draft import (
+    BY_COUNTS,
+    DEPTH_LIMIT,
     MAX_CANDIDATES,
-    MAX_CONTEXTS,
-    MAX_EXPANDED,
+    MAX_NODES,
     MAX_TREES,
-    NUM_CELLS,
-    NUM_FEATURES,
-    NUM_SETS,
-    Model,
+    NODE_FIELDS,
+    NUM_PLACE_FIELDS,
     Scratch,
-    learn,
+    learn_from,
     make_draft,
 )
+from .suffix_growth import extend
+from .suffix_model import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
+from .suffix_pointers import ahead, float32_at, float64_at, int32_at, int64_at
 from .suffix_score import draft_by_score
-from .suffix_store import Store, extend
+from .suffix_store import Store
 
-# Columns of `Slots.state`
-START, END, NUM_POINTS, NUM_PENDING, NAMESPACE = range(5)
+# Fields of `Slots.state`
+START, END, NUM_POINTS, NUM_PENDING, NAMESPACE, HAS_DRAFT = range(6)
+STATE = 8
+MAX_PENDING = 64
 
 
 class Slots(NamedTuple):
@@ -33,11 +39,11 @@ class Slots(NamedTuple):
     The running requests.
 
     Args:
-        state (`np.ndarray` of shape `[slots, 5]`, int64): Where the text begins and ends, number of points, number of
-            committed tokens that are not in the tree yet, line of the model.
+        state (`np.ndarray` of shape `[slots, 8]`, int64): Where the text begins and ends, number of points, number of
+            committed tokens that are not in the tree yet, line of the model, whether there is a draft to learn from.
         trees (`np.ndarray` of shape `[slots, 4]`, int32): Roots: the request's own tree, then namespaces; -1: none.
-        points (`np.ndarray` of shape `[slots, max_depth + 1, 2]`, int32): See `suffix_store.extend`.
-        pending (`np.ndarray` of shape `[slots, n]`, int32): The tokens that are not in the tree yet.
+        points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
+        pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int64): The tokens that are not in the tree yet.
     """
 
     state: np.ndarray
@@ -46,147 +52,142 @@ class Slots(NamedTuple):
     pending: np.ndarray
 
 
-def new_slots(num_slots: int, max_depth: int, num_pending: int = 64) -> Slots:
+def new_slots(num_slots: int, max_depth: int) -> Slots:
     return Slots(
-        state=np.zeros((num_slots, 5), np.int64),
+        state=np.zeros((num_slots, STATE), np.int64),
         trees=np.full((num_slots, MAX_TREES), -1, np.int32),
-        points=np.zeros((num_slots, max_depth + 1, 2), np.int32),
-        pending=np.zeros((num_slots, num_pending), np.int32),
+        points=np.zeros((num_slots, (max_depth + 1) * 2), np.int32),
+        pending=np.zeros((num_slots, MAX_PENDING), np.int64),
+    )
+
+
+class Batch(NamedTuple):
+    """
+    What a call of `draft_batch` reads and writes.
+
+    Args:
+        slots, limits (`np.ndarray` of shape `[rows]`, int64): Which slots to draft for, and nodes per draft.
+        ends (`np.ndarray` of shape `[rows]`, int64): Get where each draft ends in the following arrays.
+        tokens, parents, probs (`np.ndarray` of shape `[rows * MAX_NODES]`, int64, int64, float32): Get the drafts, one
+            behind another.
+    """
+
+    slots: np.ndarray
+    limits: np.ndarray
+    ends: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
+    probs: np.ndarray
+
+
+def new_batch(num_rows: int) -> Batch:
+    return Batch(
+        slots=np.empty(num_rows, np.int64),
+        limits=np.empty(num_rows, np.int64),
+        ends=np.empty(num_rows, np.int64),
+        tokens=np.empty(num_rows * MAX_NODES, np.int64),
+        parents=np.empty(num_rows * MAX_NODES, np.int64),
+        probs=np.empty(num_rows * MAX_NODES, np.float32),
+    )
+
+
+# The table of addresses: the fields of `Store`, `Model`, `Slots`, `Scratch` and `Batch`, then settings, owners of text
+# blocks and when outputs were used.
+
+
+@compiled
+def _store(table):
+    return Store(int32_at(table[0]), int32_at(table[1]), int32_at(table[2]), int64_at(table[3]))
+
+
+@compiled
+def _model(table, line):
+    return Model(
+        ahead(float32_at(table[4]), line * NUM_CELLS * 2),
+        ahead(float32_at(table[5]), line * NUM_CELLS),
+        ahead(float32_at(table[6]), line * NUM_SETS * NUM_FEATURES),
     )
 
 
 @compiled
-def _of_slot(scr, slot):
-    """One slot's part of the scratch memory."""
-    return Scratch(
-        scr.places[slot], scr.num_places[slot], scr.spans[slot], scr.tokens[slot], scr.parents[slot],
-        scr.expanded[slot], scr.probs[slot], scr.paths[slot], scr.features[slot], scr.known[slot], scr.sizes[slot],
-    )  # fmt: skip
+def _slot(table, slot):
+    max_depth = int(float64_at(table[22])[DEPTH_LIMIT])
+    return Slots(
+        ahead(int64_at(table[7]), slot * STATE),
+        ahead(int32_at(table[8]), slot * MAX_TREES),
+        ahead(int32_at(table[9]), slot * (max_depth + 1) * 2),
+        ahead(int64_at(table[10]), slot * MAX_PENDING),
+    )
 
 
 @compiled
-def grow(s, slots, slot, tokens):
+def _scratch(table, slot):
+    return Scratch(
+        ahead(int32_at(table[11]), slot * NUM_PLACE_FIELDS),
+        ahead(int32_at(table[12]), slot * MAX_NODES * NODE_FIELDS),
+        ahead(int32_at(table[13]), slot * MAX_CANDIDATES * CANDIDATE),
+        ahead(float32_at(table[14]), slot * MAX_CANDIDATES),
+        ahead(float32_at(table[15]), slot * MAX_CANDIDATES),
+    )
+
+
+@compiled
+def _grow(s, slot, settings, tokens, num_tokens):
     """Appends committed tokens to a request's text and tree."""
-    state, points = slots.state[slot], slots.points[slot]
-    for token in tokens:
-        state[NUM_POINTS] = extend(s, slots.trees[slot, 0], points, state[NUM_POINTS], state[END], token)
+    state, max_depth = slot.state, int(settings[DEPTH_LIMIT])
+    for k in range(num_tokens):
+        state[NUM_POINTS] = extend(s, slot.trees[0], slot.points, state[NUM_POINTS], max_depth, state[END], tokens[k])
         state[END] += 1
 
 
 @compiled
-def absorb(s, model, slots, scr, slot, rate, memory, owners, used, clock):
-    """Learns from the tokens that were committed since the last draft, and appends them."""
-    state = slots.state[slot]
-    tokens = slots.pending[slot, : state[NUM_PENDING]]
-    line = state[NAMESPACE]
-    learn(
-        s,
-        model.cells[line],
-        model.odds[line],
-        model.weights[line],
-        _of_slot(scr, slot),
-        tokens,
-        rate,
-        memory,
-        owners,
-        used,
-        clock,
-    )
-    grow(s, slots, slot, tokens)
+def begin(address, k, tokens):
+    """Appends the prompt's tokens (int32 `[n]`) to the text and tree of slot `k`."""
+    table = int64_at(address)
+    _grow(_store(table), _slot(table, k), float64_at(table[22]), int32_at(tokens.ctypes.data), len(tokens))
+
+
+@compiled
+def absorb(address, k, clock):
+    """Learns from the tokens that were committed since the last draft of slot `k`, and appends them."""
+    table = int64_at(address)
+    s, slot, settings = _store(table), _slot(table, k), float64_at(table[22])
+    state = slot.state
+    if state[HAS_DRAFT]:
+        model = _model(table, state[NAMESPACE])
+        owners, used = int32_at(table[23]), int64_at(table[24])
+        scratch = _scratch(table, k)
+        learn_from(s, scratch, model, slot.pending, state[NUM_PENDING], settings, owners, used, clock)
+        state[HAS_DRAFT] = 0
+    _grow(s, slot, settings, slot.pending, state[NUM_PENDING])
     state[NUM_PENDING] = 0
 
 
-@intrinsic
-def _pointer(typing_context, address):
-    """An address as a pointer that `carray` takes."""
-
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), generate
-
-
-def addresses(*groups: NamedTuple, others: Sequence[np.ndarray]) -> np.ndarray:
-    """
-    Address and length of every array, for `draft_batch`. Taking two dozen arrays apart costs a call from Python more
-    than drafting does, and arrays that are known by address alone are not reference-counted. The caller keeps the
-    arrays alive and asks anew when one of them is replaced.
-    """
-    arrays = [array for group in groups for array in group] + list(others)
-    return np.array([[array.ctypes.data, len(array)] for array in arrays], np.int64)
-
-
 @compiled
-def _ints(views, k):
-    return carray(_pointer(views[k, 0]), (views[k, 1],), np.int32)
-
-
-@compiled
-def _memory(views, max_depth, num_pending):
-    """The arrays behind `addresses(store, model, slots, scratch, others=[owners, used])`."""
-    num_slots, lines = views[7, 1], views[4, 1]
-    store = Store(
-        _ints(views, 0),
-        carray(_pointer(views[1, 0]), (views[1, 1], 8), np.int32),
-        _ints(views, 2),
-        carray(_pointer(views[3, 0]), (views[3, 1],), np.int64),
-    )
-    model = Model(
-        carray(_pointer(views[4, 0]), (lines, NUM_CELLS, 2), np.float32),
-        carray(_pointer(views[5, 0]), (lines, NUM_CELLS), np.float32),
-        carray(_pointer(views[6, 0]), (lines, NUM_SETS, NUM_FEATURES), np.float32),
-    )
-    slots = Slots(
-        carray(_pointer(views[7, 0]), (num_slots, 5), np.int64),
-        carray(_pointer(views[8, 0]), (num_slots, MAX_TREES), np.int32),
-        carray(_pointer(views[9, 0]), (num_slots, max_depth + 1, 2), np.int32),
-        carray(_pointer(views[10, 0]), (num_slots, num_pending), np.int32),
-    )
-    scratch = Scratch(
-        carray(_pointer(views[11, 0]), (num_slots, MAX_EXPANDED, MAX_TREES * MAX_CONTEXTS, 4), np.int32),
-        carray(_pointer(views[12, 0]), (num_slots, MAX_EXPANDED, MAX_TREES), np.int32),
-        carray(_pointer(views[13, 0]), (num_slots, MAX_EXPANDED, 2), np.int32),
-        carray(_pointer(views[14, 0]), (num_slots, MAX_CANDIDATES), np.int32),
-        carray(_pointer(views[15, 0]), (num_slots, MAX_CANDIDATES), np.int32),
-        carray(_pointer(views[16, 0]), (num_slots, MAX_CANDIDATES), np.int32),
-        carray(_pointer(views[17, 0]), (num_slots, MAX_CANDIDATES), np.float32),
-        carray(_pointer(views[18, 0]), (num_slots, MAX_CANDIDATES), np.float32),
-        carray(_pointer(views[19, 0]), (num_slots, MAX_CANDIDATES, NUM_FEATURES), np.int32),
-        carray(_pointer(views[20, 0]), (num_slots, MAX_CANDIDATES, 5), np.int32),
-        carray(_pointer(views[21, 0]), (num_slots, 2), np.int32),
-    )
-    return store, model, slots, scratch, _ints(views, 22), carray(_pointer(views[23, 0]), (views[23, 1],), np.int64)
-
-
-@compiled
-def draft_batch(views, settings, clock, rows, limits, tokens, parents, probs, sizes):
-    """
-    Absorbs what was committed and drafts, for the slots `rows`.
-
-    Args:
-        views (`np.ndarray`): `addresses(store, model, slots, scratch, others=[owners, used])`.
-        settings (`np.ndarray` of shape `[10]`, float64): Longest match, least path probability, whether drafts are
-            chains, learning rate of the weights, observations that a frequency remembers, depth limit, pending tokens,
-            whether drafts are ranked by counts alone, and then alpha and the offset of their size.
-        limits (`np.ndarray` of shape `[rows]`, int64): Nodes per draft.
-        tokens, parents, probs (`np.ndarray` of shape `[rows, nodes]`, int64, int64, float32): Get the drafts.
-        sizes (`np.ndarray` of shape `[rows]`, int64): Gets the numbers of nodes.
-    """
-    s, model, slots, scr, owners, used = _memory(views, int(settings[5]), int(settings[6]))
-    for k in range(len(rows)):
-        absorb(s, model, slots, scr, rows[k], settings[3], settings[4], owners, used, clock)
-    for k in range(len(rows)):
-        slot = rows[k]
-        state = slots.state[slot]
-        line = state[NAMESPACE]
-        limit = min(limits[k], MAX_EXPANDED - 1)
-        if settings[7] > 0:
-            sizes[k] = draft_by_score(
-                s, slots.trees[slot], slots.points[slot], state[NUM_POINTS], state[START], state[END], limit, settings,
-                tokens[k], parents[k], probs[k],
+def draft_batch(address, num_rows, clock):
+    """Absorbs what was committed and drafts, for the slots that `Batch` names."""
+    table = int64_at(address)
+    s, settings, slots, limits, ends = (
+        _store(table), float64_at(table[22]), int64_at(table[16]), int64_at(table[17]), int64_at(table[18]),
+    )  # fmt: skip
+    for row in range(num_rows):
+        absorb(address, slots[row], clock)
+    end = 0
+    for row in range(num_rows):
+        slot = _slot(table, slots[row])
+        state = slot.state
+        limit = min(limits[row], MAX_NODES - 1)
+        tokens, parents = ahead(int64_at(table[19]), end), ahead(int64_at(table[20]), end)
+        probs = ahead(float32_at(table[21]), end)
+        if settings[BY_COUNTS] > 0:
+            end += draft_by_score(
+                s, slot.trees, slot.points, state[NUM_POINTS], state[START], state[END], limit, settings,
+                tokens, parents, probs,
             )  # fmt: skip
         else:
-            sizes[k] = make_draft(
-                s, model.odds[line], model.weights[line], slots.trees[slot], slots.points[slot], state[NUM_POINTS],
-                state[START], state[END], limit, settings, _of_slot(scr, slot), tokens[k], parents[k], probs[k],
+            end += make_draft(
+                s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points,
+                state[NUM_POINTS], state[START], state[END], limit, settings, tokens, parents, probs,
             )  # fmt: skip
+            state[HAS_DRAFT] = 1
+        ends[row] = end

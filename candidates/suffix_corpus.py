@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .datastore_file import replacing
+from .suffix_growth import insert
+from .suffix_removal import num_labels, remove
 from .suffix_store import (
     BLOCK,
+    NODE,
     NODES_LIVE,
     NODES_TOP,
     ROW,
@@ -19,14 +22,11 @@ from .suffix_store import (
     ROWS_TOP,
     clear_store,
     free_tree,
-    insert,
-    new_node,
+    new_root,
     new_store,
-    num_labels,
-    remove,
 )
 
-_NODE_BYTES, _ROW_BYTES, _TOKEN_BYTES = 32, 4 * ROW, 4
+_NODE_BYTES, _ROW_BYTES, _TOKEN_BYTES = 4 * NODE, 4 * ROW, 4
 _MARGIN = 1 << 20  # nodes and rows beyond the bound, so that one insertion never runs out: address space, not memory
 _TYPICAL_BYTES = 64  # per token of a tree, text included
 _MAGIC = b"hf-smartspec suffix trees\n"
@@ -61,6 +61,7 @@ class SuffixCorpus:
         self.outputs: dict[int, _Output] = {}
         self.roots: dict[Hashable, int] = {}
         self._next_id = 1
+        self.points = np.empty((max_depth + 1) * 2, np.int32)
         self._victims: list[tuple[int, int]] = []  # (when used, output), the next to go comes last
         self._retired: list[_Output] = []  # removed, but edges of other outputs' strings still lie in their text
         self._text_top = self._text_blocks = 0  # in blocks: end of what was ever used, and what is in use
@@ -91,7 +92,7 @@ class SuffixCorpus:
         heads, growth = self.store.heads, num_tokens + self.reserved + self.max_depth
         return (
             self.num_bytes + _TYPICAL_BYTES * num_tokens <= self.max_bytes
-            and heads[NODES_TOP] + 2 * growth < len(self.store.nodes)
+            and heads[NODES_TOP] + 2 * growth < len(self.store.nodes) // NODE
             and heads[ROWS_TOP] + 12 * growth + _MARGIN // 4 < len(self.store.rows) // ROW
             and self._has_text_room(sum(map(_num_blocks, lengths)))
         )
@@ -145,7 +146,7 @@ class SuffixCorpus:
     def root(self, namespace: Hashable) -> int:
         """The root of a namespace's tree, which begins empty."""
         if namespace not in self.roots:
-            self.roots[namespace] = new_node(self.store, 0, 0)
+            self.roots[namespace] = new_root(self.store)
         return self.roots[namespace]
 
     def add(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
@@ -158,7 +159,7 @@ class SuffixCorpus:
             self.used = np.concatenate([self.used, np.zeros_like(self.used)])
         start = self.allocate(len(tokens))
         self.owners[start // BLOCK : (start + len(tokens)) // BLOCK + 1] = number
-        insert(self.store, self.root(namespace), start, tokens, self.max_depth)
+        insert(self.store, self.root(namespace), start, tokens, self.points)
         self.clock += 1
         self.used[number] = self.clock
         self.outputs[number] = _Output(start, len(tokens), namespace)

@@ -3,10 +3,11 @@
 import numpy as np
 
 from .compiled import compiled
-from .suffix_draft import MAX_EXPANDED, MAX_TREES, place_of
-from .suffix_store import CHILD, COUNT, ENDED, KIDS, LABEL, LEN, NUM, ROW, TOTAL
+from .suffix_draft import CHAINS, FACTOR, LEAST, LONGEST, MAX_NODES, MAX_TREES, OFFSET
+from .suffix_places import edge_of, place_of
+from .suffix_store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
 
-_QUEUE = 4 * MAX_EXPANDED
+_QUEUE = 4 * MAX_NODES
 
 
 @compiled
@@ -15,34 +16,36 @@ def draft_by_score(s, trees, points, num_points, start, end, limit, settings, to
     EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes. The draft of the
     highest SCORE, the sum of its path probabilities, wins, the longer match in a tie. Returns its number of nodes.
     """
-    trial_tokens = np.empty(MAX_EXPANDED, np.int64)
-    trial_parents = np.empty(MAX_EXPANDED, np.int64)
-    trial_probs = np.empty(MAX_EXPANDED, np.float32)
+    trial_tokens = np.empty(MAX_NODES, np.int64)
+    trial_parents = np.empty(MAX_NODES, np.int64)
+    trial_probs = np.empty(MAX_NODES, np.float32)
     best_score, best_size = 0.0, 0
     for t in range(MAX_TREES):
         if trees[t] < 0:
             continue
-        for length in range(1, min(num_points if t == 0 else end - start, int(settings[0])) + 1):
-            is_found, node, child, offset = place_of(s, trees, t, points, end, length)
+        for length in range(1, min(num_points if t == 0 else end - start, int(settings[LONGEST])) + 1):
+            is_found, node, following, stop = place_of(s, trees, t, points, end, length)
             if not is_found:
                 break
-            size = min(limit, MAX_EXPANDED - 1, int(settings[8] * length + settings[9]))
+            size = min(limit, int(settings[FACTOR] * length + settings[OFFSET]))
             num, score = _expand(
-                s, node, child, offset, size, settings[1], settings[2] > 0, trial_tokens, trial_parents, trial_probs
-            )
+                s, node, following, stop, size, settings[LEAST], settings[CHAINS] > 0,
+                trial_tokens, trial_parents, trial_probs,
+            )  # fmt: skip
             if score > 0 and score >= best_score:
                 best_score, best_size = score, num
-                tokens[:num], parents[:num], probs[:num] = trial_tokens[:num], trial_parents[:num], trial_probs[:num]
+                for k in range(num):
+                    tokens[k], parents[k], probs[k] = trial_tokens[k], trial_parents[k], trial_probs[k]
     return best_size
 
 
 @compiled
-def _expand(s, node, child, offset, limit, least, is_chain, tokens, parents, probs):
+def _expand(s, node, following, stop, limit, least, is_chain, tokens, parents, probs):
     """The likeliest nodes below a place, by D(N) = D(parent) COUNT(N) / COUNT(parent). Returns (nodes, SCORE)."""
-    # The queue's entries: a node's next child that was not drafted yet, or a place on an edge (child index -1).
+    # The queue's entries: a node's next child that was not drafted yet, or a place on an edge (no child's index).
     likely = np.empty(_QUEUE, np.float64)
-    places = np.empty((_QUEUE, 5), np.int64)  # node, child code, offset, index of the child, parent in the draft
-    size = _push(s, likely, places, 0, node, child, offset, 0, -1, 1.0)
+    places = np.empty((_QUEUE, 5), np.int64)  # node, follower and end of the edge, index of the child, parent
+    size = _push(s, likely, places, 0, node, following, stop, 0, -1, 1.0)
     num, score = 0, 0.0
     while num < limit and size > 0:
         k = 0
@@ -52,31 +55,30 @@ def _expand(s, node, child, offset, limit, least, is_chain, tokens, parents, pro
         path = likely[k]
         if path < least:
             break
-        node, child, offset, i, parent = places[k]
+        node, following, stop, i, parent = places[k]
         size -= 1
         likely[k] = likely[size]
         places[k] = places[size]
-        above = path_of(probs, parents, parent)
-        if offset == 0:
-            at = (s.nodes[node, KIDS] + i) * ROW
-            token = s.rows[at]
-            if not is_chain and i + 1 < s.nodes[node, NUM]:
-                size = _push(s, likely, places, size, node, -1, 0, i + 1, parent, above)
-            child = s.rows[at + CHILD]
+        above = _path_of(probs, parents, parent)
+        if following >= 0:
+            token = s.text[following]
         else:
-            token = s.text[(s.nodes[child, LABEL] if child >= 0 else ~child) + offset]
+            entry = s.nodes[node + KIDS] + i * ROW
+            token = s.rows[entry]
+            if not is_chain and i + 1 < s.nodes[node + NUM]:
+                size = _push(s, likely, places, size, node, -1, -1, i + 1, parent, above)
+            node = np.int64(s.rows[entry + CHILD])
+            following, stop = edge_of(s, node)
         tokens[num], parents[num], probs[num] = token, parent, path / above
-        offset += 1
-        if child >= 0 and offset == s.nodes[child, LEN]:
-            node, child, offset = child, -1, 0
-        size = _push(s, likely, places, size, node, child, offset, 0, num, path)
+        following = following + 1 if following + 1 < stop else -1
+        size = _push(s, likely, places, size, node, following, stop, 0, num, path)
         num += 1
         score += path
     return num, score
 
 
 @compiled
-def path_of(probs, parents, node):
+def _path_of(probs, parents, node):
     """Probability of the path to a drafted node."""
     path = 1.0
     while node >= 0:
@@ -86,18 +88,18 @@ def path_of(probs, parents, node):
 
 
 @compiled
-def _push(s, likely, places, size, node, child, offset, i, parent, path):
+def _push(s, likely, places, size, node, following, stop, i, parent, path):
     """Queues what follows a place, if anything does; returns the queue's size."""
     if size == _QUEUE:
         return size
-    if offset == 0:
-        if i >= s.nodes[node, NUM]:
+    if following < 0:
+        if i >= s.nodes[node + NUM]:
             return size
-        count = s.rows[(s.nodes[node, KIDS] + i) * ROW + COUNT]
-        path *= count / (s.nodes[node, TOTAL] + s.nodes[node, ENDED])
-    elif s.text[(s.nodes[child, LABEL] if child >= 0 else ~child) + offset] < 0:
+        count = s.rows[s.nodes[node + KIDS] + i * ROW + COUNT]
+        path *= count / (s.nodes[node + TOTAL] + s.nodes[node + ENDED])
+    elif s.text[following] < 0:
         return size
     likely[size] = path
-    places[size, 0], places[size, 1], places[size, 2], places[size, 3] = node, child, offset, i
+    places[size, 0], places[size, 1], places[size, 2], places[size, 3] = node, following, stop, i
     places[size, 4] = parent
     return size + 1

@@ -15,23 +15,15 @@ from ..checks import is_integer
 from ..tree import DraftTree
 from .base import TreeCandidateGenerator
 from .datastore_file import tokenizer_fingerprint
-from .suffix_batch import (
-    END,
-    NUM_PENDING,
-    START,
-    Slots,
-    absorb,
-    addresses,
-    draft_batch,
-    grow,
-    new_slots,
-)
+from .suffix_batch import MAX_PENDING
 from .suffix_corpus import SuffixCorpus, read, split
-from .suffix_draft import MAX_EXPANDED, MAX_MATCH, MAX_TREES, Model, Scratch, log_odds, new_model, new_scratch
-from .suffix_store import free_tree, insert, move_tree, new_node
+from .suffix_draft import MAX_MATCH, MAX_TREES
+from .suffix_growth import insert, move_tree
+from .suffix_model import Model, log_odds
+from .suffix_slots import SuffixSlots
+from .suffix_store import free_tree, new_root
 
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
-_NUM_PENDING = 64
 _MOST_BYTES = 2**32
 _LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
 
@@ -118,17 +110,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         self.default_num_nodes, self.keep_outputs = num_nodes, keep_outputs
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
-        self._model = new_model()
-        self._lines: dict[Hashable, int] = {}  # of the model, by namespace
-        self._free_lines = [0]
-        self._slots, self._scratch = new_slots(8, max_depth, _NUM_PENDING), new_scratch(8)
-        self._free_slots = list(range(8))
+        settings = [max_match, min_probability, chains, *_LEARNING, max_depth, scoring == "counts", factor, offset]
+        self._slots = SuffixSlots(self._corpus, settings)
         self._requests: dict[Hashable, _Request] = {}
         self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}
-        self._memory = _row_memory(16)
-        settings = [max_match, min_probability, chains, *_LEARNING, max_depth, _NUM_PENDING]
-        self._settings = np.array([*settings, scoring == "counts", factor, offset], np.float64)
-        self._refresh()
 
     # The contract
 
@@ -153,54 +138,29 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             namespace, reads, references = self._assigned.pop(request_id, ("", (), []))
             if request_id in self._requests:
                 raise ValueError(f"Request {request_id!r} has been started already.")
-            corpus, size = self._corpus, len(tokens) + 4 * _NUM_PENDING
+            corpus, size = self._corpus, len(tokens) + 4 * MAX_PENDING
             if not corpus.make_room(size, *map(len, references)):
                 raise MemoryError(f"The prompt does not fit into `max_bytes={corpus.max_bytes}`.")
-            line = self._line(namespace)
-            request = _Request(self._take_slot(), namespace, corpus.allocate(size), size, len(tokens), size)
+            start, root = corpus.allocate(size), new_root(corpus.store)
+            slot = self._slots.take(start, [root, *map(corpus.root, (namespace, *reads))], namespace)
+            request = _Request(slot, namespace, start, size, len(tokens), size)
             self._requests[request_id] = request
             corpus.reserved += size
-            root = new_node(corpus.store, 0, 0)
-            trees = [root, *(corpus.root(name) for name in (namespace, *reads))]
-            self._slots.trees[request.slot] = trees + [-1] * (MAX_TREES - len(trees))
-            self._slots.state[request.slot] = request.start, request.start, 0, 0, line
-            self._slots.points[request.slot, 0] = root, 0
-            self._scratch.sizes[request.slot] = 0
             for text in references:
                 request.references.append((corpus.allocate(len(text)), len(text)))
-                insert(corpus.store, root, request.references[-1][0], text, corpus.max_depth)
+                insert(corpus.store, root, request.references[-1][0], text, corpus.points)
             self._use(request, len(tokens))
-            grow(corpus.store, self._slots, request.slot, tokens)
+            self._slots.begin(slot, tokens)
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         with self._lock:
-            num_rows = len(request_ids)
-            if num_rows > len(self._memory[0]):
-                self._memory = _row_memory(2 * num_rows)
-            rows, limits, sizes = (array[:num_rows] for array in self._memory)
-            for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
-                rows[row], limits[row] = self._requests[name].slot, limit
-            tokens, parents = np.empty((num_rows, MAX_EXPANDED), np.int64), np.empty((num_rows, MAX_EXPANDED), np.int64)
-            probs = np.empty((num_rows, MAX_EXPANDED), np.float32)
-            draft_batch(self._views, self._settings, self._corpus.clock, rows, limits, tokens, parents, probs, sizes)
-            return [
-                DraftTree.of(tokens[row, :size], parents[row, :size], probs[row, :size])
-                for row, size in enumerate(sizes.tolist())
-            ]
-
-    def _refresh(self) -> None:
-        """The addresses of all arrays, after one was replaced."""
-        corpus = self._corpus
-        self._views = addresses(
-            corpus.store, self._model, self._slots, self._scratch, others=[corpus.owners, corpus.used]
-        )
+            return self._slots.draft([self._requests[name].slot for name in request_ids], max_nodes)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         with self._lock:
             request = self._requests[request_id]
             self._use(request, len(tokens))
-            for first in range(0, len(tokens), _NUM_PENDING):
-                self._append(request.slot, tokens[first : first + _NUM_PENDING])
+            self._slots.append(request.slot, tokens)
 
     def _use(self, request: _Request, num_tokens: int) -> None:
         """Takes so many tokens' room of the request's place, or moves its text to a larger one."""
@@ -210,35 +170,17 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         self._corpus.reserved -= num_tokens
 
     def _enlarge(self, request: _Request, num_tokens: int) -> None:
-        self._absorb(request.slot)
-        corpus, state = self._corpus, self._slots.state[request.slot]
-        size = 2 * request.size + num_tokens
+        self._slots.absorb(request.slot)
+        corpus, size = self._corpus, 2 * request.size + num_tokens
         if not corpus.make_room(size):
             raise MemoryError(f"The text does not fit into `max_bytes={corpus.max_bytes}` any more.")
         start = corpus.allocate(size)
-        move_tree(corpus.store, int(self._slots.trees[request.slot, 0]), request.start, int(state[END]), start)
-        state[[START, END]] += start - request.start
+        move_tree(corpus.store, self._slots.root(request.slot), *self._slots.span(request.slot), start)
+        self._slots.move(request.slot, start - request.start)
         corpus.release(request.start, request.size)
         corpus.reserved += size - request.size
         request.room += size - request.size
         request.start, request.size = start, size
-
-    def _append(self, slot: int, tokens: np.ndarray) -> None:
-        """The tokens join the tree with the next draft, which saves a compiled call, or when there are too many."""
-        state = self._slots.state[slot]
-        pending = int(state[NUM_PENDING])
-        if pending + len(tokens) > _NUM_PENDING:
-            self._absorb(slot)
-            pending = 0
-        self._slots.pending[slot, pending : pending + len(tokens)] = tokens
-        state[NUM_PENDING] = pending + len(tokens)
-
-    def _absorb(self, slot: int) -> None:
-        corpus = self._corpus
-        absorb(
-            corpus.store, self._model, self._slots, self._scratch, slot, *_LEARNING,
-            corpus.owners, corpus.used, corpus.clock,
-        )  # fmt: skip
 
     def stop(self, request_id: Hashable) -> None:
         with self._lock:
@@ -246,16 +188,15 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             request = self._requests.pop(request_id, None)
             if request is None:
                 return
-            self._absorb(request.slot)
-            corpus, end = self._corpus, int(self._slots.state[request.slot, END])
-            answer = request.start + request.prompt_len
-            output = corpus.store.text[max(answer - _PROMPT_TAIL, request.start) : end].copy()
-            free_tree(corpus.store, int(self._slots.trees[request.slot, 0]))
-            self._slots.trees[request.slot] = -1
-            for place in [(request.start, request.size), *request.references]:
+            self._slots.absorb(request.slot)
+            corpus, (start, end) = self._corpus, self._slots.span(request.slot)
+            answer = start + request.prompt_len
+            output = corpus.store.text[max(answer - _PROMPT_TAIL, start) : end].copy()
+            free_tree(corpus.store, self._slots.root(request.slot))
+            self._slots.give_back(request.slot)
+            for place in [(start, request.size), *request.references]:
                 corpus.release(*place)
             corpus.reserved -= request.room
-            self._free_slots.append(request.slot)
             if self.keep_outputs and end > answer:
                 self._keep(output, request.namespace)
 
@@ -265,28 +206,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             return self._corpus.add(tokens, namespace)
         finally:
             if self._corpus.used is not used:
-                self._refresh()
-
-    def _take_slot(self) -> int:
-        if not self._free_slots:
-            num_slots = len(self._slots.state)
-            slots = Slots(*_doubled(self._slots, new_slots(num_slots, self._corpus.max_depth, _NUM_PENDING)))
-            scratch = Scratch(*_doubled(self._scratch, new_scratch(num_slots)))
-            self._slots, self._scratch = slots, scratch
-            self._refresh()
-            self._free_slots = list(range(num_slots, 2 * num_slots))
-        return self._free_slots.pop()
-
-    def _line(self, namespace: Hashable) -> int:
-        """The namespace's line of the model; a new one begins with nothing learnt."""
-        if namespace not in self._lines:
-            if not self._free_lines:
-                num_lines = len(self._model.cells)
-                self._model = Model(*_doubled(self._model, new_model(num_lines)))
-                self._refresh()
-                self._free_lines = list(range(num_lines, 2 * num_lines))
-            self._lines[namespace] = self._free_lines.pop()
-        return self._lines[namespace]
+                self._slots.refresh()
 
     # Earlier outputs
 
@@ -346,14 +266,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         """
         with self._lock:
             root = self._corpus.roots.get(namespace, -1)
-            if root >= 0 and (self._slots.trees == root).any():
+            if root >= 0 and self._slots.reads(root):
                 raise ValueError(f"Namespace {namespace!r} is in use by a running request.")
             self._corpus.remove_namespace(namespace)
-            line = self._lines.pop(namespace, None)
-            if line is not None:
-                self._free_lines.append(line)
-                for learnt, initial in zip(self._model, new_model()):
-                    learnt[line] = initial[0]
+            self._slots.forget(namespace)
 
     # Files
 
@@ -363,11 +279,12 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         loaded for the same vocabulary.
         """
         with self._lock:
+            model = self._slots.model
             header = {
-                "lines": list(self._lines.items()),
+                "lines": list(self._slots.lines.items()),
                 "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             }
-            self._corpus.save(path, header, {"cells": self._model.cells, "weights": self._model.weights})
+            self._corpus.save(path, header, {"cells": model.cells, "weights": model.weights})
 
     @classmethod
     def load(
@@ -387,13 +304,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         fingerprint = header["fingerprint"]
         if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
             raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
-        source, fresh = cls(**options), new_model()
-        cells = arrays["cells"].copy()
-        model = Model(cells, log_odds(cells), arrays["weights"].copy())
-        if all(learnt.shape[1:] == initial.shape[1:] for learnt, initial in zip(model, fresh)):
-            source._model, source._lines = model, dict(header["lines"])
-            source._free_lines = sorted(set(range(len(cells))) - set(source._lines.values()))
-        source._refresh()
+        source, cells = cls(**options), arrays["cells"].copy()
+        source._slots.take_over(Model(cells, log_odds(cells), arrays["weights"].copy()), dict(header["lines"]))
         texts = split(arrays["tokens"], arrays["lengths"].tolist())
         for tokens, name in zip(tqdm(texts, total=len(arrays["lengths"]), disable=not progress), arrays["namespaces"]):
             source._keep(_checked(tokens), header["names"][name])
@@ -415,15 +327,6 @@ def _compile() -> None:
         source.stop("")
         source.remove_output(1)
         source.remove_namespace("")
-
-
-def _row_memory(num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slots, limits and sizes of a batch of drafts."""
-    return np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-
-
-def _doubled(arrays: Iterable[np.ndarray], more: Iterable[np.ndarray]) -> list[np.ndarray]:
-    return [np.concatenate([array, other]) for array, other in zip(arrays, more)]
 
 
 def _checked(tokens: np.ndarray | Sequence[int]) -> np.ndarray:

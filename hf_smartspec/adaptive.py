@@ -39,6 +39,7 @@ def policy_of(
     key = type(source), id(getattr(source, "model", None))
     with _lock:
         idle = _idle.setdefault(model, {}).setdefault(key, [])
+        idle[:] = (policy for policy in idle if policy.cost is cost)  # the model may have been moved or cast
         policy = idle.pop() if idle else GoodputAuction(cost)
     try:
         yield policy

@@ -25,8 +25,11 @@ COMMANDS = {
     ("tune",): Command("benchmark.tune", "find options of candidate sources that fit recorded responses"),
     ("datastore", "build"): Command("benchmark.datastore_build", "build a file of continuations, from texts"),
     ("bench", "generate"): Command("benchmark.generate_bench", "measure `assistant=` against plain `generate`"),
+    ("bench", "queue"): Command("benchmark.queue", "serve a queue of prompts, against transformers' batches"),
     ("bench", "overhead"): Command("benchmark.overhead", "measure what the machinery costs by itself"),
     ("bench", "sources"): Command("benchmark.ablation", "measure what each part of the model-free sources contributes"),
+    ("bench", "simulate"): Command("benchmark.simulate", "play the papers' loads, and traces, on a simulated engine"),
+    ("bench", "load"): Command("benchmark.load", "measure latency and goodput of the engine over the request rate"),
     ("bench", "memory"): Command("benchmark.scale", "measure what suffix trees and datastores cost as they grow"),
 }
 GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}

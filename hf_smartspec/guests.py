@@ -7,6 +7,7 @@ import numpy as np
 from transformers.utils import logging
 
 from .candidates.base import TreeCandidateGenerator
+from .goodput.drafting import PrefillGate
 from .request import Request
 from .tree import DraftTree
 
@@ -23,10 +24,19 @@ class GuestSources:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
+        self.gate = PrefillGate()
         self._has_warned = False
 
     def start(self, request: Request) -> None:
+        """A request begins; without a draft model, where that is hardly ever asked for a draft any more."""
+        if request.call.source.is_autoregressive and not self.gate.admits(request):
+            request.is_drafting = False
         self._guarded(request, self._start, request)
+
+    def count(self, drafted: dict[Request, DraftTree]) -> None:
+        """What was drafted in one step, for all its rows."""
+        rows = [request for request in drafted if request.call.source.is_autoregressive and request.is_drafting]
+        self.gate.observe(rows, [len(drafted[request]) for request in rows])
 
     def _start(self, request: Request) -> None:
         call = request.call
@@ -37,6 +47,7 @@ class GuestSources:
         call.source.start(request.request_id, request.prompt)
 
     def stop(self, request: Request) -> None:
+        self.gate.forget(request)
         if request.is_known_to_source:
             request.is_known_to_source = False
             try:

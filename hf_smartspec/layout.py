@@ -133,8 +133,8 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-_WIDE = 32  # tokens: below, a part of its own costs more than padding
-_WIDER = 4  # times the median
+_WIDE, _WIDER = 8, 4  # tokens, and times the median, above which a row may be a part of its own
+_WORTH = 2**13  # of queries times columns that padding would add: what one more call of attention costs
 
 
 def arrange(rows: Sequence[RowInput]) -> list[list[RowInput]]:
@@ -142,9 +142,12 @@ def arrange(rows: Sequence[RowInput]) -> list[list[RowInput]]:
     rows = sorted(rows, key=lambda item: item.row.slot)
     counts = [item.num_tokens for item in rows]
     bound = max(_WIDE, _WIDER * sorted(counts)[(len(counts) - 1) // 2])
-    if max(counts) <= bound:
-        return [rows]
     wide = [item for item in rows if item.num_tokens > bound]
+    num_columns = max(item.row.length for item in rows) + max(counts)
+    if (len(rows) - len(wide)) * (max(counts) - bound) * num_columns < _WORTH * len(wide):
+        wide = []
+    if not wide:
+        return [rows]
     return [[item for item in rows if item.num_tokens <= bound], *([item] for item in wide)]
 
 

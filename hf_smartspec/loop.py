@@ -129,6 +129,7 @@ class DecodingLoop:
             wanted = {request: int(min(limit, cap)) for request, limit, cap in zip(rows, limits, step.caps)}
             proposals = self.sources.propose({request: limit for request, limit in wanted.items() if limit > 0})
         with self._timed("seconds_select"):
+            self.sources.count({request: proposals.get(request, _EMPTY) for request in rows})
             proposed = [self._within_limits(request, proposals.get(request, _EMPTY)) for request in rows]
             trees = self.policy.select(step, proposed)
             if len(trees) != len(rows):

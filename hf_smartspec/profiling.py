@@ -30,10 +30,12 @@ from .tree import DraftTree
 logger = logging.get_logger(__name__)
 
 _FORMAT = 1  # of the files; others are measured anew
-_MIN_RUNS, _MAX_RUNS = 3, 30  # of a point, after one warm-up
-_SECONDS_PER_POINT = 0.2  # more runs than `_MIN_RUNS` fit into this
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 30  # of all points, after one to warm up
+_SECONDS = 5.0  # more rounds than `_MIN_ROUNDS` fit into this
 
-_models: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()
+_Setting = tuple[torch.dtype, torch.device, int]  # what may change between two calls; the last is CPU threads
+
+_models: WeakKeyDictionary[PreTrainedModel, tuple[_Setting, CostModel]] = WeakKeyDictionary()
 _lock = Lock()
 
 
@@ -66,35 +68,37 @@ HELD_OUT = (
 def measure(model: PreTrainedModel, designs: Sequence[Design], progress: bool = True) -> list[CostPoint]:
     """
     Median seconds of the packed forward at every point, in the order given; points that need more positions than the
-    model has are left out. Leaves the model, and torch's random state, as they are.
+    model has are left out. All points take turns, so that a change in the machine's load meets all of them. Leaves the
+    model, and the global random states, as they are.
     """
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     designs = [item for item in designs if longest is None or item.context + item.width <= longest]
-    points = []
     with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
-        forward = PackedForward(model, max(item.rows for item in designs), max(map(_columns, designs)))
-        rows = [forward.add() for _ in range(max(item.rows for item in designs))]
+        num_rows = max(item.rows for item in designs)
+        forward = PackedForward(model, num_rows, max(item.context + item.width for item in designs))
+        rows = [forward.add() for _ in range(num_rows)]
         tokens = np.arange(max(item.width for item in designs)) % config.vocab_size
-        _run(forward, rows, Design(1, 0, 1), tokens, model.device)  # allocates the cache
-        for item in tqdm(designs, desc="Measuring the model's speed", leave=False, disable=not progress):
-            seconds = _median_seconds(forward, rows, item, tokens, model.device)
-            points.append(CostPoint(item.rows * item.context, item.rows * item.width, item.width, seconds))
-    return points
+        _run(forward, rows, Design(num_rows, 0, 1), tokens, model.device)  # allocates the cache
+        seconds: list[list[float]] = [[] for _ in designs]
+        start = time.perf_counter()
+        for turn in tqdm(_rounds(start), desc="Measuring the model's speed", leave=False, disable=not progress):
+            for index in np.random.default_rng(turn).permutation(len(designs)):  # what ran before leaves its mark
+                value = _run(forward, rows, designs[index], tokens, model.device)
+                if turn > 0:
+                    seconds[index].append(value)
+    return [
+        CostPoint(item.rows * item.context, item.rows * item.width, item.width, median(values))
+        for item, values in zip(designs, seconds)
+    ]
 
 
-def _columns(item: Design) -> int:
-    return item.context + item.width
-
-
-def _median_seconds(
-    forward: PackedForward, rows: Sequence[CacheRow], item: Design, tokens: np.ndarray, device: torch.device
-) -> float:
-    _run(forward, rows, item, tokens, device)
-    seconds: list[float] = []
-    while len(seconds) < _MIN_RUNS or (len(seconds) < _MAX_RUNS and sum(seconds) < _SECONDS_PER_POINT):
-        seconds.append(_run(forward, rows, item, tokens, device))
-    return median(seconds)
+def _rounds(start: float) -> Iterator[int]:
+    """Numbers of rounds, the first one to warm up, as long as there is time."""
+    for turn in range(_MAX_ROUNDS + 1):
+        if turn > _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
+            return
+        yield turn
 
 
 def _run(
@@ -161,7 +165,8 @@ def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
 def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
     """
     The model's cost: as known in this process, from disk, or measured now, which takes seconds. The object is one per
-    model, so that what is learnt while serving is not lost.
+    model, so that what is learnt while serving is not lost, until the model changes its dtype or device, or torch the
+    number of its threads.
 
     Args:
         refresh (`bool`): Measures anew.
@@ -169,15 +174,16 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
     Returns:
         `CostModel`.
     """
+    setting = (model.dtype, model.device, torch.get_num_threads())
     with _lock:
-        cost = None if refresh else _models.get(model)
-        path = profile_path(model)
-        if cost is None and not refresh:
-            cost = _read(path)
+        known_setting, known = _models.get(model, (None, None))
+        if known is not None and known_setting == setting and not refresh:
+            return known
+        cost = None if refresh else read_profile(model)
         if cost is None:
             cost = profile_model(model, progress)
-            _write(path, model, cost)
-        _models[model] = cost
+            write_profile(model, cost)
+        _models[model] = setting, cost
     return cost
 
 
@@ -212,17 +218,17 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} {platform.processor() or platform.machine()} {os.cpu_count()}"
 
 
-def _read(path: Path) -> CostModel | None:
-    """A profile that cannot be read is as good as none."""
+def read_profile(model: PreTrainedModel) -> CostModel | None:
+    """The model's profile on disk; one that cannot be read is as good as none."""
     try:
-        return CostModel.from_dict(json.loads(path.read_text(encoding="utf-8"))["cost"])
+        return CostModel.from_dict(json.loads(profile_path(model).read_text(encoding="utf-8"))["cost"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(path: Path, model: PreTrainedModel, cost: CostModel) -> None:
-    """Whole or not at all: other processes may read and write the same file."""
-    content = {"key": _key(model), "cost": cost.as_dict()}
+def write_profile(model: PreTrainedModel, cost: CostModel) -> None:
+    """Whole or not at all: other processes may read and write the same file. Failures are logged."""
+    path, content = profile_path(model), {"key": _key(model), "cost": cost.as_dict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:

@@ -134,9 +134,11 @@ def test_padding_and_packing_are_inverse(groups):
 def test_long_prompts_among_decoding_rows_are_parts_of_their_own():
     """Otherwise every row would be padded to the prompt's length."""
     lengths = [1, 200, 5, 1, 33, 2]
-    rows = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate(lengths)]
+    rows = [RowInput(CacheRow(slot, length=500), np.arange(length)) for slot, length in enumerate(lengths)]
     groups = arrange(rows[::-1])
     assert [[item.row.slot for item in group] for group in groups] == [[0, 2, 3, 5], [1], [4]]
+    short = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate([1, 12, 2])]
+    assert arrange(short) == [short], "there is little to save"
     assert arrange(rows[1:2]) == [rows[1:2]]
     prompts = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate([60, 200, 100])]
     assert arrange(prompts) == [prompts], "prompts of similar lengths are padded"

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..goodput import CostModel, CostPoint, Roofline, free_tokens
 from ..packing import can_pack
-from ..profiling import DESIGN, HELD_OUT, load_or_profile, measure, profile_path
+from ..profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
 from .cost_matched import enlarge
 from .loading import DTYPES, UsageError, check_device, check_output, load_model
 from .replay_plots import check_matplotlib
@@ -49,11 +48,15 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = _load(args)
-    start = time.perf_counter()
-    cost = load_or_profile(model, refresh=args.refresh)
-    seconds = time.perf_counter() - start
-    points = {"design": measure(model, DESIGN), "held out": measure(model, HELD_OUT)}
-    report = _report(args, model, cost, points, seconds)
+    measured = measure(model, DESIGN + HELD_OUT)
+    num_design = sum(item.context + item.width <= _num_positions(model) for item in DESIGN)
+    points = {"design": measured[:num_design], "held out": measured[num_design:]}
+    cost = None if args.refresh else read_profile(model)
+    is_new = cost is None
+    if cost is None:
+        cost = CostModel.fit(points["design"])
+        write_profile(model, cost)
+    report = _report(args, model, cost, points) | {"is_new": is_new}
     _print(report, make_console())
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -74,12 +77,12 @@ def _load(args: argparse.Namespace) -> PreTrainedModel:
     return model
 
 
+def _num_positions(model: PreTrainedModel) -> float:
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or float("inf")
+
+
 def _report(
-    args: argparse.Namespace,
-    model: PreTrainedModel,
-    cost: CostModel,
-    points: dict[str, list[CostPoint]],
-    seconds: float,
+    args: argparse.Namespace, model: PreTrainedModel, cost: CostModel, points: dict[str, list[CostPoint]]
 ) -> dict[str, Any]:
     """Everything as plain numbers."""
     per_parameter = model.dtype.itemsize
@@ -91,7 +94,6 @@ def _report(
         "parameters": model.num_parameters(),
         "environment": environment(model.device, model.dtype),
         "profile": str(profile_path(model)),
-        "profile_seconds": seconds,
         "cost": cost.as_dict(),
         "points": {name: [_line(cost, point) for point in items] for name, items in points.items()},
         "median_error": {name: cost.median_error(items) for name, items in points.items()},
@@ -121,11 +123,11 @@ def _print(report: dict[str, Any], console: Console) -> None:
         f"[bold]smartspec profile[/bold] {escape(report['model'])}, {report['parameters'] / 1e6:.1f} M parameters\n"
         f"{system['dtype']} on {escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, "
         f"transformers {system['transformers']}\n"
-        f"known after {report['profile_seconds']:.1f} s, kept in {escape(report['profile'])}\n",
+        f"profile {'measured now, kept in' if report['is_new'] else 'as kept in'} {escape(report['profile'])}\n",
         highlight=False,
         soft_wrap=True,
     )
-    for name, title in (("design", "At the points of the fit, measured again"), ("held out", "At other points")):
+    for name, title in (("design", "At the points of the fit"), ("held out", "At other points")):
         _print_points(report["points"][name], title, console)
         console.print(f"median error: {report['median_error'][name]:.1%}\n", highlight=False)
     _print_cost(report, console)

@@ -153,6 +153,4 @@ def read_trace(path: str | Path, num_requests: int | None = None) -> Trace:
         raise ValueError(f"{str(path)!r} is no trace that is known: {error}") from error
     order = np.argsort(times, kind="stable")
     prompt_lens, output_lens = np.maximum(lens[order], 1).T
-    return Trace(
-        times[order] - times.min(), prompt_lens, output_lens, blocks and [blocks[index] for index in order]
-    )
+    return Trace(times[order] - times.min(), prompt_lens, output_lens, blocks and [blocks[index] for index in order])

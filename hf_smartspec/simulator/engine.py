@@ -92,9 +92,7 @@ class SimulatedEngine:
         for request in requests:
             self.memory.scheduler.check(self._num_tokens(request))
         self.clock.now, self.forward.num_batched = 0.0, 0
-        loop = DecodingLoop(
-            policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock
-        )
+        loop = DecodingLoop(policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock)
         run = _Run(self, loop, sorted(requests, key=lambda item: item.arrival))
         while run.step(on_served):
             pass
@@ -142,28 +140,40 @@ class _Run:
     def _admit(self) -> None:
         scheduler = self.memory.scheduler
         while self.coming and self.coming[0].arrival <= self.clock.now:
-            call = self.engine.new_call(self.coming.popleft())
-            scheduler.add(call, self.memory.num_tokens(call))
+            coming = self.engine.new_call(self.coming.popleft())
+            scheduler.add(coming, self.memory.num_tokens(coming))
         while (call := scheduler.next()) is not None:
-            request, item = call.requests[0], call.requests[0].request_id
+            request = call.requests[0]
             self.memory.place(request, self.loop.running)
-            self.engine.forward.set_text(request.cache_row, np.concatenate([item.prompt, item.response]))
+            self.engine.forward.set_text(request.cache_row, _text(request))
             self.loop.add(call)
         self.loop.num_waiting = len(scheduler.waiting)
 
     def _finish(self, call: DecodingCall, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> None:
         self.memory.scheduler.remove(call)
         request = call.requests[0]
-        item: LoadRequest = request.request_id
+        item = _item(request)
         self.served[item] = Served(item.arrival, self.first_tokens.pop(call), self.clock.now, request.num_valid)
         if on_served is not None:
             on_served(item, request.tokens[: request.num_valid])
 
 
+def _item(request: Request) -> LoadRequest:
+    """What was asked for, which is the request's name."""
+    assert isinstance(request.request_id, LoadRequest), "requests of a simulation are their own names"
+    return request.request_id
+
+
+def _text(request: Request) -> np.ndarray:
+    return np.concatenate([_item(request).prompt, _item(request).response])
+
+
 class _SimulatedMemory(EngineMemory):
     """An engine's memory that holds nothing: admission and prefix reuse are decided as they are for a model."""
 
-    def __init__(self, forward: SimulatedForward, scheduler: Scheduler):
+    scheduler: Scheduler[DecodingCall]  # type: ignore[assignment]
+
+    def __init__(self, forward: SimulatedForward, scheduler: Scheduler[DecodingCall]):
         self.forward, self.scheduler = forward, scheduler  # type: ignore[assignment]
         self.prefixes = PrefixRows()
         self.num_reused = 0

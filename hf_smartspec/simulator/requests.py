@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 
 import numpy as np
 
@@ -37,7 +36,11 @@ class LoadRequest:
 
     @classmethod
     def of_lengths(
-        cls, times: np.ndarray, prompt_lens: Sequence[int], output_lens: Sequence[int], rng: np.random.Generator
+        cls,
+        times: np.ndarray,
+        prompt_lens: Sequence[int] | np.ndarray,
+        output_lens: Sequence[int] | np.ndarray,
+        rng: np.random.Generator,
     ) -> "list[LoadRequest]":
         """Requests of given lengths, whose text means nothing: no two prompts have anything in common."""
         prompts = (rng.integers(0, _FIRST_BLOCK, int(length)) for length in prompt_lens)
@@ -70,9 +73,8 @@ def with_acceptance(
     Args:
         alphas (`float`, or one per request): In [0, 1].
     """
-    values = repeat(float(alphas)) if np.ndim(alphas) == 0 else [float(alpha) for alpha in np.asarray(alphas)]
     result = []
-    for request, alpha in zip(requests, values):
+    for request, alpha in zip(requests, np.broadcast_to(alphas, len(requests)).tolist()):
         if not 0 <= alpha <= 1:
             raise ValueError(f"`alphas` must lie in [0, 1], got {alpha!r}.")
         size = len(request.response)

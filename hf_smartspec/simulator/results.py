@@ -89,15 +89,14 @@ class LoadResult:
 
 
 def pooled(results: Sequence[LoadResult]) -> LoadResult:
-    """
-    Repetitions of one load as one result: one after the other, so that goodput stays tokens by seconds.
-    """
+    """Repetitions of one load as one result: one after the other, so that goodput stays tokens by seconds."""
     total = LoadResult()
     offset = 0.0
     for result in results:
         first = min((item.arrival for item in result.served), default=0.0)
+        shift = offset - first
         total.served += [
-            Served(*(time - first + offset for time in item[:3]), item.num_tokens)  # type: ignore[call-arg]
+            Served(item.arrival + shift, item.first_token + shift, item.end + shift, item.num_tokens)
             for item in result.served
         ]
         total.statistics += result.statistics

@@ -55,13 +55,21 @@ class TableCandidates(TreeCandidateGenerator):
         ranks, probs = request_id.ranks, request_id.probs
         assert ranks is not None and probs is not None, "`with_acceptance` gives requests their drafts"
         first = self._num_seen[request_id]
-        num = limit if self.width == 1 else len(self._levels)
-        levels = self._levels[:num][self._levels[:num] < len(ranks) - first]
-        siblings, at = self._siblings[: len(levels)], levels + first
         # A wrong candidate is any other token, each sibling another one.
+        if self.width == 1:
+            part = slice(first, first + min(limit, len(self.widths)))
+            return DraftTree.chain(request_id.response[part] + (ranks[part] != 0), probs[part, 0])
+        levels = self._levels[self._levels < len(ranks) - first]
+        siblings, at = self._siblings[: len(levels)], levels + first
         tokens = request_id.response[at] + np.where(ranks[at] == siblings, 0, siblings + 1)
-        tree = DraftTree.of(tokens, self._parents[: len(levels)], probs[at, siblings])
-        return tree.most_likely(limit)
+        return DraftTree.of(tokens, self._parents[: len(levels)], probs[at, siblings]).most_likely(limit)
+
+    def num_right(self, request_id: Hashable) -> int:
+        """How many of the next tokens each have the drafter's first candidate right."""
+        assert isinstance(request_id, LoadRequest) and request_id.ranks is not None
+        first = self._num_seen[request_id]
+        wrong = np.append(request_id.ranks[first : first + len(self.widths)] != 0, True)
+        return int(wrong.argmax())
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         self._num_seen[request_id] += len(tokens)

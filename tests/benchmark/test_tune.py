@@ -187,13 +187,13 @@ def tune_texts(texts, tmp_path, *arguments):
 
 
 def test_command_writes_what_replay_loads(texts, tmp_path, capsys):
-    sources = ("--sources", "prompt_lookup", "suffix:max_match=8,min_probability=0.1", "--nodes", "6")
+    sources = ("--sources", "prompt_lookup", "suffix:max_match=8,min_probability=0.1,max_bytes=1000000", "--nodes", "6")
     assert tune_texts(texts, tmp_path, *sources, "--json", tmp_path / "report.json") == 0
     out = capsys.readouterr().out
     assert "held out" in out and "geometric mean" in out and "prompt_lookup max_ngram" in out
     tuned = TunedSources.load(tmp_path / "tuned.json")
     assert [source.name for source in tuned.sources] == ["prompt_lookup", "suffix"]
-    assert tuned.sources[1].options == {"max_match": 8, "min_probability": 0.1}
+    assert tuned.sources[1].options == {"max_match": 8, "min_probability": 0.1, "max_bytes": 1000000}
     assert tuned.fused["num_nodes"] == 6 and tuned.found["is_complete"]
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["rows"]) == 4

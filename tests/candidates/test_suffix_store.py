@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec.candidates.suffix_corpus import SuffixCorpus
+from hf_smartspec.candidates.suffix_growth import extend, finish, insert, move_tree
+from hf_smartspec.candidates.suffix_removal import num_labels, remove
 from hf_smartspec.candidates.suffix_store import (
     BLOCK,
     CHILD,
@@ -21,16 +23,10 @@ from hf_smartspec.candidates.suffix_store import (
     ROW,
     ROWS_LIVE,
     TOTAL,
-    extend,
     find,
-    finish,
     free_tree,
-    insert,
-    move_tree,
-    new_node,
+    new_root,
     new_store,
-    num_labels,
-    remove,
 )
 
 
@@ -52,24 +48,24 @@ def strings_of(store, root, max_depth):
 
     def walk(node, prefix):
         counts = []
-        for i in range(store.nodes[node, NUM]):
-            at = (store.nodes[node, KIDS] + i) * ROW
-            token, count, child = store.rows[[at, at + COUNT, at + CHILD]].tolist()
+        kids = store.nodes[node + KIDS]
+        for entry in range(kids, kids + store.nodes[node + NUM] * ROW, ROW):
+            token, count, child = store.rows[[entry, entry + COUNT, entry + CHILD]].tolist()
             counts.append(count)
-            assert find(store, node, token) == i
-            label = store.nodes[child, LABEL] if child >= 0 else ~child
-            length = store.nodes[child, LEN] if child >= 0 else max_depth - len(prefix)
+            assert find(store, node, token) == entry
+            label = store.nodes[child + LABEL] if child >= 0 else ~child
+            length = store.nodes[child + LEN] if child >= 0 else max_depth - len(prefix)
             edge = store.text[label : label + length].tolist()
             edge = edge[: edge.index(END)] if child < 0 and END in edge else edge
             assert edge[0] == token
             for k in range(1, len(edge) + 1):
                 found[(*prefix, *edge[:k])] = count
             if child >= 0:
-                assert store.nodes[child, TOTAL] + store.nodes[child, ENDED] == count
+                assert store.nodes[child + TOTAL] + store.nodes[child + ENDED] == count
                 walk(child, (*prefix, *edge))
             else:
                 assert count == 1
-        assert sum(counts) == store.nodes[node, TOTAL]
+        assert sum(counts) == store.nodes[node + TOTAL]
         assert node == root or counts == sorted(counts, reverse=True), "the best come first"
 
     walk(root, ())
@@ -78,7 +74,11 @@ def strings_of(store, root, max_depth):
 
 def small_store():
     store = new_store(20_000, 20_000, 80_000)
-    return store, new_node(store, 0, 0)
+    return store, new_root(store)
+
+
+def put(store, root, start, text, max_depth):
+    insert(store, root, start, np.array(text, np.int32), np.zeros((max_depth + 1) * 2, np.int32))
 
 
 token_lists = st.integers(1, 40).flatmap(lambda v: st.lists(st.integers(0, v - 1), min_size=1, max_size=60))
@@ -94,7 +94,7 @@ def test_counts_stay_exact_while_texts_come_and_go(operations, max_depth):
             start, old = kept.pop(choice % len(kept))
             remove(store, root, start, start + len(old), max_depth)
         else:
-            insert(store, root, top, np.array(text, np.int32), max_depth)
+            put(store, root, top, text, max_depth)
             kept.append((top, text))
             top += len(text) + 1
         assert strings_of(store, root, max_depth) == counts_of([text for _, text in kept], max_depth)
@@ -109,7 +109,7 @@ def test_many_children_are_found_and_sorted():
     rng = np.random.default_rng(0)
     texts = [[7, int(token)] for token in rng.zipf(1.3, 600) % 200]
     for k, text in enumerate(texts):
-        insert(store, root, 3 * k, np.array(text, np.int32), 4)
+        put(store, root, 3 * k, text, 4)
     assert strings_of(store, root, 4) == counts_of(texts, 4)
     for k in rng.permutation(600)[:590]:
         remove(store, root, 3 * k, 3 * k + 2, 4)
@@ -121,24 +121,24 @@ def test_many_children_are_found_and_sorted():
 @given(token_lists, st.integers(0, 5))
 def test_points_are_the_repeated_ends_of_the_text(text, extra):
     store, root = small_store()
-    points = np.zeros((9, 2), np.int32)
-    points[0] = root, 0
+    points = np.zeros(9 * 2, np.int32)
+    points[:2] = root, 0
     num_points = 0
     for end, token in enumerate(text):
-        num_points = extend(store, root, points, num_points, end, token)
+        num_points = extend(store, root, points, num_points, 8, end, token)
         seen = counts_of([text[: end + 1]], 8)
         longest = max(
             (d for d in range(1, min(8, end + 1) + 1) if seen[tuple(text[end + 1 - d : end + 1])] > 1), default=0
         )
         assert num_points == longest
-    finish(store, root, points, num_points, len(text))
+    finish(store, root, points, num_points, 8, len(text))
     assert strings_of(store, root, 8) == counts_of([text], 8)
 
 
 def test_moved_text_leaves_the_tree_as_it_was():
     store, root = small_store()
-    text = np.array([1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1], np.int32)
-    insert(store, root, 0, text, 6)
+    text = [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1]
+    put(store, root, 0, text, 6)
     before = strings_of(store, root, 6)
     move_tree(store, root, 0, len(text), 100)
     store.text[: len(text)] = 99  # nothing may lie there any more
@@ -147,9 +147,9 @@ def test_moved_text_leaves_the_tree_as_it_was():
 
 def test_freed_tree_gives_all_memory_back_and_spares_others():
     store, root = small_store()
-    other = new_node(store, 0, 0)
-    insert(store, root, 0, np.array([1, 2, 1, 2, 3], np.int32), 6)
-    insert(store, other, 10, np.array([1, 2, 1, 2, 4], np.int32), 6)
+    other = new_root(store)
+    put(store, root, 0, [1, 2, 1, 2, 3], 6)
+    put(store, other, 10, [1, 2, 1, 2, 4], 6)
     free_tree(store, root)
     assert strings_of(store, other, 6) == counts_of([[1, 2, 1, 2, 4]], 6)
     free_tree(store, other)
@@ -160,16 +160,16 @@ def test_text_without_labels_may_be_overwritten():
     """What `num_labels` says decides whether a removed text's memory is used again."""
     store, root = small_store()
     text = [1, 2, 3, 1, 2, 4]
-    insert(store, root, 0, np.array(text, np.int32), 6)
-    insert(store, root, 10, np.array(text, np.int32), 6)
+    put(store, root, 0, text, 6)
+    put(store, root, 10, text, 6)
     remove(store, root, 0, 6, 6)
     assert num_labels(store, root, 0, 6, 6) == 0, "edges lie in the latest text"
     store.text[:6] = 99
     assert strings_of(store, root, 6) == counts_of([text], 6)
-    insert(store, root, 20, np.array(text, np.int32), 3)
+    put(store, root, 20, text, 3)
     store, root = small_store()
-    insert(store, root, 0, np.array([5, 6], np.int32), 2)
-    insert(store, root, 10, np.array([5, 6], np.int32), 2)
+    put(store, root, 0, [5, 6], 2)
+    put(store, root, 10, [5, 6], 2)
     remove(store, root, 10, 12, 2)  # the latest: no child tells where else the strings are
     assert num_labels(store, root, 10, 12, 2) > 0
 

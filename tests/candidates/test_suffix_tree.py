@@ -230,7 +230,7 @@ def test_long_commits_stay_in_their_own_place():
     source.observe("a", long)
     for name, text in (("a", [1, 2, 3, *long.tolist()]), ("b", secret.tolist())):
         source.propose([name], [1])
-        start, end = source._slots.state[source._requests[name].slot, :2].tolist()
+        start, end = source._slots.span(source._requests[name].slot)
         assert source._corpus.store.text[start:end].tolist() == text
     source.start("c", rng.integers(7000, 8000, 300))
     source.observe("a", long[-9:-5])
@@ -316,7 +316,7 @@ def test_failed_start_leaves_nothing():
     with pytest.raises(ValueError, match="started already"):
         source.start("b", ids(1)) or source.start("b", ids(1))
     source.stop("b")
-    assert source.num_bytes() == 0 and len(source._free_slots) == 8
+    assert source.num_bytes() == 0 and len(source._slots._free_slots) == 8
 
 
 def test_memory_is_bounded_and_the_unused_go_first():

@@ -54,7 +54,7 @@ def test_requests_get_their_own_tokens(model, assistant):
     source = makes[assistant]()
     with Engine(model, source, max_batch_size=5) as engine:
         check_all(engine, model, random_requests(30))
-    assert isinstance(engine._runner.loop.policy, GoodputAuction)
+    assert isinstance(engine._runner.loop.policy.policy, GoodputAuction)
 
 
 class Wrong(Oracle):
@@ -75,3 +75,14 @@ def test_a_source_that_is_always_wrong_is_hardly_asked_any_more(model):
     statistics = speculate(model, config, max_new_tokens=400)
     assert 0 < statistics.drafted_tokens < 0.1 * statistics.generated_tokens
     assert statistics.steps >= 0.97 * statistics.generated_tokens
+
+
+def test_draft_models_that_are_hardly_asked_are_spared_new_requests(model):
+    """A draft model's prefill costs: where drafts do not pay, most new requests are served without one."""
+    spy = Spy(DraftModelCandidates(noisy_copy(model, scale=5.0)))  # knows nothing
+    spy.is_autoregressive = True
+    policy = GoodputAuction(StillCost(alpha=0.0, gamma=5e-3, delta=1e-2))
+    requests = random_requests(60)
+    with Engine(model, SmartSpecConfig(spy, policy=policy), max_batch_size=2) as engine:
+        check_all(engine, model, requests)
+    assert 5 < spy.started < 45

@@ -91,7 +91,7 @@ def test_the_auction_learns_from_a_generation():
     statistics, _ = generate(policy)
     assert statistics.accepted_tokens > 0
     assert policy.acceptance.rate != GoodputAuction(line()).acceptance.rate, "acceptance was observed"
-    assert policy.cost.correction(3) < 0.7, "and that this model is faster than a real one"
+    assert any(policy.cost.correction(size) != 1 for size in range(1, 32)), "and so was what steps take"
     assert not policy.acceptance._requests, "the requests have ended"
 
 

@@ -1,0 +1,160 @@
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+"""
+Adding texts to suffix trees (compiled).
+
+`extend` appends a token to a text and to its tree. It walks along all suffixes of the text that have occurred before
+(its *points*); the longest one is the longest match. Suffixes that are new become leaves at once, and leaves grow with
+their text by themselves, so the cost is that of the match length, not of the depth. `finish` ends a text.
+"""
+
+import numpy as np
+
+from .compiled import compiled
+from .suffix_pointers import int32_at
+from .suffix_store import (
+    CHILD,
+    COUNT,
+    END,
+    ENDED,
+    KIDS,
+    LABEL,
+    LEN,
+    NUM,
+    ROW,
+    SEEN,
+    add_child,
+    find,
+    increase,
+    new_node,
+    pointers,
+)
+
+
+@compiled
+def _split(s, node, entry, offset, end, is_root):
+    """A new node in the middle of an edge below `node`, `offset` tokens down, reached once more. Returns it."""
+    count, child = s.rows[entry + COUNT], s.rows[entry + CHILD]
+    middle = new_node(s, end - offset, offset)
+    if child >= 0:
+        lower = s.nodes[child + LABEL] + offset
+        s.nodes[child + LABEL] = lower
+        s.nodes[child + LEN] -= offset
+        add_child(s, middle, s.text[lower], count, child, lower)
+    else:
+        lower = ~child + offset
+        if s.text[lower] == END:  # the other text ends just here
+            s.nodes[middle + ENDED] = 1
+        else:
+            add_child(s, middle, s.text[lower], 1, ~lower, lower)
+    s.rows[entry + CHILD] = middle
+    increase(s, node, entry, end - offset, is_root)
+    return middle
+
+
+@compiled
+def settle(s, root, node, offset, end):
+    """
+    A point whose edge was split meanwhile, put below the new nodes (and counted there). Returns (node, offset, entry of
+    the child whose edge it stands on, or -1).
+    """
+    while offset > 0:
+        entry = find(s, node, s.text[end - offset])
+        child = s.rows[entry + CHILD]
+        if child < 0 or offset < s.nodes[child + LEN]:
+            return node, offset, entry
+        increase(s, node, entry, end - offset, node == root)
+        offset -= s.nodes[child + LEN]
+        node = child
+    return node, offset, np.int64(-1)
+
+
+@compiled
+def extend(s, root, points, num_points, max_depth, end, token):
+    """
+    Appends a token to a text.
+
+    Args:
+        points (int32 `[(max_depth + 1) * 2]`): Pair d is the place (node, offset on the edge below) of the text's last
+            d tokens; pairs 0 to `num_points` are in use.
+        end (`int`): Where the token goes; `text[end]` and `text[end + 1]` are written.
+
+    Returns:
+        The new `num_points`: the number of last tokens that have occurred before.
+    """
+    s.text[end] = token
+    s.text[end + 1] = END
+    matched = 0
+    for depth in range(min(num_points, max_depth - 1), -1, -1):
+        node, offset, entry = settle(s, root, np.int64(points[2 * depth]), np.int64(points[2 * depth + 1]), end)
+        if offset == 0:
+            entry = find(s, node, token)
+            if entry < 0:
+                add_child(s, node, token, 1, ~end, end)
+                continue
+            child = s.rows[entry + CHILD]
+        else:
+            child = s.rows[entry + CHILD]
+            label = s.nodes[child + LABEL] if child >= 0 else ~child
+            if s.text[label + offset] != token:
+                middle = _split(s, node, entry, offset, end, node == root)
+                add_child(s, middle, token, 1, ~end, end)
+                continue
+        offset += 1
+        matched = max(matched, depth + 1)
+        if child >= 0 and offset == s.nodes[child + LEN]:
+            increase(s, node, entry, end + 1 - offset, node == root)
+            s.nodes[child + LABEL] = end + 1 - offset  # the latest occurrence
+            node, offset = np.int64(child), 0
+            if depth + 1 == max_depth:
+                s.nodes[child + ENDED] += 1
+        elif depth + 1 == max_depth:  # a leaf: nodes end at the limit at the latest
+            bottom = new_node(s, end + 1 - offset, offset)
+            s.nodes[bottom + ENDED] = 2
+            s.rows[entry + CHILD] = bottom
+            increase(s, node, entry, end + 1 - offset, node == root)
+            node, offset = bottom, 0
+        points[2 * depth + 2] = node
+        points[2 * depth + 3] = offset
+    return matched
+
+
+@compiled
+def finish(s, root, points, num_points, max_depth, end):
+    """Ends a text: its last tokens are counted too."""
+    for depth in range(min(num_points, max_depth - 1), 0, -1):
+        node, offset, entry = settle(s, root, np.int64(points[2 * depth]), np.int64(points[2 * depth + 1]), end)
+        if offset > 0:
+            node = _split(s, node, entry, offset, end, node == root)
+        s.nodes[node + ENDED] += 1
+
+
+@compiled
+def insert(store, root, start, tokens, points):
+    """Writes a whole text to `text[start:]` and to the tree. Needs `len(tokens) + 1` places, and memory for points."""
+    s, at, max_depth = pointers(store), int32_at(points.ctypes.data), len(points) // 2 - 1
+    at[0] = root
+    at[1] = 0
+    num_points = 0
+    for i in range(len(tokens)):
+        num_points = extend(s, root, at, num_points, max_depth, start + i, tokens[i])
+    finish(s, root, at, num_points, max_depth, start + len(tokens))
+
+
+@compiled
+def move_tree(store, root, start, end, target):
+    """Copies `text[start:end]` and what stands behind it to `target`, and lets the tree's edges lie there."""
+    store.text[target : target + end - start + 1] = store.text[start : end + 1]
+    s, stack, shift = pointers(store), [root], target - start
+    while len(stack) > 0:
+        node = stack.pop()
+        if node != root and start <= s.nodes[node + LABEL] < end:
+            s.nodes[node + LABEL] += shift
+        kids = s.nodes[node + KIDS]
+        for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
+            child = s.rows[entry + CHILD]
+            if start <= s.rows[entry + SEEN] < end:
+                s.rows[entry + SEEN] += shift
+            if child >= 0:
+                stack.append(child)
+            elif start <= ~child < end:
+                s.rows[entry + CHILD] = child - shift

@@ -1,0 +1,172 @@
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+"""
+How likely a candidate is (compiled): a logistic mix, as in the PAQ family of compressors (Mahoney, 2005), of acceptance
+frequencies that were observed for candidates of the same kind: with such a match length, count and share in this tree,
+and so on. Frequencies and mixing weights are learnt from every committed token, whether or not the candidate was
+drafted (DESIGN 3.3).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .compiled import compiled
+
+# Fields of a candidate
+TOKEN, PARENT, GROWN = range(3)
+"""The token; the grown node it follows; the grown node it became itself, or -1."""
+CELLS, MIX = 3, 9  # six cells of the model's tables (-1: none); set of weights that mixes them
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST = range(10, 15)
+"""Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
+follower of the context is more recent."""
+CANDIDATE = 16
+
+_NUM_TABLES = 6
+NUM_FEATURES = _NUM_TABLES + 1
+_ORDERS, _GAPS, _COUNTS, _SHARES = 8, 3, 7, 9
+_CONTEXT_CELLS = _ORDERS * _GAPS * _COUNTS * _SHARES  # per kind of tree: the request's own, or earlier outputs
+_JOINT = 2 * _CONTEXT_CELLS  # order and share in both kinds
+_ROUGH = _JOINT + 6 * 6 * 5 * 5  # order, occurrences in the request, rank, recency
+NUM_CELLS = _ROUGH + 6 * 4 * 5 * 2 * 2
+NUM_SETS = 16 * 2
+_BIAS = 0.3
+_MIN_PROB, _MAX_PROB = 0.001, 0.998
+
+_STEPS = 4096  # a table is faster than a logarithm
+_LOG_ODDS = np.log((np.arange(_STEPS) + 0.5) / (_STEPS - 0.5 - np.arange(_STEPS))).astype(np.float32)
+
+
+class Model(NamedTuple):
+    """
+    What was learnt, one line per namespace: nothing that one tenant's text has taught steers another's drafts.
+
+    Args:
+        cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
+            observations behind it.
+        odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
+        weights (`np.ndarray` of shape `[namespaces, sets, 7]`, float32): Mixing weights of the tables and a bias.
+    """
+
+    cells: np.ndarray
+    odds: np.ndarray
+    weights: np.ndarray
+
+
+def new_model(num_namespaces: int = 1) -> Model:
+    """A model that has seen nothing: a candidate's share in its context, trusted the more, the longer the context."""
+    shares = np.array([1.0, 0.93, 0.8, 0.6, 0.4, 0.25, 0.14, 0.06, 0.02])
+    counts = np.array([1, 2, 3, 4.5, 7, 14, 40])
+    order, gap, count, share = np.meshgrid(np.arange(_ORDERS), np.arange(_GAPS), counts, shares, indexing="ij")
+    contexts = (share * count / (count + 1.5 / (order + 1)) * 0.5**gap).ravel()
+    seen = np.array([0.8, 0.5, 0.25, 0.1, 0.03])
+    own, earlier, own_share, earlier_share = np.meshgrid(np.arange(6), np.arange(6), seen, seen, indexing="ij")
+    joint = np.maximum(np.maximum(own_share * (own > 0), earlier_share * (earlier > 0)), 0.02).ravel()
+    probs = np.concatenate([contexts, contexts, joint, np.full(NUM_CELLS - _ROUGH, 0.3)])
+    cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
+    cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
+    cells[:, :, 1] = 2
+    weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
+    for known in range(16):
+        present = np.array([known >> table & 1 for table in range(4)])
+        weights[:, 2 * known : 2 * known + 2, :4] = 0.8 * present / max(present.sum(), 1)
+    weights[:, :, 4:6] = 0.3
+    return Model(cells, log_odds(cells), weights)
+
+
+def log_odds(cells: np.ndarray) -> np.ndarray:
+    """`Model.odds` of `Model.cells`."""
+    return np.log(cells[:, :, 0] / (1 - cells[:, :, 0]))
+
+
+# --- What is known of a candidate ------------------------------------------------------------------------------------
+
+
+@compiled
+def _bin(value, a, b, c, d):
+    """0 to 4: the number of bounds that the value does not exceed."""
+    return (value <= a) + (value <= b) + (value <= c) + (value <= d)
+
+
+@compiled
+def _context_cell(depth, gap, count, total):
+    order = depth - 1 if depth < 5 else 4 + (depth >= 7) + (depth >= 10) + (depth >= 16)
+    counts = count - 1 if count < 4 else 3 + (count >= 6) + (count >= 10) + (count >= 20)
+    share = count / total
+    shares = 0
+    if count < total:
+        shares = 1 + _bin(share, 0.88, 0.7, 0.5, 0.33) + (share <= 0.2) + (share <= 0.1) + (share <= 0.04)
+    return ((order * _GAPS + min(gap, 2)) * _COUNTS + counts) * _SHARES + shares
+
+
+@compiled
+def begin_candidate(candidates, c, token, parent):
+    """A candidate of which nothing is known yet."""
+    at = c * CANDIDATE
+    candidates[at + TOKEN], candidates[at + PARENT], candidates[at + GROWN] = token, parent, -1
+    for table in range(4):
+        candidates[at + CELLS + table] = -1
+    candidates[at + OWN_DEPTH] = candidates[at + OTHERS_DEPTH] = candidates[at + NEWEST] = 0
+    candidates[at + OWN_SHARE] = candidates[at + OTHERS_SHARE] = 4
+
+
+@compiled
+def describe(candidates, c, kind, gap, depth, count, total, is_newest):
+    """
+    Adds what a context of `depth` tokens says of a candidate, which followed it `count` times of `total`. The context
+    is the `gap`-th longest of its tree, whose `kind` is 0 for the request's own. Two of each kind are heard.
+    """
+    at = c * CANDIDATE
+    cell = at + CELLS + 2 * kind
+    if candidates[cell] < 0:
+        candidates[cell] = kind * _CONTEXT_CELLS + _context_cell(depth, gap, count, total)
+        candidates[at + OWN_DEPTH + kind] = depth if depth < 4 else 4 + (depth >= 8)
+        candidates[at + OWN_SHARE + kind] = _bin(count / (total + 0.5), 0.6, 0.35, 0.18, 0.07)
+        candidates[at + NEWEST] = is_newest
+    elif candidates[cell + 1] < 0:
+        candidates[cell + 1] = kind * _CONTEXT_CELLS + _context_cell(depth, 0, count, total)
+
+
+@compiled
+def estimate(model, candidates, c, rank, is_first_node, occurrences):
+    """
+    Probability of a candidate that all contexts have described: the `rank`-th of its node, which hangs on the last
+    committed token or not, and whose token has occurred in the request not at all (0) to often (3).
+    """
+    at = c * CANDIDATE
+    own, others = candidates[at + OWN_DEPTH], candidates[at + OTHERS_DEPTH]
+    shares = candidates[at + OWN_SHARE] * 5 + candidates[at + OTHERS_SHARE]
+    candidates[at + CELLS + 4] = _JOINT + (own * 6 + others) * 25 + shares
+    rough = (max(own, others) * 4 + occurrences) * 5 + min(rank, 4)
+    candidates[at + CELLS + 5] = _ROUGH + (rough * 2 + candidates[at + NEWEST]) * 2 + (not is_first_node)
+    present = 0
+    for table in range(4):
+        present |= (candidates[at + CELLS + table] >= 0) << table
+    mix = 2 * present + (rank > 0)
+    candidates[at + MIX] = mix
+    weights = mix * NUM_FEATURES
+    mixed = model.weights[weights + _NUM_TABLES] * np.float32(_BIAS)
+    for table in range(_NUM_TABLES):
+        cell = candidates[at + CELLS + table]
+        odds = model.odds[max(cell, 0)]
+        mixed += model.weights[weights + table] * (odds if cell >= 0 else np.float32(0))
+    return np.float32(min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB)))
+
+
+@compiled
+def learn(model, candidates, c, prob, is_hit, rate, memory):
+    """Takes in whether a candidate of probability `prob` came true."""
+    at = c * CANDIDATE
+    hit = np.float32(is_hit)
+    weights = candidates[at + MIX] * NUM_FEATURES
+    change = np.float32(rate) * (hit - prob)
+    model.weights[weights + _NUM_TABLES] += change * np.float32(_BIAS)
+    for table in range(_NUM_TABLES):
+        cell = candidates[at + CELLS + table]
+        if cell >= 0:
+            model.weights[weights + table] += change * model.odds[cell]
+            number = model.cells[2 * cell + 1] + 1
+            frequency = model.cells[2 * cell] + (hit - model.cells[2 * cell]) / number
+            frequency = min(max(frequency, np.float32(_MIN_PROB)), np.float32(_MAX_PROB))
+            model.cells[2 * cell] = frequency
+            model.cells[2 * cell + 1] = min(number, np.float32(memory))
+            model.odds[cell] = _LOG_ODDS[int(frequency * _STEPS)]

@@ -1,0 +1,206 @@
+"""Loads on the real engine and on the simulated one, and the calibration that the latter needs."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..config import SmartSpecConfig
+from ..engine import Engine
+from ..goodput import CostModel, DraftCost, LengthPolicy, StepRows
+from ..goodput.policies import BatchLookupTable, StepGoodput
+from ..profiling import load_or_profile
+from ..request import GenerationStatistics
+from ..results import EngineOutput
+from ..simulator import LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
+from .load_setup import Policies, Setup
+
+LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
+_TABLE_BATCHES = 32  # the largest batch of the look-up table
+_TABLE_LENGTH = 8
+_NUM_ALONE = 8  # prompts of the calibration that run alone
+
+
+class Exploration(StepGoodput):
+    """Tries all lengths in turn, and learns what a step costs, what drafting costs and what is accepted."""
+
+    def __init__(self, cost: CostModel):
+        super().__init__(cost, max(LENGTHS))
+        self.num_steps = 0
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        self.num_steps += 1
+        return np.minimum(rows.caps, LENGTHS[self.num_steps % len(LENGTHS)])
+
+
+@dataclass
+class Calibration:
+    """
+    What a source's steps on the real engine have shown.
+
+    Args:
+        cost (`CostModel`): The target's profile, corrected by measured steps.
+        draft (`DraftCost`): What drafting takes.
+        step_seconds (`float`): What a step takes besides.
+        max_nodes (`int`): Draft nodes per row, at most.
+    """
+
+    cost: CostModel
+    draft: DraftCost
+    step_seconds: float
+    max_nodes: int
+
+
+# The real engine
+
+
+def serve(setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[LoadRequest], result: LoadResult) -> None:
+    """
+    Sends requests at their arrival times, answered or not, and fills in the result when all are answered; interrupted,
+    with those that are.
+    """
+    config = SmartSpecConfig(setup.new_source(source), policy=policy)
+    engine = Engine(setup.model, config, max_batch_size=setup.max_batch_size)
+    outputs: dict[str, EngineOutput] = {}
+    with engine:
+        start = time.perf_counter()
+        try:
+            for index, request in enumerate(requests):
+                time.sleep(max(start + request.arrival - time.perf_counter(), 0))
+                engine.add_request(request.prompt, request_id=str(index), max_new_tokens=request.max_new_tokens)
+            outputs |= {output.request_id: output for output in engine}
+        except KeyboardInterrupt:
+            while (output := engine.get_result(timeout=0)) is not None:
+                outputs[output.request_id] = output
+            raise
+        finally:
+            for name, output in outputs.items():
+                request = requests[int(name)]
+                first = output.first_token_time or output.lifespan[1]
+                times = (first - start, output.lifespan[1] - start)
+                result.served.append(Served(request.arrival, *times, len(output.generated_tokens)))
+            result.served.sort()
+            result.statistics += engine.statistics
+
+
+def warm_up(setup: Setup, source: str, policy: LengthPolicy) -> None:
+    """A few tokens through a whole engine."""
+    engine = Engine(setup.model, SmartSpecConfig(setup.new_source(source), policy=policy))
+    engine.generate(setup.prompts[:2], max_new_tokens=min(8, setup.max_new_tokens))
+
+
+def calibrate(setup: Setup, source: str) -> tuple[Calibration, list[np.ndarray]]:
+    """
+    Some prompts one by one, then all at once, on the real engine. Also returns what it answered, which no policy
+    changes.
+    """
+    policy = Exploration(CostModel.from_dict(load_or_profile(setup.model).as_dict()))
+    warm_up(setup, source, policy)
+    counts = GenerationStatistics()
+    for is_alone in (True, False):
+        drafts = setup.new_source(source)
+        engine = Engine(setup.model, SmartSpecConfig(drafts, policy=policy), max_batch_size=setup.max_batch_size)
+        parts = [[prompt] for prompt in setup.prompts[:_NUM_ALONE]] if is_alone else [setup.prompts]
+        with engine:
+            outputs = [engine.generate(prompts, max_new_tokens=setup.max_new_tokens) for prompts in parts]
+        counts += engine.statistics
+    inside = counts.seconds_draft + counts.seconds_select + counts.seconds_forward + counts.seconds_verify
+    cost = DraftCost(is_autoregressive=drafts.is_autoregressive, width=drafts.width)
+    per_call, per_row = policy.timer.seconds(cost)
+    draft = replace(cost, per_call=per_call, per_row=per_row)
+    besides = max(counts.seconds_total - inside, 0.0) / max(counts.forwards, 1)
+    calibration = Calibration(policy.cost, draft, besides, drafts.default_num_nodes)
+    return calibration, [np.array(output.generated_tokens, np.int64) for output in outputs[0]]
+
+
+# The simulated one
+
+
+def new_requests(
+    setup: Setup, times: np.ndarray, rng: np.random.Generator, responses: Sequence[np.ndarray] | None = None
+) -> list[LoadRequest]:
+    """A request per arrival: all prompts in random order, again and again."""
+    order = np.concatenate([rng.permutation(len(setup.prompts)) for _ in range(len(times) // len(setup.prompts) + 1)])
+    return [
+        LoadRequest(
+            float(when),
+            setup.prompts[index],
+            setup.max_new_tokens,
+            np.zeros(0, np.int64) if responses is None else responses[index],
+        )
+        for when, index in zip(times, order.tolist())
+    ]
+
+
+@torch.no_grad()
+def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel) -> list[LoadRequest]:
+    """
+    The same requests with what a draft model would propose: chains come true as long as its arg max over the true text
+    agrees with it, so one forward over each text tells all of them.
+    """
+    known: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+    result = []
+    for item in requests:
+        text = np.concatenate([item.prompt, item.response])
+        name = text.tobytes()
+        if name not in known:
+            ids = torch.from_numpy(text[None]).to(draft.device)
+            scores = draft(ids).logits[0, len(item.prompt) - 1 : -1].float().softmax(dim=-1)
+            best = scores.max(dim=-1)
+            ranks = (best.indices.cpu().numpy() != item.response).astype(np.int64)
+            known[name] = ranks, best.values.cpu().numpy()[:, None]
+        ranks, probs = known[name]
+        result.append(replace(item, ranks=ranks, probs=probs))
+    return result
+
+
+def new_engine(setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None):
+    """A simulated engine with a source that has learnt nothing yet."""
+    drafts = setup.new_source(source)
+    if source == "draft":
+        drafts = TableCandidates((1,) * drafts.default_num_nodes, is_autoregressive=True)
+    return SimulatedEngine(
+        calibration.cost,
+        drafts,
+        calibration.draft,
+        max_batch_size=max_batch_size or setup.max_batch_size,
+        step_seconds=calibration.step_seconds,
+        end_id=setup.end_id,
+    )
+
+
+def simulate(
+    setup: Setup, source: str, calibration: Calibration, policy: LengthPolicy, requests: Sequence[LoadRequest]
+) -> LoadResult:
+    """The same load in virtual time; the requests must have their responses."""
+    if source == "draft":
+        assert setup.draft is not None, "asked for where there is a draft only"
+        requests = with_draft_model(requests, setup.draft)
+    return new_engine(setup, source, calibration).run(requests, policy)
+
+
+def lookup_table(
+    setup: Setup, source: str, calibration: Calibration, responses: Sequence[np.ndarray]
+) -> BatchLookupTable:
+    """
+    Su et al.'s table: the seconds per token of full batches of every size with every length. The grid search runs in
+    virtual time, which takes seconds where the engine would take minutes.
+    """
+
+    def seconds_per_token(batch_size: int, length: int) -> float:
+        if length > calibration.max_nodes:
+            return np.inf
+        rng = np.random.default_rng(setup.seed)
+        requests = new_requests(setup, np.zeros(2 * batch_size), rng, responses)
+        policy = Policies(calibration.cost).new(f"k={length}")
+        engine = new_engine(setup, source, calibration, batch_size)
+        if source == "draft":
+            assert setup.draft is not None
+            requests = with_draft_model(requests, setup.draft)
+        return 1 / engine.run(requests, policy).goodput
+
+    size = min(_TABLE_BATCHES, setup.max_batch_size)
+    return BatchLookupTable.profiled(seconds_per_token, size, _TABLE_LENGTH)

@@ -1,0 +1,172 @@
+"""`smartspec bench queue`: an offline queue of prompts, against transformers' static and continuous batches."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers import ContinuousBatchingConfig
+from transformers.utils.logging import tqdm
+
+from ..engine import Engine
+from .load_setup import Setup, add_model_arguments, check_outputs, command_of, load_setup
+from .report import make_console, table
+from .timing import environment
+from .verify import positive
+
+_STATIC, _CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
+_PAGE = 32  # tokens of a page of transformers' cache
+
+Prompts = list[np.ndarray]
+Outputs = list[list[int]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.set_defaults(limit=200)
+    parser.add_argument(
+        "--assistant", nargs="+", default=["none", "suffix"], choices=["none", "draft", "prompt_lookup", "suffix"],
+        help="what drafts in the engine (default: none suffix)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", nargs="+", default=[], choices=["static", "continuous"], help="leave out transformers' own"
+    )
+    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs(args)
+    setup = load_setup(args)
+    methods = _methods(setup, args)
+    console = make_console()
+    report: dict[str, Any] = {"command": command_of(args), "parameters": setup.model.num_parameters()}
+    report["environment"] = environment(setup.model.device, setup.model.dtype)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    outputs: dict[str, Outputs] = {}
+    with tqdm(total=args.repetitions * len(methods), desc="serving the queue", disable=None, leave=False) as progress:
+        try:
+            for serve in methods.values():
+                serve(setup.prompts[: setup.max_batch_size])  # warms up, and measures the model's speed once
+            for _ in range(args.repetitions):
+                for name, serve in methods.items():
+                    start = time.perf_counter()
+                    outputs[name] = serve(setup.prompts)
+                    seconds[name].append(time.perf_counter() - start)
+                    progress.update()
+        finally:  # interrupted, what was measured so far is still worth reading
+            report["methods"] = _summaries(seconds, outputs)
+            _print(report, len(setup.prompts), console)
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _methods(setup: Setup, args: argparse.Namespace) -> dict[str, Callable[[Prompts], Outputs]]:
+    methods: dict[str, Callable[[Prompts], Outputs]] = {}
+    if "static" not in args.skip:
+        methods[_STATIC] = partial(_static, setup)
+    if "continuous" not in args.skip:
+        methods[_CONTINUOUS] = partial(_continuous, setup)
+    for name in args.assistant:
+        methods[f"engine, {name}"] = partial(_engine, setup, name)
+    return methods
+
+
+def _static(setup: Setup, queue: Prompts) -> Outputs:
+    """Batches of prompts in their order, padded on the left, each as long as its longest output."""
+    outputs: Outputs = []
+    pad_id = setup.model.generation_config.pad_token_id
+    for first in range(0, len(queue), setup.max_batch_size):
+        prompts = queue[first : first + setup.max_batch_size]
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), pad_id)
+        mask = torch.zeros_like(ids)
+        for line, prompt in enumerate(prompts):
+            ids[line, width - len(prompt) :] = torch.from_numpy(prompt)
+            mask[line, width - len(prompt) :] = 1
+        device = setup.model.device
+        found = setup.model.generate(  # type: ignore[operator]
+            ids.to(device), attention_mask=mask.to(device), max_new_tokens=setup.max_new_tokens
+        )
+        outputs += [_up_to_end(row, setup.end_id) for row in found[:, width:].tolist()]
+    return outputs
+
+
+def _up_to_end(tokens: list[int], end_id: int) -> list[int]:
+    return tokens[: tokens.index(end_id) + 1] if end_id in tokens else tokens
+
+
+def _continuous(setup: Setup, queue: Prompts) -> Outputs:
+    """With room for as many rows as the others have."""
+    longest = max(map(len, setup.prompts)) + setup.max_new_tokens
+    config = ContinuousBatchingConfig(
+        page_size=_PAGE,
+        num_pages=setup.max_batch_size * -(-longest // _PAGE),
+        max_batch_tokens=512,
+    )
+    found = setup.model.generate_batch(  # type: ignore[operator]
+        [prompt.tolist() for prompt in queue],
+        max_new_tokens=setup.max_new_tokens,
+        continuous_batching_config=config,
+    )
+    return [output.generated_tokens for output in found.values()]
+
+
+def _engine(setup: Setup, name: str, queue: Prompts) -> Outputs:
+    """A new engine, whose source has learnt nothing yet."""
+    source = "none" if name == "none" else setup.new_source(name)
+    engine = Engine(setup.model, source, max_batch_size=setup.max_batch_size)
+    outputs = engine.generate(queue, max_new_tokens=setup.max_new_tokens)
+    return [output.generated_tokens for output in outputs]
+
+
+def _summaries(seconds: dict[str, list[float]], outputs: dict[str, Outputs]) -> dict[str, dict[str, Any]]:
+    reference = next(iter(outputs.values()), [])
+    rows = {}
+    for name, found in outputs.items():
+        if not seconds[name]:
+            continue
+        num_tokens = sum(map(len, found))
+        rows[name] = {
+            "seconds": median(seconds[name]),
+            "tokens": num_tokens,
+            "tokens_per_second": num_tokens / median(seconds[name]),
+            "same_outputs": sum(own == other for own, other in zip(found, reference)),
+        }
+    return rows
+
+
+def _print(report: dict[str, Any], num_prompts: int, console: Console) -> None:
+    if not report["methods"]:
+        return
+    system = report["environment"]
+    console.print(
+        f"[bold]smartspec bench queue[/bold] {num_prompts} prompts, {report['parameters'] / 1e6:.0f} M parameters, "
+        f"{system['dtype']}, {system['threads']} threads on {escape(str(system['device']))}",
+        highlight=False,
+    )
+    first = next(iter(report["methods"].values()))
+    lines = table("An offline queue", "method", "seconds", "tokens", "tokens / s", "speed-up", "same outputs")
+    for name, row in report["methods"].items():
+        lines.add_row(
+            name,
+            f"{row['seconds']:.1f}",
+            str(row["tokens"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second'] / first['tokens_per_second']:.2f}",
+            f"{row['same_outputs']} / {num_prompts}",
+        )
+    console.print(lines)
+    if system["dtype"] != "float32":
+        console.print(
+            "[dim]In half precision, batches of different shapes round differently, and near-ties then go on with "
+            "other tokens; in float32 all outputs are the same.[/dim]",
+            highlight=False,
+        )

@@ -1,0 +1,133 @@
+"""Profiles: what is measured, where it is kept, and that the model is left alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hf_smartspec import profiling
+from hf_smartspec.cli import main
+from hf_smartspec.goodput import CostModel
+from hf_smartspec.profiling import Design, load_or_profile, measure, profile_model, profile_path
+
+from ..models import new_model, shared_model
+
+FEW = (Design(1, 8, 1), Design(1, 8, 4), Design(3, 8, 1), Design(3, 16, 2), Design(2, 30, 3))
+
+
+@pytest.fixture(autouse=True)
+def _few_points(monkeypatch, tmp_path):
+    monkeypatch.setattr(profiling, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(profiling, "DESIGN", FEW)
+    monkeypatch.setattr(profiling, "_SECONDS", 0.0)
+
+
+def test_measures_every_point_that_the_model_has_positions_for():
+    model = new_model("llama")
+    longest = model.config.max_position_embeddings
+    points = measure(model, (*FEW, Design(1, longest, 1)), progress=False)
+    assert [(point.context, point.batched, point.width) for point in points] == [
+        (8, 1, 1), (8, 4, 4), (24, 3, 1), (48, 6, 2), (60, 6, 3)
+    ]  # fmt: skip
+    assert all(0 < point.seconds < 60 for point in points)
+
+
+def test_the_model_and_the_random_states_stay_as_they_are():
+    model = new_model("llama").requires_grad_(True).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    implementation, state, numbers = model.config._attn_implementation, torch.get_rng_state(), np.random.get_state()
+    profile_model(model, progress=False)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(torch.get_rng_state(), state) and (np.random.get_state()[1] == numbers[1]).all()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_a_profile_is_measured_once_and_kept(monkeypatch):
+    model, other = new_model("llama"), new_model("llama")
+    cost = load_or_profile(model)
+    assert load_or_profile(model) is cost, "one object per model: what it learns is not lost"
+
+    def fail(*_, **__):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(profiling, "profile_model", fail)
+    assert load_or_profile(other) == cost, "from disk"
+    with pytest.raises(AssertionError, match="measured again"):
+        load_or_profile(model, refresh=True)
+    profile_path(other).write_text("{ half a file")
+    with pytest.raises(AssertionError, match="measured again"):
+        load_or_profile(new_model("llama"))
+    assert [path.suffix for path in profile_path(model).parent.iterdir()] == [".json"], "no temporary files"
+
+
+def test_a_model_in_another_dtype_is_another_model():
+    model = new_model("llama")
+    cost = load_or_profile(model)
+    assert load_or_profile(model.bfloat16()) is not cost
+
+
+def test_another_setting_has_another_profile(monkeypatch):
+    model = new_model("llama")
+    paths = {profile_path(model), profile_path(new_model("gpt2")), profile_path(new_model("llama").bfloat16())}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    paths.add(profile_path(model))
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    paths.add(profile_path(model))
+    assert len(paths) == 5
+    assert profile_path(new_model("llama")) == profile_path(model)
+
+
+def test_a_place_that_cannot_be_written_costs_the_file_only(tmp_path):
+    (tmp_path / "home").write_text("a file in the way")
+    assert isinstance(load_or_profile(new_model("llama")), CostModel)
+
+
+def test_the_command_prints_draws_and_keeps(tmp_path, capsys, monkeypatch):
+    from hf_smartspec.benchmark import profile
+
+    monkeypatch.setattr(profile, "DESIGN", FEW)
+    monkeypatch.setattr(profile, "HELD_OUT", (Design(2, 8, 2), Design(1, 20, 3)))
+    folder, picture, numbers = tmp_path / "model", tmp_path / "profile.png", tmp_path / "profile.json"
+    shared_model("llama").save_pretrained(folder)
+    arguments = ["profile", str(folder), "--dtype", "float32", "--device", "cpu", "--json", str(numbers)]
+    assert main([*arguments, "--show", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "measured now" in printed and "ride free" in printed and printed.count("median error") == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(numbers.read_text())
+    assert [len(report["points"][name]) for name in ("design", "held out")] == [5, 2]
+    cost = CostModel.from_dict(report["cost"])
+    for point in report["points"]["design"]:
+        tokens = point["rows"] * point["width"]
+        predicted = cost.seconds(point["rows"] * point["context"], tokens, point["width"])
+        assert point["predicted"] == pytest.approx(float(predicted))
+    assert main(arguments) == 0
+    assert "as kept in" in capsys.readouterr().out
+    assert json.loads(numbers.read_text())["cost"] == report["cost"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all"], "no such model folder"),
+        (["MODEL", "--show", "no/such/folder/x.png"], "no such folder"),
+        (["MODEL", "--parameters", "10"], "--parameters"),
+        (["MODEL", "--threads", "0"], "--threads"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, tmp_path, capsys):
+    shared_model("llama").save_pretrained(tmp_path / "model")
+    line = ["profile", *(str(tmp_path / "model") if item == "MODEL" else item for item in arguments)]
+    try:
+        status = main(line)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
