@@ -1,4 +1,3 @@
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """
 Adding texts to suffix trees (compiled).
 

@@ -1,4 +1,3 @@
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """
 How likely a candidate is (compiled): a logistic mix, as in the PAQ family of compressors (Mahoney, 2005), of acceptance
 frequencies that were observed for candidates of the same kind: with such a match length, count and share in this tree,

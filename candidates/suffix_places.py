@@ -1,4 +1,3 @@
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """
 Places: where a context, the last tokens of a text, stands in a suffix tree (compiled).
 

@@ -1,4 +1,3 @@
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """
 Pointers for compiled code: it reads an array through one at half the cost, having no reference count, no index from the
 end and one number per array to pass on. `pointer[k]` reads and writes as with an array. Whoever passes an address keeps

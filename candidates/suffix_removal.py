@@ -1,4 +1,3 @@
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 """Taking a text out of a suffix tree again, and finding out whether its memory may be used again (compiled)."""
 
 import numpy as np

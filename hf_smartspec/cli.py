@@ -30,6 +30,8 @@ COMMANDS = {
     ("bench", "sources"): Command("benchmark.ablation", "measure what each part of the model-free sources contributes"),
     ("bench", "simulate"): Command("benchmark.simulate", "play the papers' loads, and traces, on a simulated engine"),
     ("bench", "load"): Command("benchmark.load", "measure latency and goodput of the engine over the request rate"),
+    ("bench", "batch"): Command("benchmark.batch", "measure seconds per token over batch size and draft length"),
+    ("bench", "timeline"): Command("benchmark.timeline", "measure latency while busy and quiet phases alternate"),
     ("bench", "memory"): Command("benchmark.scale", "measure what suffix trees and datastores cost as they grow"),
 }
 GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}

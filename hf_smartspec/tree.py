@@ -46,7 +46,8 @@ class DraftTree:
     def of(cls, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> "DraftTree":
         """A tree of these arrays, made faster than by the constructor, which a source of many small trees notices."""
         tree = object.__new__(cls)
-        tree.__dict__.update(tokens=tokens, parents=parents, probs=probs, distributions=None)
+        fields = tree.__dict__
+        fields["tokens"], fields["parents"], fields["probs"], fields["distributions"] = tokens, parents, probs, None
         return tree
 
     @classmethod

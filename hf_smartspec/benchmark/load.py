@@ -102,7 +102,9 @@ class LoadBench:
                 calibration, responses = calibrate(self.setup, source)
                 self.responses = self.responses or responses
                 progress.update()
-                rates = rates or default_rates(self.setup, source, calibration, self.responses)
+                if not rates:
+                    most = capacity(self.setup, source, calibration, self.responses)
+                    rates = [float(f"{share * most:.2g}") for share in _SHARES]
                 policies = Policies(calibration.cost)
                 if "table" in self.names:
                     policies.table = lookup_table(self.setup, source, calibration, self.responses)
@@ -125,9 +127,8 @@ class LoadBench:
                 progress.update()
 
 
-def default_rates(setup: Setup, source: str, calibration: Calibration, responses: list[np.ndarray]) -> list[float]:
-    """Shares of the rate at which the simulated engine answers requests that have all arrived already."""
+def capacity(setup: Setup, source: str, calibration: Calibration, responses: list[np.ndarray]) -> float:
+    """Requests per second that the simulated engine answers without speculation when all have arrived already."""
     requests = new_requests(setup, np.zeros(4 * setup.max_batch_size), np.random.default_rng(setup.seed), responses)
     result = new_engine(setup, source, calibration).run(requests, Policies(calibration.cost).new(NONE))
-    capacity = len(requests) / result.seconds
-    return [float(f"{share * capacity:.2g}") for share in _SHARES]
+    return len(requests) / result.seconds

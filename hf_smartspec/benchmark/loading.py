@@ -131,7 +131,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: in
         if tokenizer.chat_template:
             turn = [{"role": "user", "content": text}]
             rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-            ids = tokenizer(rendered, add_special_tokens=False).input_ids
+            ids = tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
         else:
             ids = tokenizer(text).input_ids
         rows.append(ids[-max_len:])

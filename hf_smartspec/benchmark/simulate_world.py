@@ -139,8 +139,9 @@ class DraftOracle(Oracle):
 
     def max_nodes(self, rows: StepRows) -> np.ndarray:
         assert isinstance(self.table, TableCandidates), "only a table tells what will come true"
-        right = np.array([self.table.num_right(name) for name in rows.request_ids], np.int64)
-        levels = np.minimum(right, rows.caps)[:, None].clip(max=np.arange(int(np.max(rows.caps, initial=0)) + 1))
+        pairs = zip(rows.request_ids, rows.caps.tolist())
+        right = np.array([min(self.table.num_right(name), cap) if cap else 0 for name, cap in pairs], np.int64)
+        levels = right[:, None].clip(max=np.arange(int(np.max(rows.caps, initial=0)) + 1))
         num = levels.sum(axis=0)
         seconds = self.cost.seconds(
             rows.num_context, rows.num_batched + num, rows.width + levels.max(axis=0, initial=0)

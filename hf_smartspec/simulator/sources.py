@@ -125,6 +125,7 @@ class TimedCandidates(TreeCandidateGenerator):
         self.source.stop(request_id)
 
     def continuation(self, request_id: Hashable) -> np.ndarray:
-        """What the target will say next, for the `Oracle`."""
+        """What the target will say next, for the `Oracle`; of requests that are not drafted for, nothing."""
         assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
-        return request_id.response[self._num_seen[request_id] :]
+        num_seen = self._num_seen.get(request_id)
+        return request_id.response[num_seen:] if num_seen is not None else request_id.response[:0]
