@@ -178,7 +178,8 @@ class FusedCandidates(TreeCandidateGenerator):
         weak = [row for row, tree in enumerate(merged) if tree.path_probs.sum() <= limits[row]]
         if not weak:
             return
-        trees = self._ask(drafter, [request_ids[row] for row in weak], [max_nodes[row] for row in weak])
+        limits = [min(max_nodes[row], drafter.default_num_nodes) for row in weak]  # it may cost by the node
+        trees = self._ask(drafter, [request_ids[row] for row in weak], limits)
         for row, tree in zip(weak, trees):
             if len(tree):
                 merged[row] = self._modelled[request_ids[row]] = tree

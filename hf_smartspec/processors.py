@@ -188,7 +188,9 @@ class PaddedBatch(Protocol):
 
 class TokenPicker:
     """
-    The target's own choice of token for rows of one `generate` call (DESIGN 3.5 and 3.6).
+    The target's own choice of token for rows of one `generate` call (DESIGN 3.5 and 3.6). A processor of one's own that
+    looks at each row's own tokens and keeps no state may say so by an attribute `keeps_no_state = True`: rows then need
+    not wait for one another.
 
     Args:
         processors (`LogitsProcessorList`): As `generate` prepared them for the whole batch.
@@ -205,7 +207,7 @@ class TokenPicker:
         self.processors, self.batch_size = processors, batch_size
         known = (*_SCORE_ONLY, *_ROW_ONLY, SeededGumbelLogitsProcessor)
         self.score_only = all(type(processor) in _SCORE_ONLY for processor in processors)
-        self.is_known = all(type(processor) in known for processor in processors)
+        self.is_known = all(type(item) in known or getattr(item, "keeps_no_state", False) for item in processors)
         self.needs_lockstep = batch_size > 1 and not self.is_known
         self.signature = _signature(processors) if self.score_only else None
         self._rows: list[LogitsProcessorList] = []

@@ -1,4 +1,4 @@
-"""`smartspec bench batch`: seconds per token over batch size and draft length, on the real engine (Su et al., Fig. 1)."""
+"""`smartspec bench batch`: seconds per token over batch size and draft length (Su et al., Figure 1)."""
 
 import argparse
 import json

@@ -133,7 +133,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: in
             rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
             ids = tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
         else:
-            ids = tokenizer(text).input_ids
+            ids = tokenizer(text, verbose=False).input_ids
         rows.append(ids[-max_len:])
     return [row for row in rows if row]
 

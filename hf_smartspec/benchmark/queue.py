@@ -92,7 +92,7 @@ def _static(setup: Setup, queue: Prompts) -> Outputs:
             ids[line, width - len(prompt) :] = torch.from_numpy(prompt)
             mask[line, width - len(prompt) :] = 1
         device = setup.model.device
-        found = setup.model.generate(  # type: ignore[operator]
+        found = setup.model.generate(
             ids.to(device), attention_mask=mask.to(device), max_new_tokens=setup.max_new_tokens
         )
         outputs += [_up_to_end(row, setup.end_id) for row in found[:, width:].tolist()]
@@ -108,10 +108,10 @@ def _continuous(setup: Setup, queue: Prompts) -> Outputs:
     longest = max(map(len, setup.prompts)) + setup.max_new_tokens
     config = ContinuousBatchingConfig(
         page_size=_PAGE,
-        num_pages=setup.max_batch_size * -(-longest // _PAGE),
+        num_blocks=setup.max_batch_size * -(-longest // _PAGE),
         max_batch_tokens=512,
     )
-    found = setup.model.generate_batch(  # type: ignore[operator]
+    found = setup.model.generate_batch(
         [prompt.tolist() for prompt in queue],
         max_new_tokens=setup.max_new_tokens,
         continuous_batching_config=config,

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
-from .. import processors
-
 _HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup of transformers asks which are not
 
 
@@ -22,6 +20,8 @@ class RecordedText(LogitsProcessor):
         responses (sequence of `np.ndarray` of shape `[n]`): Recorded token ids of each row.
         end_id (`int`): The end-of-sequence token.
     """
+
+    keeps_no_state = True
 
     def __init__(self, prompts: torch.Tensor, responses: Sequence[np.ndarray], end_id: int):
         self.is_paused = False
@@ -49,7 +49,6 @@ class RecordedText(LogitsProcessor):
         model too, which would then draft what was recorded.
         """
         with ExitStack() as stack:
-            stack.enter_context(_known_to_keep_no_state())
             stack.enter_context(model.register_forward_hook(lambda *_: self._pause(False)))
             if draft is not None:
                 stack.enter_context(draft.register_forward_hook(lambda *_: self._pause(True)))
@@ -57,17 +56,3 @@ class RecordedText(LogitsProcessor):
 
     def _pause(self, value: bool) -> None:
         self.is_paused = value
-
-
-@contextmanager
-def _known_to_keep_no_state() -> Iterator[None]:
-    """
-    Processors of unknown kind make rows wait for one another, since they may keep state across rows. This one keeps
-    none, so rows may advance independently, as they do without it.
-    """
-    known = processors._ROW_ONLY
-    processors._ROW_ONLY = (*known, RecordedText)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        processors._ROW_ONLY = known
