@@ -6,17 +6,32 @@ from threading import Lock
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
+from transformers.utils.logging import get_logger
 
 from .call import ModelForward
 from .candidates.base import TreeCandidateGenerator
 from .config import SmartSpecConfig
 from .forward import PackedForward
-from .goodput import GoodputAuction, LengthPolicy
+from .goodput import CostModel, GoodputAuction, LengthPolicy
 from .profiling import load_or_profile
+
+logger = get_logger(__name__)
 
 # Policies that nobody uses at present. A policy serves one loop at a time.
 _idle: WeakKeyDictionary[PreTrainedModel, dict[Hashable, list[GoodputAuction]]] = WeakKeyDictionary()
 _lock = Lock()
+
+
+def cost_of(model: PreTrainedModel) -> CostModel | None:
+    """What the model's forward costs; None, with a warning, where that cannot be measured (no memory, say)."""
+    try:
+        return load_or_profile(model)
+    except (ValueError, RuntimeError) as error:
+        logger.warning_once(
+            f"The speed of {type(model).__name__} cannot be measured, so drafts have their sources' usual size, whether "
+            f"it pays or not: {error!r}"
+        )
+        return None
 
 
 @contextmanager
@@ -35,7 +50,10 @@ def policy_of(
     if not isinstance(forward, PackedForward):
         yield config.fixed_policy_for(source)
         return
-    cost = load_or_profile(model)
+    cost = cost_of(model)
+    if cost is None:
+        yield config.fixed_policy_for(source)
+        return
     key = type(source), id(getattr(source, "model", None))
     with _lock:
         idle = _idle.setdefault(model, {}).setdefault(key, [])

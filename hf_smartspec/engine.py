@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.logging import tqdm
 
+from .adaptive import cost_of
 from .call import DecodingCall
 from .checks import check_positive
 from .config import SmartSpecConfig
@@ -22,7 +23,6 @@ from .goodput.log import LoggedPolicy, SpeculationReport
 from .memory import EngineMemory
 from .packing import can_pack, can_pack_call, plain_reason
 from .prepare import prepare_call, row_seeds
-from .profiling import load_or_profile
 from .request import GenerationStatistics
 from .results import EngineOutput, Results, Ticket
 from .runner import EngineRunner
@@ -88,7 +88,9 @@ class Engine:
         policy = self.config.policy_for(self._source)
         if policy is not None:
             return LoggedPolicy(policy, getattr(policy, "cost", None))
-        cost = load_or_profile(self.model)
+        cost = cost_of(self.model)
+        if cost is None:
+            return LoggedPolicy(self.config.fixed_policy_for(self._source))
         return LoggedPolicy(GoodputAuction(cost), cost)
 
     # Requests

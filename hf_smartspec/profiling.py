@@ -6,6 +6,7 @@ import os
 import platform
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,12 +69,17 @@ def measure(model: PreTrainedModel, designs: Sequence[Design], progress: bool = 
     """
     Seconds of the packed forward at every point, in the order given; points that need more positions than the model has
     are left out. All points take turns, so that a change in the machine's load meets all of them, and the fastest run
-    of each counts: what else the machine does meanwhile is not the model's cost. Leaves the model, and the global random
-    states, as they are.
+    of each counts: what else the machine does meanwhile is not the model's cost. Leaves the model, and the global
+    random states, as they are.
+
+    Raises:
+        ValueError: if the model has too few positions for any of them.
     """
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     designs = [item for item in designs if longest is None or item.context + item.width <= longest]
+    if not designs:
+        raise ValueError(f"A model of {longest} positions is too short to be measured.")
     with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
         num_rows = max(item.rows for item in designs)
         forward = PackedForward(model, num_rows, max(item.context + item.width for item in designs))
@@ -199,11 +205,11 @@ def profile_path(model: PreTrainedModel) -> Path:
 
 def _key(model: PreTrainedModel) -> dict[str, object]:
     config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    sizes = sorted({(str(item.dtype), tuple(item.shape)) for item in model.parameters()})  # adapters, quantization
+    parts = Counter((type(item).__name__, str(item.dtype), tuple(item.shape)) for item in model.parameters())
     return {
         "class": type(model).__name__,
         "config": json.dumps(config, sort_keys=True, default=str),
-        "sizes": str(sizes),
+        "parts": str(sorted(parts.items())),  # adapters, quantization
         "device": _device_name(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
         "torch": torch.__version__,
@@ -215,7 +221,7 @@ def _key(model: PreTrainedModel) -> dict[str, object]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.processor() or platform.machine()} {os.cpu_count()}"
+    return f"{device.type} {platform.node()} {platform.processor() or platform.machine()} {os.cpu_count()}"
 
 
 def read_profile(model: PreTrainedModel) -> CostModel | None:

@@ -136,16 +136,17 @@ class DraftTree:
     def check_integrity(self, vocab_size: int) -> None:
         """Raises `ValueError` if the arrays do not describe a tree over `vocab_size` tokens."""
         num_nodes = len(self.tokens)
-        if not num_nodes == len(self.parents) == len(self.probs):
-            raise ValueError(
-                f"A DraftTree needs arrays of equal length, got {num_nodes} tokens, {len(self.parents)} parents and "
-                f"{len(self.probs)} probs."
-            )
+        for name, array, kinds in (
+            ("tokens", self.tokens, "iu"),
+            ("parents", self.parents, "iu"),
+            ("probs", self.probs, "fiu"),
+        ):
+            if not isinstance(array, np.ndarray) or array.shape != (num_nodes,) or array.dtype.kind not in kinds:
+                got = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+                kind = "integers" if kinds == "iu" else "numbers"
+                raise ValueError(f"`{name}` of a DraftTree must be an array of {num_nodes} {kind}, got {got}.")
         if num_nodes == 0:
             return
-        for name, array in (("tokens", self.tokens), ("parents", self.parents)):
-            if not np.issubdtype(np.asarray(array).dtype, np.integer):
-                raise ValueError(f"`{name}` of a DraftTree must be integers, got {array.dtype}.")
         if (self.parents >= np.arange(num_nodes)).any() or self.parents.min() < -1:
             raise ValueError(f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}.")
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:

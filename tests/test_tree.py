@@ -146,8 +146,8 @@ def test_empty_tree_has_all_properties():
         (tree_of([1], [-2]), "parent"),
         (tree_of([10], [-1]), "10"),  # no such token
         (tree_of([-1], [-1]), "-1"),
-        (DraftTree(np.array([1, 2]), np.array([-1]), np.ones(2)), "equal length"),
-        (DraftTree(np.array([1]), np.array([-1]), np.ones(2)), "equal length"),
+        (DraftTree(np.array([1, 2]), np.array([-1]), np.ones(2)), "array of"),
+        (DraftTree(np.array([1]), np.array([-1]), np.ones(2)), "array of"),
         (DraftTree(np.array([1.0]), np.array([-1]), np.ones(1)), "integers"),
         (DraftTree(np.array([1]), np.array([-1.0]), np.ones(1)), "integers"),
     ],

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers.utils.logging import tqdm
 
 from ..simulator import LoadResult, poisson
 from .load_report import Cell, Cells, Point, plot, print_points, summaries
-from .load_runs import Calibration, calibrate, lookup_table, new_engine, new_requests, serve, simulate, warm_up
+from .load_runs import Calibration, calibrate, lookup_table, new_engine, new_requests, serve, simulate_beside, warm_up
 from .load_setup import (
     NONE,
     SOURCES,
@@ -47,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=positive_number, default=20.0, metavar="S", help="of arrivals, per run (default: 20)"
     )
     parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of every row (default: 1)")
-    parser.add_argument("--simulated", action="store_true", help="show the same loads in virtual time beside them")
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="show the same loads in virtual time beside them, on a machine as fast as it was at each",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,8 +127,11 @@ class LoadBench:
                 cell.real.append(result := LoadResult())
                 serve(self.setup, point.source, policies.new(name), requests, result)
                 if self.args.simulated:
-                    policy = policies.new(name)
-                    cell.simulated.append(simulate(self.setup, point.source, calibration, policy, requests))
+                    twin, factor = simulate_beside(
+                        self.setup, point.source, calibration, partial(policies.new, name), requests, result
+                    )
+                    cell.simulated.append(twin)
+                    cell.factors.append(factor)
                 progress.update()
 
 

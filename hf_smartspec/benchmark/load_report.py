@@ -27,10 +27,14 @@ class Point(NamedTuple):
 
 @dataclass
 class Cell:
-    """What one policy made of one load: one result per repetition."""
+    """
+    What one policy made of one load: one result per repetition. `factors`: by which steps were slower in the real run
+    than in the calibration, so that the simulation's are, too.
+    """
 
     real: list[LoadResult] = field(default_factory=list)
     simulated: list[LoadResult] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
 
 
 Cells = dict[Point, dict[str, Cell]]  # by load and policy; "none" comes first
@@ -56,6 +60,7 @@ def summaries(cells: Cells) -> list[dict[str, Any]]:
             )
             if _is_served(policies[name].simulated):
                 row["simulated_latency"] = pooled(policies[name].simulated).mean_latency
+                row["simulation_factors"] = policies[name].factors
                 row["simulation_error"] = row["simulated_latency"] / row["mean_latency"] - 1
             rows.append(row)
     return rows
@@ -122,9 +127,11 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterable[str]:
     errors = [abs(row["simulation_error"]) for row in rows if "simulation_error" in row]
     if errors:
         num = sum(error <= FIDELITY for error in errors)
+        factors = [factor for row in rows for factor in row.get("simulation_factors", [])]
         yield (
             f"Simulation: mean latency within {FIDELITY:.0%} of the engine's in {num} of {len(errors)} rows; median "
-            f"error {np.median(errors):.1%}, worst {max(errors):.1%}."
+            f"error {np.median(errors):.1%}, worst {max(errors):.1%}. Steps took {min(factors, default=1):.2f} to "
+            f"{max(factors, default=1):.2f} times what the calibration says, and so they do in the simulation."
         )
 
 

@@ -1,8 +1,9 @@
 """Loads on the real engine and on the simulated one, and the calibration that the latter needs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from .load_setup import Policies, Setup
 LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
 _TABLE_BATCHES = 32  # the largest batch of the look-up table
 _TABLE_LENGTH = 8
+_SCALINGS = 2  # rounds in which the simulated machine is made as fast as the real one was
 _NUM_ALONE = 8  # prompts of the calibration that run alone
 
 
@@ -53,6 +55,19 @@ class Calibration:
     step_seconds: float
     max_nodes: int
 
+    def scaled(self, factor: float) -> "Calibration":
+        """On a machine that is slower by this factor."""
+        cost, draft = self.cost, self.draft
+        names = ("alpha", "beta", "gamma", "delta")
+        slower: dict[str, Any] = {name: getattr(cost, name) * factor for name in names}
+        slower["curve"] = tuple(value * factor for value in cost.curve)
+        return replace(
+            self,
+            cost=replace(cost, **slower),
+            draft=replace(draft, per_call=draft.per_call * factor, per_row=draft.per_row * factor),
+            step_seconds=self.step_seconds * factor,
+        )
+
 
 # The real engine
 
@@ -72,6 +87,9 @@ def serve(setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[Lo
                 time.sleep(max(start + request.arrival - time.perf_counter(), 0))
                 engine.add_request(request.prompt, request_id=str(index), max_new_tokens=request.max_new_tokens)
             outputs |= {output.request_id: output for output in engine}
+            errors = [output.error for output in outputs.values() if output.error is not None]
+            if errors:
+                raise RuntimeError(f"{len(errors)} requests failed; the first one: {errors[0]}")
         except KeyboardInterrupt:
             while (output := engine.get_result(timeout=0)) is not None:
                 outputs[output.request_id] = output
@@ -107,11 +125,11 @@ def calibrate(setup: Setup, source: str) -> tuple[Calibration, list[np.ndarray]]
         with engine:
             outputs = [engine.generate(prompts, max_new_tokens=setup.max_new_tokens) for prompts in parts]
         counts += engine.statistics
-    inside = counts.seconds_draft + counts.seconds_select + counts.seconds_forward + counts.seconds_verify
+    inside = _step_seconds(LoadResult(statistics=counts))
     cost = DraftCost(is_autoregressive=drafts.is_autoregressive, width=drafts.width)
     per_call, per_row = policy.timer.seconds(cost)
     draft = replace(cost, per_call=per_call, per_row=per_row)
-    besides = max(counts.seconds_total - inside, 0.0) / max(counts.forwards, 1)
+    besides = max(counts.seconds_total / max(counts.forwards, 1) - inside, 0.0)
     calibration = Calibration(policy.cost, draft, besides, drafts.default_num_nodes)
     return calibration, [np.array(output.generated_tokens, np.int64) for output in outputs[0]]
 
@@ -180,6 +198,35 @@ def simulate(
         assert setup.draft is not None, "asked for where there is a draft only"
         requests = with_draft_model(requests, setup.draft)
     return new_engine(setup, source, calibration).run(requests, policy)
+
+
+def simulate_beside(
+    setup: Setup,
+    source: str,
+    calibration: Calibration,
+    new_policy: Callable[[], LengthPolicy],
+    requests: Sequence[LoadRequest],
+    real: LoadResult,
+) -> tuple[LoadResult, float]:
+    """
+    The same load in virtual time, on a machine as fast as it was during the real run: machines drift by more than
+    simulations err. All costs are scaled by one factor, by which a mean step takes as long. How many steps there are,
+    how many requests share them, and who waits, is up to the simulation.
+
+    Returns:
+        The result, and the factor.
+    """
+    factor = 1.0
+    for _ in range(_SCALINGS):
+        result = simulate(setup, source, calibration.scaled(factor), new_policy(), requests)
+        factor *= _step_seconds(real) / _step_seconds(result)
+    return simulate(setup, source, calibration.scaled(factor), new_policy(), requests), factor
+
+
+def _step_seconds(result: LoadResult) -> float:
+    counts = result.statistics
+    inside = counts.seconds_draft + counts.seconds_select + counts.seconds_forward + counts.seconds_verify
+    return inside / max(counts.forwards, 1)
 
 
 def lookup_table(

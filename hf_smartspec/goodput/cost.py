@@ -76,6 +76,8 @@ class CostModel:
         if (np.diff(self.knots) <= 0).any() or (np.diff(self.curve) < 0).any() or min(self.curve, default=0) < 0:
             raise ValueError(f"`knots` must rise and `curve` must not fall, got {self.knots} and {self.curve}.")
         self.knots, self.curve = tuple(map(float, self.knots)), tuple(map(float, self.curve))
+        if self._tokens_seconds(1) <= 0:
+            raise ValueError("A forward must cost something: `gamma`, `delta` and `curve` say that it costs nothing.")
 
     def seconds(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """

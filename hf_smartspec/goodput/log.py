@@ -156,10 +156,10 @@ class LoggedPolicy(LengthPolicy):
         self._real += real
         # The model's error in this step is that of every choice in it.
         factor = (real[1] - seconds.draft) / self._forward_seconds(rows, sizes)
+        ranks = np.concatenate([np.zeros(0), *(_ranks_of_truth(tree, text) for tree, text in zip(proposed, tokens))])
         for index, length in enumerate(_FIXED):
-            trees = [tree.most_likely(length) for tree in proposed]
-            gained = sum(map(_num_true, trees, tokens))
-            forward = factor * self._forward_seconds(rows, [len(tree) for tree in trees])
+            gained = np.count_nonzero(ranks < length)
+            forward = factor * self._forward_seconds(rows, [min(len(tree), length) for tree in proposed])
             self._fixed[index] += len(rows) + gained, forward + (seconds.draft if length else 0.0)
         more = self._forward_seconds(rows, [size + 1 for size in sizes]) - self._forward_seconds(rows, sizes)
         self._break_even.append(factor * more / len(rows) * real[0] / max(real[1], 1e-9))
@@ -206,12 +206,19 @@ class LoggedPolicy(LengthPolicy):
         )
 
 
-def _num_true(tree: DraftTree, tokens: np.ndarray) -> int:
-    """How many nodes of the tree the text runs through."""
-    node = -1
-    for count, token in enumerate(tokens.tolist()):
-        child = tree.child(node, token)
-        if child is None:
-            return count
-        node = child
-    return len(tokens)
+def _ranks_of_truth(tree: DraftTree, tokens: np.ndarray) -> np.ndarray:
+    """For the nodes that the text runs through, how many nodes of the tree are more likely, `[n]` int64."""
+    path, node = [], -1
+    parents, drafted = tree.parents.tolist(), tree.tokens.tolist()
+    for token in tokens.tolist():
+        children = [child for child in range(node + 1, len(drafted)) if parents[child] == node]
+        node = next((child for child in children if drafted[child] == token), -1)
+        if node < 0:
+            break
+        path.append(node)
+    if not path:
+        return np.zeros(0, np.int64)
+    ranks = np.empty(len(tree), np.int64)
+    # As in `DraftTree.most_likely`: the shallower one of two that are equally likely comes first.
+    ranks[np.lexsort((np.arange(len(tree)), tree.depths, -tree.path_probs))] = np.arange(len(tree))
+    return ranks[path]

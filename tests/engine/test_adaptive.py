@@ -1,5 +1,6 @@
 """The goodput auction in the loop: the same tokens, drafts where they pay, and none where they do not."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,3 +87,39 @@ def test_draft_models_that_are_hardly_asked_are_spared_new_requests(model):
     with Engine(model, SmartSpecConfig(spy, policy=policy), max_batch_size=2) as engine:
         check_all(engine, model, requests)
     assert 5 < spy.started < 45
+
+
+def test_models_that_cannot_be_measured_are_served_all_the_same(model, monkeypatch):
+    def fails(model):
+        raise torch.OutOfMemoryError("no room for 16 rows")
+
+    monkeypatch.setattr("hf_smartspec.adaptive.load_or_profile", fails)
+    source = DraftModelCandidates(noisy_copy(model), num_nodes=3)
+    assert speculate(model, source).drafted_tokens > 0
+    with Engine(model, source) as engine:
+        check_all(engine, model, random_requests(5))
+    assert engine.statistics.drafted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "probs", [[0.5, 0.5], torch.ones(2, dtype=torch.bfloat16), np.array(["a", "b"]), np.ones((2, 1)), np.ones(3)]
+)
+def test_probabilities_that_are_none(model, probs):
+    """They cost the request its drafts, not its tokens."""
+
+    class Odd(Wrong):
+        def _propose(self, text, limit):
+            return DraftTree(np.array([3, 4]), np.array([-1, 0]), probs)
+
+    assert speculate(model, Odd()).drafted_tokens == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, 7.0, 1e300])
+def test_probabilities_out_of_bounds(model, value):
+    class Odd(Wrong):
+        def _propose(self, text, limit):
+            return DraftTree(np.array([3, 4]), np.array([-1, 0]), np.array([value, 0.5]))
+
+    speculate(model, Odd())
+    with Engine(model, Odd()) as engine:
+        check_all(engine, model, random_requests(3))
