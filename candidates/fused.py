@@ -16,6 +16,7 @@ from .fused_calibration import Calibrations, Draft, ProbabilityCalibrator
 logger = logging.get_logger(__name__)
 
 _MEMORY = 0.05  # least weight of the newest draft in the drafter's running mean accepted length
+_MOST_MEANS = 256  # namespaces whose running means are kept
 
 
 class _Mean(NamedTuple):
@@ -86,7 +87,7 @@ class FusedCandidates(TreeCandidateGenerator):
         types = [type(source).__name__ for source in sources]
         names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]
         self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
-        self._accepted: dict[Hashable, _Mean] = {}  # of the drafter, by namespace
+        self._accepted: dict[Hashable, _Mean] = {}  # of the drafter, by namespace, the latest last
         self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
@@ -178,8 +179,8 @@ class FusedCandidates(TreeCandidateGenerator):
         weak = [row for row, tree in enumerate(merged) if tree.path_probs.sum() <= limits[row]]
         if not weak:
             return
-        limits = [min(max_nodes[row], drafter.default_num_nodes) for row in weak]  # it may cost by the node
-        trees = self._ask(drafter, [request_ids[row] for row in weak], limits)
+        most = [min(max_nodes[row], drafter.default_num_nodes) for row in weak]  # it may cost by the node
+        trees = self._ask(drafter, [request_ids[row] for row in weak], most)
         for row, tree in zip(weak, trees):
             if len(tree):
                 merged[row] = self._modelled[request_ids[row]] = tree
@@ -190,8 +191,10 @@ class FusedCandidates(TreeCandidateGenerator):
         if self._calibrations is not None and drafts is not None:
             self._calibrations.learn(namespace, drafts, tokens)
         if modelled is not None:
-            mean = self._accepted.get(namespace, _Mean())
+            mean = self._accepted.pop(namespace, _Mean())
             self._accepted[namespace] = mean.with_one(_num_accepted(modelled, tokens))
+            if len(self._accepted) > _MOST_MEANS:
+                del self._accepted[next(iter(self._accepted))]
         for source in self._everyone:
             self._tell(source, request_id, source.observe, tokens)
 

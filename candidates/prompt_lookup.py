@@ -33,7 +33,7 @@ class _Index:
 class _References(_Index):
     """Reference texts, which several requests may share; no n-gram and no continuation crosses a border."""
 
-    def __init__(self, max_ngram: int, texts: Sequence[np.ndarray]):
+    def __init__(self, max_ngram: int, texts: tuple[np.ndarray, ...]):
         super().__init__(max_ngram)
         self.texts = texts  # kept, so that no other text gets their identity
         for text in texts:
@@ -102,10 +102,11 @@ class PromptLookupCandidates(TreeCandidateGenerator):
     ) -> None:
         if not len(references):
             return
-        key = tuple(map(id, references))  # the rows of a call have the same ones, which are indexed once
+        texts = tuple(references)  # the caller's sequence may change, or make its items anew
+        key = tuple(map(id, texts))  # the rows of a call have the same ones, which are indexed once
         known = self._references.get(key)
         if known is None:
-            known = self._references[key] = _References(self.max_ngram, references)
+            known = self._references[key] = _References(self.max_ngram, texts)
         self._assigned[request_id] = known
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:

@@ -93,6 +93,7 @@ def new_batch(num_rows: int) -> Batch:
 
 # The table of addresses: the fields of `Store`, `Model`, `Slots`, `Scratch` and `Batch`, then settings, owners of text
 # blocks and when outputs were used.
+NUM_ADDRESSES = 25
 
 
 @compiled

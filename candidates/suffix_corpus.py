@@ -215,9 +215,6 @@ class SuffixCorpus:
         replaced at once: readers and other writers find the old one or the new one, whole.
         """
         order = sorted(self.outputs, key=lambda number: self.used[number])
-        names = [name for name in self.roots if isinstance(name, str)]
-        if len(names) < len(self.roots):
-            raise ValueError(f"Namespaces must be strings to be saved, got {list(self.roots)!r}.")
         lines = {name: line for line, name in enumerate(self.roots)}
         parts: dict[str, np.ndarray] = {
             "lengths": np.array([self.outputs[number].length for number in order], np.int64),
@@ -227,7 +224,7 @@ class SuffixCorpus:
         }
         header = header | {
             "version": _VERSION,
-            "names": names,
+            "names": list(self.roots),
             "arrays": {name: [array.dtype.str, list(array.shape)] for name, array in parts.items()},
         }
         body = b"".join(np.ascontiguousarray(array).tobytes() for array in parts.values())

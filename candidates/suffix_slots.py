@@ -4,13 +4,16 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
+from ..checks import is_integer
 from ..tree import DraftTree
 from .suffix_batch import (
     END,
     MAX_PENDING,
+    NUM_ADDRESSES,
     NUM_PENDING,
     START,
     STATE,
+    Batch,
     Slots,
     absorb,
     begin,
@@ -20,7 +23,7 @@ from .suffix_batch import (
 )
 from .suffix_corpus import SuffixCorpus
 from .suffix_draft import MAX_TREES, Scratch, new_scratch
-from .suffix_model import Model, new_model
+from .suffix_model import Model, log_odds, new_model
 
 _NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
 
@@ -35,27 +38,34 @@ class SuffixSlots:
 
     Attributes:
         lines (dict): The line of the model that each namespace learns in.
+        used (`np.ndarray`): The corpus' array that compiled code knows.
     """
 
     def __init__(self, corpus: SuffixCorpus, settings: Sequence[float]):
         self._corpus, self._settings = corpus, np.array(settings, np.float64)
-        self._slots, self._scratch = new_slots(_NUM_SLOTS, corpus.max_depth), new_scratch(_NUM_SLOTS)
-        self._free_slots = list(range(_NUM_SLOTS))
-        self._batch = new_batch(_NUM_ROWS)
-        self.model, self.lines = new_model(), dict[Hashable, int]()
-        self._free_lines = [0]
-        self.refresh()
+        self._table = np.zeros(NUM_ADDRESSES, np.int64)
+        self._address = int(self._table.ctypes.data)
+        slots, scratch = new_slots(_NUM_SLOTS, corpus.max_depth), new_scratch(_NUM_SLOTS)
+        self._replace(new_model(), slots, scratch, new_batch(_NUM_ROWS))
+        self.lines = dict[Hashable, int]()
+        self._free_slots, self._free_lines = list(range(_NUM_SLOTS)), [0]
 
     def refresh(self) -> None:
-        """Looks up the addresses of all arrays again, after one was replaced."""
+        """Looks up the addresses of all arrays again, after the corpus replaced one."""
+        self._replace(self.model, self._slots, self._scratch, self._batch)
+
+    def _replace(self, model: Model, slots: Slots, scratch: Scratch, batch: Batch) -> None:
+        """Has everyone work on these arrays from now on. Whatever fails or interrupts it leaves all the old ones."""
         corpus = self._corpus
-        groups = corpus.store, self.model, self._slots, self._scratch, self._batch
+        groups = corpus.store, model, slots, scratch, batch
         arrays = [*(array for group in groups for array in group), self._settings, corpus.owners, corpus.used]
-        self._table = np.array([array.ctypes.data for array in arrays], np.int64)
-        self._address = int(self._table.ctypes.data)
+        addresses = np.array([array.ctypes.data for array in arrays], np.int64)
         # As memoryviews: numpy is slow on single elements.
-        self._state, batch = self._slots.state.reshape(-1).data, self._batch
-        self._rows = batch.slots.data, batch.limits.data, batch.ends.data
+        state, rows = slots.state.reshape(-1).data, (batch.slots.data, batch.limits.data, batch.ends.data)
+        # No calls from here on: Python handles signals at calls. The old arrays live as long as the table names them.
+        self._table[:] = addresses
+        self.model, self._slots, self._scratch, self._batch = model, slots, scratch, batch
+        self._arrays, self.used, self._state, self._rows = arrays, arrays[-1], state, rows
 
     # Slots
 
@@ -63,10 +73,11 @@ class SuffixSlots:
         """A slot for a text that begins at position `start` and drafts from these trees, the first of them its own."""
         line = self._line(namespace)
         if not self._free_slots:
-            self._free_slots = list(range(len(self._slots.state), 2 * len(self._slots.state)))
-            self._slots = Slots(*_doubled(self._slots, new_slots(len(self._free_slots), self._corpus.max_depth)))
-            self._scratch = Scratch(*_doubled(self._scratch, new_scratch(len(self._free_slots))))
-            self.refresh()
+            num = len(self._slots.state)
+            slots = Slots(*_doubled(self._slots, new_slots(num, self._corpus.max_depth)))
+            scratch = Scratch(*_doubled(self._scratch, new_scratch(num)))
+            self._replace(self.model, slots, scratch, self._batch)
+            self._free_slots = list(range(num, 2 * num))
         slot = self._free_slots.pop()
         self._slots.trees[slot] = [*roots, *[-1] * (MAX_TREES - len(roots))]
         self._slots.points[slot, :2] = roots[0], 0
@@ -119,8 +130,7 @@ class SuffixSlots:
         """Drafts of up to so many nodes for these slots."""
         num_rows = len(slots)
         if num_rows > len(self._batch.slots):
-            self._batch = new_batch(2 * num_rows)
-            self.refresh()
+            self._replace(self.model, self._slots, self._scratch, new_batch(2 * num_rows))
         batch, (row_slots, row_limits, row_ends) = self._batch, self._rows
         for row in range(num_rows):
             row_slots[row], row_limits[row] = slots[row], limits[row]
@@ -139,9 +149,10 @@ class SuffixSlots:
         """The namespace's line of the model; a new one begins with nothing learnt."""
         if namespace not in self.lines:
             if not self._free_lines:
-                self._free_lines = list(range(len(self.model.cells), 2 * len(self.model.cells)))
-                self.model = Model(*_doubled(self.model, new_model(len(self._free_lines))))
-                self.refresh()
+                num = len(self.model.cells)
+                model = Model(*_doubled(self.model, new_model(num)))
+                self._replace(model, self._slots, self._scratch, self._batch)
+                self._free_lines = list(range(num, 2 * num))
             self.lines[namespace] = self._free_lines.pop()
         return self.lines[namespace]
 
@@ -153,12 +164,30 @@ class SuffixSlots:
             for learnt, initial in zip(self.model, new_model()):
                 learnt[line] = initial[0]
 
-    def take_over(self, model: Model, lines: dict[Hashable, int]) -> None:
-        """Goes on with what was learnt before, unless it was by a model of another shape."""
-        if all(learnt.shape[1:] == initial.shape[1:] for learnt, initial in zip(model, new_model())):
-            self.model, self.lines = model, dict(lines)
-            self._free_lines = sorted(set(range(len(model.cells))) - set(lines.values()))
-            self.refresh()
+    def take_over(self, cells: np.ndarray, weights: np.ndarray, lines: dict[Hashable, int]) -> None:
+        """
+        Goes on with what was learnt before (see `Model`), unless it was by a model of another shape.
+
+        Raises:
+            ValueError: if that cannot have been learnt. Compiled code relies on it.
+        """
+        initial = new_model()
+        if (cells.shape[1:], weights.shape[1:]) != (initial.cells.shape[1:], initial.weights.shape[1:]):
+            return
+        if cells.dtype != np.float32 or weights.dtype != np.float32:
+            raise ValueError(f"what was learnt must be float32, got {cells.dtype} and {weights.dtype}.")
+        if not 0 < len(cells) == len(weights):
+            raise ValueError(f"every line has cells and weights, got {len(cells)} and {len(weights)}.")
+        numbers = list(lines.values())
+        if not all(is_integer(line) and 0 <= line < len(cells) for line in numbers) or len(set(numbers)) < len(numbers):
+            raise ValueError(f"namespaces must have lines of their own, below {len(cells)}, got {lines!r}.")
+        frequencies, observations = cells[:, :, 0], cells[:, :, 1]
+        if not ((frequencies > 0) & (frequencies < 1) & (observations >= 0) & (observations < np.inf)).all():
+            raise ValueError("frequencies must lie between 0 and 1, and numbers of observations be finite.")
+        if not np.isfinite(weights).all():
+            raise ValueError("weights must be finite.")
+        self._replace(Model(cells, log_odds(cells), weights), self._slots, self._scratch, self._batch)
+        self.lines, self._free_lines = dict(lines), sorted(set(range(len(cells))) - set(numbers))
 
 
 def _doubled(arrays: Iterable[np.ndarray], more: Iterable[np.ndarray]) -> list[np.ndarray]:

@@ -116,7 +116,7 @@ def new_node(s, label, length):
     s.heads[NODES_LIVE] += 1
     node = s.heads[NODES_FREE]
     if node >= 0:
-        s.heads[NODES_FREE] = s.nodes[node + LABEL]
+        s.heads[NODES_FREE] = s.nodes[node + KIDS]
     else:
         node = s.heads[NODES_TOP] * NODE
         s.heads[NODES_TOP] += 1
@@ -133,12 +133,15 @@ def new_node(s, label, length):
 
 @compiled
 def free_node(s, node):
-    """The node's children must have gone elsewhere."""
+    """
+    The node's children must have gone elsewhere. Its label stays a text position: what was drafted before may be learnt
+    from when a place of the draft is gone (`suffix_places.position_of`).
+    """
     if s.nodes[node + KIDS] >= 0:
         free_block(s, s.nodes[node + KIDS], s.nodes[node + CLASS])
     if s.nodes[node + INDEX] >= 0:
         free_block(s, s.nodes[node + INDEX], s.nodes[node + CLASS] - 1)
-    s.nodes[node + LABEL] = s.heads[NODES_FREE]
+    s.nodes[node + KIDS] = s.heads[NODES_FREE]
     s.heads[NODES_FREE] = node
     s.heads[NODES_LIVE] -= 1
 

@@ -19,7 +19,6 @@ from .suffix_batch import MAX_PENDING
 from .suffix_corpus import SuffixCorpus, read, split
 from .suffix_draft import MAX_MATCH, MAX_TREES
 from .suffix_growth import insert, move_tree
-from .suffix_model import Model, log_odds
 from .suffix_slots import SuffixSlots
 from .suffix_store import free_tree, new_root
 
@@ -142,7 +141,12 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             if not corpus.make_room(size, *map(len, references)):
                 raise MemoryError(f"The prompt does not fit into `max_bytes={corpus.max_bytes}`.")
             start, root = corpus.allocate(size), new_root(corpus.store)
-            slot = self._slots.take(start, [root, *map(corpus.root, (namespace, *reads))], namespace)
+            try:
+                slot = self._slots.take(start, [root, *map(corpus.root, (namespace, *reads))], namespace)
+            except BaseException:
+                free_tree(corpus.store, root)
+                corpus.release(start, size)
+                raise
             request = _Request(slot, namespace, start, size, len(tokens), size)
             self._requests[request_id] = request
             corpus.reserved += size
@@ -201,11 +205,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
                 self._keep(output, request.namespace)
 
     def _keep(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
-        used = self._corpus.used
         try:
             return self._corpus.add(tokens, namespace)
         finally:
-            if self._corpus.used is not used:
+            if self._corpus.used is not self._slots.used:
                 self._slots.refresh()
 
     # Earlier outputs
@@ -277,9 +280,14 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         """
         Writes the kept outputs and what was learnt. The file is replaced as a whole; with `tokenizer`, it can only be
         loaded for the same vocabulary.
+
+        Raises:
+            ValueError: if a namespace is no string.
         """
         with self._lock:
-            model = self._slots.model
+            model, names = self._slots.model, {*self._corpus.roots, *self._slots.lines}
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"Namespaces must be strings to be saved, got {list(names)!r}.")
             header = {
                 "lines": list(self._slots.lines.items()),
                 "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
@@ -304,8 +312,11 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         fingerprint = header["fingerprint"]
         if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
             raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
-        source, cells = cls(**options), arrays["cells"].copy()
-        source._slots.take_over(Model(cells, log_odds(cells), arrays["weights"].copy()), dict(header["lines"]))
+        source = cls(**options)
+        try:
+            source._slots.take_over(arrays["cells"].copy(), arrays["weights"].copy(), dict(header["lines"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
         texts = split(arrays["tokens"], arrays["lengths"].tolist())
         for tokens, name in zip(tqdm(texts, total=len(arrays["lengths"]), disable=not progress), arrays["namespaces"]):
             source._keep(_checked(tokens), header["names"][name])

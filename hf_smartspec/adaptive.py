@@ -28,8 +28,8 @@ def cost_of(model: PreTrainedModel) -> CostModel | None:
         return load_or_profile(model)
     except (ValueError, RuntimeError) as error:
         logger.warning_once(
-            f"The speed of {type(model).__name__} cannot be measured, so drafts have their sources' usual size, whether "
-            f"it pays or not: {error!r}"
+            f"The speed of {type(model).__name__} cannot be measured, so drafts have their sources' usual size, "
+            f"whether it pays or not: {error!r}"
         )
         return None
 

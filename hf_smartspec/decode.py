@@ -103,8 +103,7 @@ def decode(
     call.keeps_cache = generation_config.return_dict_in_generate or gives_back
     with torch.no_grad(), policy_of(model, config, source, call.forward) as policy:
         loop = DecodingLoop(policy, model_limits(model))
-        loop.add(call)
-        loop.run()
+        loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)
     if streamer is not None:

@@ -15,6 +15,7 @@ from transformers.utils.logging import tqdm
 
 from .adaptive import cost_of
 from .call import DecodingCall
+from .candidates.base import TreeCandidateGenerator
 from .checks import check_positive
 from .config import SmartSpecConfig
 from .generate import generating, run_with
@@ -22,7 +23,7 @@ from .goodput import GoodputAuction
 from .goodput.log import LoggedPolicy, SpeculationReport
 from .memory import EngineMemory
 from .packing import can_pack, can_pack_call, plain_reason
-from .prepare import prepare_call, row_seeds
+from .prepare import model_limits, prepare_call, row_seeds
 from .request import GenerationStatistics
 from .results import EngineOutput, Results, Ticket
 from .runner import EngineRunner
@@ -82,7 +83,9 @@ class Engine:
         self._policy = self._make_policy()
         self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
         self._names = 0
-        self._lock = threading.Lock()
+        self._drafters: dict[int, TreeCandidateGenerator] = {}  # by draft model
+        self._lock, self._offline = threading.Lock(), threading.Lock()
+        self._num_offline = 0  # calls of `generate` for which the engine runs
 
     def _make_policy(self) -> LoggedPolicy:
         policy = self.config.policy_for(self._source)
@@ -123,13 +126,17 @@ class Engine:
 
         Raises:
             ValueError, TypeError: for arguments that cannot be served, and requests that can never fit into memory.
-            RuntimeError: if the engine has been stopped.
         """
+        if isinstance(assistant, SmartSpecConfig) and assistant.policy is not None:
+            raise ValueError(
+                "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
+            )
         ids = _as_ids(input_ids)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
         call = self._prepare(ids, assistant, seed, kwargs)
         request = call.requests[0]
+        self._check_positions(request.length + (request.max_new_tokens or 0) - 1)
         self._memory.scheduler.check(self._memory.num_tokens(call))
         if request_id is None:
             request_id = self._new_name()
@@ -146,10 +153,22 @@ class Engine:
         """Ends a request early: its output is what it has got so far. Unknown and finished ones are ignored."""
         self._runner.cancel(request_id)
 
+    def _check_positions(self, num_tokens: int) -> None:
+        """Behind the last learned position a forward fails, for all who run in it."""
+        config = self.model.config.get_text_config(decoder=True)
+        limit = model_limits(self.model).num_positions
+        if limit is not None and not getattr(config, "rope_parameters", None) and num_tokens > limit:
+            raise ValueError(
+                f"The request may feed {num_tokens} tokens and the model has {limit} positions: shorten the prompt or "
+                "lower `max_new_tokens`."
+            )
+
     def _new_name(self) -> str:
         with self._lock:
+            while (name := f"req_{self._names}") in self._results:
+                self._names += 1
             self._names += 1
-            return f"req_{self._names - 1}"
+            return name
 
     def _prepare(self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any]) -> DecodingCall:
         """The request as transformers' `generate` prepares it, ready for the loop."""
@@ -159,6 +178,8 @@ class Engine:
         ids = ids.to(self.model.device)
         kwargs = {**kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         config: Any = replace(self.config, assistant=self._source, width=1) if assistant is None else assistant
+        if isinstance(config, PreTrainedModel):  # one source for all that draft with it: they share its forwards
+            config = self._drafters.setdefault(id(config), SmartSpecConfig(config).source_for(self.model))
         original = MethodType(GenerationMixin.generate, self.model)
         return run_with(self._captured, self.model, original, kwargs, config, seed)
 
@@ -176,6 +197,8 @@ class Engine:
         **model_kwargs: Any,
     ) -> DecodingCall:
         """A decoding method that does not decode."""
+        if len(input_ids) != 1:
+            raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
         reason = plain_reason(model, input_ids, generation_config, model_kwargs)
         if reason is not None or not can_pack_call(model, input_ids, model_kwargs):
             reason = reason or "the model's attention or these arguments cannot be packed"
@@ -193,10 +216,12 @@ class Engine:
         The finished output of a request, or the next there is, which is thereby taken away. None after `timeout`
         seconds, and if none is to come.
         """
+        self._runner.check_thread()
         return self._results.get(request_id, timeout if self.is_running else 0)
 
     def __iter__(self) -> Iterator[EngineOutput]:
         """Finished outputs as they come, until every request is answered."""
+        self._check_runs()
         while (output := self._results.get()) is not None:
             yield output
 
@@ -204,19 +229,32 @@ class Engine:
         """
         Outputs of one request, each with all tokens so far; the last one is finished. In between only if it was added
         with `streaming=True`. A slow reader misses steps, but no tokens.
+
+        Raises:
+            RuntimeError: if the engine does not run and the output is not there: who waits then waits forever.
         """
+        self._check_runs(request_id)
         return self._results.stream(request_id)
 
     def request_id_aiter(self, request_id: str) -> AsyncIterator[EngineOutput]:
         """`request_id_iter` for `async for`."""
+        self._check_runs(request_id)
         return self._results.stream_async(request_id)
+
+    def _check_runs(self, request_id: str | None = None) -> None:
+        self._runner.check_thread()
+        if not self.is_running and self._results.is_open(request_id):
+            raise RuntimeError("The engine does not run: `start()` it, or use it in a `with` block.")
 
     def generate(self, prompts: Sequence[Any], progress_bar: bool = False, **kwargs: Any) -> list[EngineOutput]:
         """
         Serves a list of prompts and returns their outputs in the same order. Starts the engine for the time of the call
         if it does not run. Interrupted, it cancels what is left.
         """
-        was_running = self.is_running
+        self._runner.check_thread()
+        with self._offline:
+            is_own = self._num_offline > 0 or not self.is_running
+            self._num_offline += is_own
         names: list[str] = []
         try:
             names += (self.add_request(prompt, **kwargs) for prompt in prompts)
@@ -232,10 +270,14 @@ class Engine:
         except BaseException:
             for name in names:
                 self.cancel_request(name)
+                self._results.discard(name)
             raise
         finally:
-            if not was_running:
-                self.stop()
+            if is_own:
+                with self._offline:
+                    self._num_offline -= 1
+                    if not self._num_offline:
+                        self.stop()
 
     # Life
 
@@ -268,6 +310,7 @@ class Engine:
         Ends the thread: after every request has been answered (`drain`), or at once, and then the rest is cancelled;
         also after `timeout` seconds.
         """
+        self._runner.check_thread()
         if drain and self.is_running:
             self._results.wait_until_answered(timeout)
         self._runner.stop()
@@ -275,6 +318,7 @@ class Engine:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Nothing runs within, so that the model may be changed: requests then go on, with their text computed anew."""
+        self._runner.check_thread()
         with self._runner.paused():
             yield
 

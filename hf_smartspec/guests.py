@@ -82,7 +82,7 @@ class GuestSources:
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
             for tree in trees:
                 tree.check_integrity(self.vocab_size)
-            return dict(zip(wanted, trees))
+            return {request: tree.most_likely(limit) for (request, limit), tree in zip(wanted.items(), trees)}
         except Exception as error:
             first_error = first_error or error
             if len(wanted) == 1:

@@ -61,17 +61,19 @@ class DecodingLoop:
         """A call leaves, finished or not."""
         self.calls.remove(call)
         for request in call.requests:
-            self._forget(request)
             request.tree = request.logits = None
             if request.row is not None and not call.keeps_cache:
                 self._release(request)
                 request.row = None
+            self._forget(request)
         call.statistics.generated_tokens = sum(request.num_valid for request in call.requests)
         self.statistics.generated_tokens += call.statistics.generated_tokens
 
-    def run(self) -> None:
-        """Steps until every call has ended."""
+    def run(self, *calls: DecodingCall) -> None:
+        """Steps until these calls, and all that joined before, have ended."""
         try:
+            for call in calls:
+                self.add(call)
             while self.calls:
                 self.step()
         finally:
@@ -309,8 +311,9 @@ class DecodingLoop:
             request.row = None
 
     def _forget(self, request: Request) -> None:
-        self.sources.stop(request)
-        self.policy.forget(request.request_id)
+        if request.is_known_to_source:
+            self.sources.stop(request)
+            self.policy.forget(request.request_id)
 
     # Whatever one call's own processors, criteria or streamer do wrong is its own failure.
 

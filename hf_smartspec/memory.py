@@ -1,6 +1,7 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from .results import Ticket
 from .scheduler import MemoryShape, Scheduler
 
 _FIRST_SLOTS, _FIRST_CAPACITY = 1, 64
+_USUAL_BYTES = 2**32  # where the machine does not say how much memory it has
 
 
 class EngineMemory:
@@ -39,7 +41,8 @@ class EngineMemory:
         self.scheduler: Scheduler[Ticket] = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
         self.prefixes = PrefixRows()
         self.num_reused = 0
-        self._version = weights_version(model)
+        self._parameters = list(model.parameters())  # walking the modules takes ten times as long as what follows
+        self._version: int | None = weights_version(self._parameters)
 
     @torch.no_grad()
     def _measure(self) -> int:
@@ -105,9 +108,13 @@ class EngineMemory:
         row.num_nodes = 0
         self.prefixes.add(row, request.text()[: row.length])
 
+    def expire(self) -> None:
+        """The model may have changed in ways that its parameters do not show."""
+        self._version, self._parameters = None, list(self.forward.model.parameters())
+
     def check_weights(self, running: list[Request]) -> None:
         """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
-        version = weights_version(self.forward.model)
+        version = weights_version(self._parameters)
         if version == self._version:
             return
         self._version = version
@@ -115,6 +122,7 @@ class EngineMemory:
             self.cache.remove(row)
         for request in running:
             self.forward.cut(request.cache_row, 0)
+        self.cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
 
     def reset(self) -> None:
         """Begins anew after a forward has failed; nothing may be running."""
@@ -125,12 +133,15 @@ class EngineMemory:
         self.forward.cache = SlotCache(_FIRST_SLOTS, _FIRST_CAPACITY)
 
 
-def weights_version(model: PreTrainedModel) -> int:
+def weights_version(parameters: Sequence[torch.Tensor]) -> int:
     """A number that changes with the weights: by optimiser steps, loading, moving, or changes in place."""
-    return hash(tuple((item.data_ptr(), 0 if item.is_inference() else item._version) for item in model.parameters()))
+    return hash(tuple((item.data_ptr(), 0 if item.is_inference() else item._version) for item in parameters))
 
 
 def _default_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
+    except (AttributeError, ValueError):  # Windows, macOS
+        return _USUAL_BYTES

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .call import DecodingCall
@@ -67,6 +68,10 @@ class Results:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._latest or request_id in self._finished
 
+    def is_open(self, request_id: str | None = None) -> bool:
+        """Whether a request, or any, is not finished."""
+        return bool(self._latest) if request_id is None else request_id in self._latest
+
     @property
     def num_open(self) -> int:
         return len(self._latest)
@@ -78,11 +83,11 @@ class Results:
                 if self._latest.pop(output.request_id, None) is None:
                     return  # answered before
                 self._finished[output.request_id] = output
-            else:
+            elif output.request_id in self._latest:
                 self._latest[output.request_id] = output
             self._changed.notify_all()
             for loop, event in self._listeners.get(output.request_id, []):
-                if not loop.is_closed():
+                with suppress(RuntimeError):  # the loop is closed: nobody listens any more
                     loop.call_soon_threadsafe(event.set)
 
     def get(self, request_id: str | None = None, timeout: float | None = None) -> EngineOutput | None:
@@ -100,6 +105,13 @@ class Results:
             self._changed.wait_for(is_due, timeout)
             name = request_id if request_id is not None else next(iter(self._finished), None)
             return None if name is None else self._finished.pop(name, None)
+
+    def discard(self, request_id: str) -> None:
+        """Nobody wants the output any more."""
+        with self._changed:
+            self._latest.pop(request_id, None)
+            self._finished.pop(request_id, None)
+            self._changed.notify_all()
 
     def wait_until_answered(self, timeout: float | None = None) -> bool:
         """Whether all requests are finished, before `timeout` seconds are over."""

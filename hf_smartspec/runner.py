@@ -62,9 +62,15 @@ class EngineRunner:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def check_thread(self) -> None:
+        """Raises `RuntimeError` in streamers, criteria and processors: who waits for the engine there waits forever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("An engine cannot be stopped, paused or waited for from one of its own callbacks.")
+
     def submit(self, ticket: Ticket) -> None:
         self.results.open(ticket.output)
         with self._changed:
+            self._cancelled.discard(ticket.output.request_id)  # meant an earlier request of this name
             self._inbox.append(ticket)
             self._changed.notify_all()
 
@@ -76,7 +82,8 @@ class EngineRunner:
     def start(self) -> None:
         with self._changed:
             if not self.is_running:
-                self._is_stopping = False
+                self._is_stopping = self._rests = False
+                self.memory.expire()
                 self._thread = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
                 self._thread.start()
 
@@ -86,19 +93,23 @@ class EngineRunner:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._take_in()
-        self._fail_all("cancelled", "the engine was stopped")
+        with self._changed:
+            if not self.is_running:  # else somebody has started it again
+                self._take_in()
+                self._fail_all("cancelled", "the engine was stopped")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         with self._changed:
             self._num_pauses += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._rests or not self.is_running)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rests or not self.is_running)
             yield
         finally:
             with self._changed:
+                self.memory.expire()
                 self._num_pauses -= 1
                 self._changed.notify_all()
 
@@ -113,10 +124,16 @@ class EngineRunner:
                 self._admit()
                 if self.loop.calls:
                     self._step()
-        except Exception as error:
+            self._take_in()
+            self._fail_all("cancelled", "the engine was stopped")
+        except BaseException as error:
             logger.error(f"The engine failed: {error!r}", exc_info=True)
             self._take_in()
             self._fail_all("error", repr(error))
+        finally:
+            with self._changed:
+                self._rests = True
+                self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
         """Whether there is something to do; False if the engine is to stop."""
@@ -142,8 +159,7 @@ class EngineRunner:
         with self._changed:
             names, self._cancelled = self._cancelled, set()
         for ticket in [ticket for ticket in self._tickets.values() if ticket.output.request_id in names]:
-            self._leave(ticket)
-            self._answer(ticket, failed(self._snapshot(ticket), "cancelled", "the request was cancelled"))
+            self._fail(ticket, "cancelled", "the request was cancelled")
 
     def _admit(self) -> None:
         """Requests begin in the order in which they came, as long as there is room."""
@@ -164,8 +180,11 @@ class EngineRunner:
             ended = self.loop.step()
         except Exception as error:  # the forward failed, and nobody knows by whose fault
             logger.warning(f"A step of the engine failed; the requests that ran in it end with an error: {error!r}")
-            for call in list(self.loop.calls):
-                self._on_failure(call, error)
+            for ticket in list(self.memory.scheduler.running):
+                if ticket.call.batch.is_reported:  # it had come to its end before
+                    self._finish(ticket)
+                else:
+                    self._on_failure(ticket.call, error)
             self.memory.reset()
             return
         for call in ended:
@@ -180,7 +199,8 @@ class EngineRunner:
 
     def _snapshot(self, ticket: Ticket) -> EngineOutput:
         """The output so far; what has been handed out does not change any more."""
-        return replace(ticket.output, generated_tokens=ticket.request.tokens[: ticket.request.num_valid])
+        tokens = ticket.request.tokens[: ticket.request.num_valid]
+        return replace(ticket.output, generated_tokens=tokens, statistics=replace(ticket.call.statistics))
 
     def _finish(self, ticket: Ticket) -> None:
         self._leave(ticket)
@@ -188,28 +208,31 @@ class EngineRunner:
         output = self._snapshot(ticket)
         output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
         output.first_token_time = output.first_token_time or now
-        output.finish_reason = (
-            "length" if request.num_remaining == 0 and not ticket.call.batch.ends_text(request) else "stop"
-        )
-        ticket.call.statistics.seconds_total = now - output.lifespan[0]
+        is_full = request.num_valid == request.max_new_tokens and not ticket.call.batch.ends_text(request)
+        output.finish_reason = "length" if is_full else "stop"
+        output.statistics.seconds_total = now - output.lifespan[0]
         self._answer(ticket, output)
 
     def _on_failure(self, call: DecodingCall, error: Exception) -> None:
-        ticket = self._tickets[call]
-        self._leave(ticket)
-        self._answer(ticket, failed(self._snapshot(ticket), "error", repr(error)))
+        self._fail(self._tickets[call], "error", repr(error))
 
     def _fail_all(self, reason: str, error: str) -> None:
         for ticket in list(self._tickets.values()):
-            self._leave(ticket)
-            self._answer(ticket, failed(self._snapshot(ticket), reason, error))
+            self._fail(ticket, reason, error)
+
+    def _fail(self, ticket: Ticket, reason: str, error: str) -> None:
+        self._leave(ticket)
+        self._answer(ticket, failed(self._snapshot(ticket), reason, error))
 
     def _leave(self, ticket: Ticket) -> None:
         """The request neither waits nor runs any more."""
         del self._tickets[ticket.call]
         self.memory.scheduler.remove(ticket)
         if ticket.call in self.loop.calls:
-            self.loop.remove(ticket.call)
+            try:
+                self.loop.remove(ticket.call)
+            except Exception as error:  # of a policy, say; the request is answered all the same
+                logger.warning(f"A request could not leave the engine in order: {error!r}")
 
     def _answer(self, ticket: Ticket, output: EngineOutput) -> None:
         streamer = ticket.call.batch.streamer

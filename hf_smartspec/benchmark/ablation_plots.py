@@ -11,6 +11,7 @@ import numpy as np
 
 from .ablation_claims import Figures, Settings
 from .loading import UsageError
+from .replay_plots import saved_figure
 
 _SIZE = (5.0, 3.4)  # inches of one panel
 
@@ -28,24 +29,13 @@ def check_folder(folder: Path) -> None:
 
 def draw(path: Path, num_panels: int, paint: Callable[[Any, list[Any]], None], num_columns: int = 3) -> None:
     """A figure of so many panels, which `paint(figure, axes)` draws."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     columns = min(num_columns, num_panels)
     rows = math.ceil(num_panels / columns)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(_SIZE[0] * columns, _SIZE[1] * rows), squeeze=False, layout="constrained"
-    )
-    axes = list(grid.flat)
-    for unused in axes[num_panels:]:
-        unused.set_axis_off()
-    try:
+    with saved_figure(path, rows, columns, (_SIZE[0] * columns, _SIZE[1] * rows)) as (figure, grid):
+        axes = list(grid.flat)
+        for unused in axes[num_panels:]:
+            unused.set_axis_off()
         paint(figure, axes[:num_panels])
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error}") from error
-    finally:
-        pyplot.close(figure)
 
 
 def shared_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:

@@ -48,21 +48,31 @@ def read_splits(
     there are too few.
 
     Raises:
-        UsageError: for files that cannot be read, hold fewer than two requests, or are named twice.
+        UsageError: for files that cannot be read, hold fewer than two responses with tokens, or are named twice.
     """
     names = [path.name.removesuffix(".gz").removesuffix(".jsonl") for path in paths]
     if len(set(names)) < len(names):
         raise UsageError(f"two files have the same name in {' '.join(map(str, paths))}: give each data set one file")
     texts = {name: read_requests(path, Fields(), limit + num_earlier) for name, path in zip(names, paths)}
-    for name, requests in texts.items():
-        if len(requests) < 2:
-            raise UsageError(f"{name!r} holds one request; some are needed to learn from and some to replay")
     splits = []
     for name, requests in texts.items():
-        recordings = tokenize(requests, tokenizer, max_prompt)
+        usable = _with_tokens(requests, tokenizer)
+        if len(usable) < 2:
+            raise UsageError(
+                f"{name!r} holds {len(usable)} responses that have tokens; some are needed to learn from and some to "
+                "replay"
+            )
+        recordings = tokenize(usable, tokenizer, max_prompt)
         count = min(limit, len(recordings) // 2)
-        splits.append(Split(name, recordings[:-count], recordings[-count:], requests[-count:]))
+        splits.append(Split(name, recordings[:-count], recordings[-count:], usable[-count:]))
     return splits
+
+
+def _with_tokens(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase) -> list[Texts]:
+    """Those that `tokenize` keeps, so that texts and recordings correspond."""
+    responses = [request.response for request in requests]
+    ids = tokenizer(responses, add_special_tokens=False, verbose=False).input_ids
+    return [request for request, tokens in zip(requests, ids) if len(tokens)]
 
 
 def _kept(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:

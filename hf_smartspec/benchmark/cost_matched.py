@@ -43,7 +43,7 @@ def enlarge(model: PreTrainedModel, num_parameters: float = 200e6, seed: int = 0
         `PreTrainedModel` of the same class, dtype and device, in evaluation mode.
 
     Raises:
-        ValueError: for another architecture, or fewer parameters than the model has.
+        ValueError: for another architecture, or fewer parameters than the model has, or no finite number.
     """
     sizes = find_sizes(model, num_parameters)
     share = model.config.hidden_size / sizes.hidden_size
@@ -71,9 +71,9 @@ def find_sizes(model: PreTrainedModel, num_parameters: float) -> Sizes:
     32), that is sqrt(width) / 2; among all widths, the one whose MLP comes closest to 8 / 3 of it.
     """
     own = _own_sizes(model)
-    if num_parameters < model.num_parameters():
+    if not model.num_parameters() <= num_parameters < math.inf:
         raise ValueError(
-            f"`num_parameters` must be at least the {model.num_parameters():,} that the model has, got "
+            f"`num_parameters` must be at least the {model.num_parameters():,} that the model has, and finite, got "
             f"{num_parameters:,.0f}."
         )
     shapes = [own]

@@ -7,24 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.markup import escape
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import SmartSpecConfig
-from .cost_matched import enlarge
 from .generate_loop import DataSet, Method, Results, Settings, measure
 from .generate_report import has_differences, plot, print_results, summaries, worst
-from .loading import DTYPES, UsageError, check_device, check_output, encode, load_draft, load_model, load_tokenizer
-from .replay_data import Fields, Texts, default_tokenizer, read_requests
-from .replay_plots import check_matplotlib
+from .load_setup import (
+    add_output_arguments,
+    add_target_arguments,
+    check_outputs,
+    command_of,
+    demo_folder,
+    load_target,
+    max_prompt_len,
+)
+from .loading import UsageError, encode, load_draft
+from .replay_data import Fields, Texts, read_requests
 from .report import make_console
 from .runs import eos_ids
 from .timing import environment
 from .verify import positive
-
-_PARAMETERS = 200e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="*", type=Path, metavar="FILE",
         help="prompts and responses, .jsonl or .jsonl.gz; one is one data set (default: the demo's prompts)",
     )  # fmt: skip
-    parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
-    parser.add_argument(
-        "--parameters", type=float, metavar="N",
-        help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
-        f"cost; 0 leaves it as it is (default: {_PARAMETERS:.0e} for the demo's target, 0 for others)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add_target_arguments(parser)
     parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 8], metavar="B", help="default: 1 8")
     parser.add_argument("--limit", type=positive, default=8, metavar="N", help="requests per data set (default: 8)")
     parser.add_argument("--max-new-tokens", type=positive, default=96, metavar="N", help="default: 96")
@@ -56,26 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the target runs at its cost, but picks the recorded responses, so that drafts meet real text",
     )  # fmt: skip
     parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    check_output(args.json)
-    check_output(args.plot)
-    if args.plot:
-        check_matplotlib()
-    check_device(args.device)
+    check_outputs(args)
     texts = _read(args)
     model, tokenizer = _load_target(args)
     methods = _methods(args, model)
     data = [_data_set(name, requests, tokenizer, model, args) for name, requests in texts.items()]
     console = make_console()
-    command = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    report: dict[str, Any] = {"command": command | {"files": list(texts)}, "parameters": model.num_parameters()}
+    report: dict[str, Any] = {
+        "command": command_of(args) | {"files": list(texts)},
+        "parameters": model.num_parameters(),
+    }
     report["environment"] = environment(model.device, model.dtype)
     _print_setting(report, console)
     results: Results = {}
@@ -93,43 +84,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if has_differences(results, [method.name for method in methods if method.assistant is not None]) else 0
 
 
-def _demo() -> Path:
-    """The demo's folder, with its prompts and models."""
-    tokenizer = default_tokenizer()
-    if tokenizer is None:
-        raise UsageError("name FILE and --model: the demo's are not here")
-    return Path(tokenizer).parents[1]
-
-
 def _read(args: argparse.Namespace) -> dict[str, list[Texts]]:
     """The first requests of every file; of the demo's prompts, some of every category."""
     if args.files:
         return {str(path): read_requests(path, Fields(), args.limit) for path in args.files}
-    requests = read_requests(_demo() / "prompts.jsonl", Fields(), None)
+    requests = read_requests(demo_folder() / "prompts.jsonl", Fields(), None)
     return {"prompts.jsonl": requests[:: max(len(requests) // args.limit, 1)][: args.limit]}
 
 
 def _load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    name = args.model or str(_demo() / "models" / "target")
-    model = load_model(name, args.dtype, args.device)
+    model, tokenizer = load_target(args)
+    name = args.model or "the demo's target"
     if model.config.is_encoder_decoder:
         raise UsageError(f"--model: {name!r} is no decoder-only model")
-    tokenizer = load_tokenizer(name)
-    if tokenizer is None:
-        raise UsageError(f"--model: {name!r} has no tokenizer")
-    num_parameters = (0 if args.model else _PARAMETERS) if args.parameters is None else args.parameters
-    if num_parameters:
-        try:
-            model = enlarge(model, num_parameters)
-        except ValueError as error:
-            raise UsageError(f"--parameters: {error}") from error
-    ids = eos_ids(model)
-    if args.replay and not ids:
+    if args.replay and not eos_ids(model):
         raise UsageError(f"--replay: {name!r} has no end-of-sequence token to end responses with")
-    pad_id = model.generation_config.pad_token_id
-    pad_id = pad_id if pad_id is not None else ids[0] if ids else 0
-    # Greedy and nothing else, whatever the model samples or penalises by default.
-    model.generation_config = GenerationConfig(eos_token_id=ids or None, pad_token_id=pad_id)
     return model, tokenizer
 
 
@@ -137,7 +106,7 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     """This library's, then transformers' own."""
     names = args.assistant or ["auto", "prompt_lookup"]
     if not args.assistant and not args.model:
-        names = [*names, str(_demo() / "models" / "draft")]
+        names = [*names, str(demo_folder() / "models" / "draft")]
     own, others = [], [Method("transformers, prompt lookup", arguments={"prompt_lookup_num_tokens": 10})]
     names = list(dict.fromkeys(names))
     folders = [Path(name).name for name in names]
@@ -164,10 +133,7 @@ def _data_set(
     args: argparse.Namespace,
 ) -> DataSet:
     """Conversations are one user's turn; of responses, as much as is generated."""
-    positions = getattr(model.config, "max_position_embeddings", None) or 2**31
-    max_len = min(args.max_prompt, positions - args.max_new_tokens)
-    if max_len < 1:
-        raise UsageError(f"--max-new-tokens: {args.max_new_tokens} leave no room for a prompt in this model")
+    max_len = max_prompt_len(args, model)
     prompts, responses = [], []
     for request in requests:
         ids = encode(["\n".join(request.context)], tokenizer, max_len)

@@ -51,16 +51,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="*", type=Path, metavar="FILE",
         help=".jsonl or .jsonl.gz with prompts and responses, of which the prompts are used (default: the demo's)",
     )  # fmt: skip
-    parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
-    parser.add_argument(
-        "--parameters", type=float, metavar="N",
-        help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
-        f"cost; 0 leaves it as it is (default: {_PARAMETERS:.0e} for the demo's target, 0 for others)",
-    )  # fmt: skip
+    add_target_arguments(parser)
     parser.add_argument("--draft", metavar="MODEL", help="draft model (default: the demo's for the demo's target)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--limit", type=positive, default=64, metavar="N", help="different prompts (default: 64)")
     parser.add_argument(
         "--max-prompt", type=positive, default=256, metavar="N", help="tokens of a prompt, its end (default: 256)"
@@ -69,6 +61,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-size", type=positive, default=16, metavar="N", help="default: 16")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default: 0)")
     add_output_arguments(parser)
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
+    parser.add_argument(
+        "--parameters", type=float, metavar="N",
+        help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
+        f"cost; 0 leaves it as it is (default: {_PARAMETERS:.0e} for the demo's target, 0 for others)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +85,7 @@ def check_outputs(args: argparse.Namespace) -> None:
     check_output(args.json)
     check_output(args.plot)
     if args.plot:
-        check_matplotlib()
+        check_matplotlib(args.plot)
 
 
 @dataclass
@@ -118,25 +122,32 @@ def load_setup(args: argparse.Namespace) -> Setup:
     Raises:
         UsageError: for models, files or prompts that cannot be used.
     """
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    check_device(args.device)
-    name = args.model or str(_demo() / "models" / "target")
-    model, tokenizer = _target(name, args)
-    draft_name = args.draft or (None if args.model else str(_demo() / "models" / "draft"))
+    model, tokenizer = load_target(args)
+    draft_name = args.draft or (None if args.model else str(demo_folder() / "models" / "draft"))
     draft = load_draft(draft_name, model, args.dtype) if draft_name else None
     prompts = _prompts(args, model, tokenizer)
     return Setup(model, draft, prompts, args.max_new_tokens, args.max_batch_size, args.seed)
 
 
-def _demo() -> Path:
+def demo_folder() -> Path:
+    """With the demo's prompts and models."""
     tokenizer = default_tokenizer()
     if tokenizer is None:
         raise UsageError("name FILE and --model: the demo's are not here")
     return Path(tokenizer).parents[1]
 
 
-def _target(name: str, args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    The model that `add_target_arguments` names, greedy, with its tokenizer.
+
+    Raises:
+        UsageError: for a device or a model that cannot be used.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    check_device(args.device)
+    name = args.model or str(demo_folder() / "models" / "target")
     model = load_model(name, args.dtype, args.device)
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
@@ -156,17 +167,23 @@ def _target(name: str, args: argparse.Namespace) -> tuple[PreTrainedModel, PreTr
 
 
 def _prompts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    files = args.files or [_demo() / "prompts.jsonl"]
+    files = args.files or [demo_folder() / "prompts.jsonl"]
     share = -(-args.limit // len(files))
     texts = ["\n".join(item.context) for path in files for item in read_requests(path, Fields(turns="none"), share)]
-    positions = getattr(model.config, "max_position_embeddings", None) or 2**31
-    max_len = min(args.max_prompt, positions - args.max_new_tokens)
-    if max_len < 1:
-        raise UsageError(f"--max-new-tokens: {args.max_new_tokens} leave no room for a prompt in this model")
+    max_len = max_prompt_len(args, model)
     prompts = [np.array(ids, np.int64) for ids in encode(list(dict.fromkeys(texts)), tokenizer, max_len)]
     if not prompts:
         raise UsageError("the tokenizer makes no tokens of the prompts")
     return prompts[: args.limit]
+
+
+def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:
+    """Tokens of a prompt that leave room for the new ones."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 2**31
+    max_len: int = min(args.max_prompt, positions - args.max_new_tokens)
+    if max_len < 1:
+        raise UsageError(f"--max-new-tokens: {args.max_new_tokens} leave no room for a prompt in this model")
+    return max_len
 
 
 # Policies

@@ -149,7 +149,9 @@ def random_prompts(num_prompts: int, vocab_size: int, max_len: int, seed: int) -
     return rows
 
 
-def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> dict[str, torch.Tensor]:
+def left_padded(
+    prompts: Sequence[Sequence[int] | np.ndarray], pad_id: int, device: torch.device
+) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` of shape `[rows, longest]`, as `generate` wants them."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad_id)

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.markup import escape
 from transformers import ContinuousBatchingConfig
@@ -17,7 +16,9 @@ from transformers.utils.logging import tqdm
 
 from ..engine import Engine
 from .load_setup import Setup, add_model_arguments, check_outputs, command_of, load_setup
+from .loading import UsageError, left_padded
 from .report import make_console, table
+from .runs import eos_ids
 from .timing import environment
 from .verify import positive
 
@@ -44,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     setup = load_setup(args)
+    if "draft" in args.assistant and setup.draft is None:
+        raise UsageError("--assistant: draft needs --draft, a draft model")
     methods = _methods(setup, args)
     console = make_console()
     report: dict[str, Any] = {"command": command_of(args), "parameters": setup.model.num_parameters()}
@@ -82,29 +85,27 @@ def _methods(setup: Setup, args: argparse.Namespace) -> dict[str, Callable[[Prom
 def _static(setup: Setup, queue: Prompts) -> Outputs:
     """Batches of prompts in their order, padded on the left, each as long as its longest output."""
     outputs: Outputs = []
-    pad_id = setup.model.generation_config.pad_token_id
+    pad_id, ends = setup.model.generation_config.pad_token_id, set(eos_ids(setup.model))
     for first in range(0, len(queue), setup.max_batch_size):
-        prompts = queue[first : first + setup.max_batch_size]
-        width = max(map(len, prompts))
-        ids = torch.full((len(prompts), width), pad_id)
-        mask = torch.zeros_like(ids)
-        for line, prompt in enumerate(prompts):
-            ids[line, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[line, width - len(prompt) :] = 1
-        device = setup.model.device
-        found = setup.model.generate(
-            ids.to(device), attention_mask=mask.to(device), max_new_tokens=setup.max_new_tokens
-        )
-        outputs += [_up_to_end(row, setup.end_id) for row in found[:, width:].tolist()]
+        inputs = left_padded(queue[first : first + setup.max_batch_size], pad_id, setup.model.device)
+        found = setup.model.generate(**inputs, max_new_tokens=setup.max_new_tokens)
+        outputs += [_up_to_end(row, ends) for row in found[:, inputs["input_ids"].shape[1] :].tolist()]
     return outputs
 
 
-def _up_to_end(tokens: list[int], end_id: int) -> list[int]:
-    return tokens[: tokens.index(end_id) + 1] if end_id in tokens else tokens
+def _up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """The tokens with the first that ends a sequence."""
+    last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]
 
 
 def _continuous(setup: Setup, queue: Prompts) -> Outputs:
-    """With room for as many rows as the others have."""
+    """
+    With room for as many rows as the others have.
+
+    Raises:
+        UsageError: if transformers, which only logs what goes wrong, leaves requests out or unfinished.
+    """
     longest = max(map(len, setup.prompts)) + setup.max_new_tokens
     config = ContinuousBatchingConfig(
         page_size=_PAGE,
@@ -116,6 +117,13 @@ def _continuous(setup: Setup, queue: Prompts) -> Outputs:
         max_new_tokens=setup.max_new_tokens,
         continuous_batching_config=config,
     )
+    errors = [output.error for output in found.values() if output.error is not None]
+    if errors or len(found) != len(queue):
+        reason = f" ({errors[0]})" if errors else ""
+        raise UsageError(
+            f"transformers' generate_batch served {len(found) - len(errors)} of {len(queue)} prompts{reason}; to "
+            "measure the other methods, give --skip continuous"
+        )
     return [output.generated_tokens for output in found.values()]
 
 

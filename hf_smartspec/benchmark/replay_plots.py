@@ -1,7 +1,8 @@
 """Figures of `smartspec replay`; matplotlib is optional."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,51 @@ from .replay_loop import Tally
 from .replay_sources import SourceSpec
 
 
-def check_matplotlib() -> None:
-    """A figure that cannot be drawn is refused before any work."""
+def check_matplotlib(path: Path | None = None) -> None:
+    """A figure that cannot be drawn, or not into a file of this kind, is refused before any work."""
     try:
-        importlib.import_module("matplotlib")
+        backends = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    kinds = backends.FigureCanvasBase.get_supported_filetypes()
+    if path is not None and path.suffix and path.suffix[1:].lower() not in kinds:
+        raise UsageError(f"cannot draw into {str(path)!r}: its suffix must be one of {', '.join(sorted(kinds))}")
 
 
-def plot(results: Mapping[str, Mapping[SourceSpec, Tally]], path: Path) -> None:
-    """One row per data set: tokens per step against drafted per step, and tokens per step over the requests."""
+@contextmanager
+def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, np.ndarray]]:
+    """
+    Figure and axes `[rows, columns]`, `size` inches wide and high, to paint on; written behind the block.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(len(results), 2, figsize=(12, 4 * len(results)), squeeze=False, layout="constrained")
-    for (left, right), (name, tallies) in zip(axes, results.items()):
-        _plot_settings(left, tallies)
-        _plot_adaptation(right, tallies)
-        left.set_title(name)
-        right.set_title(f"{name}: over the requests")
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    try:
+        yield figure, axes
+        _save(figure, path)
+    finally:
+        pyplot.close(figure)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write {str(path)!r}: {error}") from error
-    finally:
-        pyplot.close(figure)
+
+
+def plot(results: Mapping[str, Mapping[SourceSpec, Tally]], path: Path) -> None:
+    """One row per data set: tokens per step against drafted per step, and tokens per step over the requests."""
+    with saved_figure(path, len(results), 2, (12, 4 * len(results))) as (_, axes):
+        for (left, right), (name, tallies) in zip(axes, results.items()):
+            _plot_settings(left, tallies)
+            _plot_adaptation(right, tallies)
+            left.set_title(name)
+            right.set_title(f"{name}: over the requests")
 
 
 def _plot_settings(axes: Any, tallies: Mapping[SourceSpec, Tally]) -> None:

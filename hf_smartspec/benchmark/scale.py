@@ -4,6 +4,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,19 @@ from .loading import UsageError, check_output
 from .replay_data import Fields, read_requests, tokenize, tokenizer_of
 from .replay_plots import check_matplotlib
 from .report import make_console, table
-from .scale_runs import BATCH_SIZE, HELD_OUT_LEN, NUM_NODES, TextStream, TreeProbe, measure_datastore, measure_eviction
+from .scale_runs import (
+    BATCH_SIZE,
+    HELD_OUT_LEN,
+    LEAST_BYTES,
+    LEAST_TOKENS,
+    NUM_NODES,
+    TextStream,
+    TreeProbe,
+    measure_datastore,
+    measure_eviction,
+)
 from .timing import environment
-from .verify import not_negative, positive
+from .verify import not_negative
 
 _MAX_PROMPT = 512
 _CHUNK = 1000  # texts tokenised at a time
@@ -41,25 +52,33 @@ _COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz with responses")
     parser.add_argument(
-        "--tokens", type=positive, nargs="+", default=[100_000, 1_000_000, 10_000_000], metavar="N",
+        "--tokens", type=partial(_at_least, LEAST_TOKENS), nargs="+", metavar="N",
+        default=[100_000, 1_000_000, 10_000_000],
         help="sizes of the tree at which to measure (default: 100000 1000000 10000000)",
     )  # fmt: skip
     parser.add_argument(
         "--datastore-tokens", type=not_negative, default=20_000_000, metavar="N",
         help="size of the datastore to build; 0: none (default: 20000000)",
     )  # fmt: skip
-    parser.add_argument("--max-bytes", type=positive, default=2**24, metavar="N",
+    parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
                         help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
 
 
+def _at_least(least: int, text: str) -> int:
+    value = not_negative(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     check_output(args.plot)
     if args.plot:
-        check_matplotlib()
+        check_matplotlib(args.plot)
     console, report = make_console(), _empty_report()
     stream = _stream(args)
     try:

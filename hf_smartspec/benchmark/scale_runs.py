@@ -16,6 +16,8 @@ from .replay_data import Recording
 BATCH_SIZE = 64  # held-out requests, one at a time and all at once
 NUM_NODES = 8  # of every draft, so that drafts of all sizes cost the same work
 HELD_OUT_LEN = 32  # tokens of a held-out response that are decoded
+LEAST_TOKENS = 4  # of a tree, a quarter of which is timed
+LEAST_BYTES = 64  # of the tree that has to forget: one token is added for so many
 
 _CHANGED = 0.1  # share of tokens that another pass over the text replaces
 _PROBE = 100_000  # tokens whose insertion and removal is timed, or a quarter of a smaller tree
@@ -78,7 +80,7 @@ class TreeProbe:
         Raises:
             UsageError: if these do not fit into memory.
         """
-        probe = min(num_tokens // 4, _PROBE)
+        probe = max(min(num_tokens // 4, _PROBE), 1)
         self._fill(num_tokens - probe - self._num_tokens)
         inserted = self._fill(num_tokens - self._num_tokens)
         if self._source.num_cached_tokens() < num_tokens:
@@ -167,7 +169,7 @@ def measure_eviction(stream: TextStream, max_bytes: int) -> dict[str, Any]:
     """Outputs go on coming where memory is full, so that every token added makes room for itself."""
     source, outputs = SuffixTreeCandidates(max_bytes), iter(stream)
     source.add_outputs(take(outputs, max_bytes // 8))  # a token takes more than 8 bytes: memory is full
-    seconds, largest, num_tokens = 0.0, 0, max_bytes // 64
+    seconds, largest, num_tokens = 0.0, 0, max_bytes // LEAST_BYTES
     for output in tqdm(take(outputs, num_tokens), desc="evicting", disable=None, leave=False):
         start = perf_counter()
         source.add_outputs([output], progress=False)

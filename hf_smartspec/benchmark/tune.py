@@ -91,12 +91,13 @@ def run(args: argparse.Namespace) -> int:
         if draft is not None:
             _search(choice, data, costs, draft, [THRESHOLD], keep)
         is_complete = True
-    finally:  # interrupted, the best so far is still worth having
+    finally:  # interrupted, the best so far is still worth having; the defaults are not worth an earlier file
         found = _origin(args, data) | {"is_complete": is_complete}
-        TunedSources.of(choice | {"found": found}).save(args.output)
-        state = "the best options found" if is_complete else "interrupted; the best options so far"
-        console.print(f"{args.output}: {state}", soft_wrap=True, highlight=False, markup=False)
-        _print_choice(space.default, choice, [*space.parameters, THRESHOLD], console)
+        if is_complete or choice != space.default:
+            TunedSources.of(choice | {"found": found}).save(args.output)
+            state = "the best options found" if is_complete else "interrupted; the best options so far"
+            console.print(f"{args.output}: {state}", soft_wrap=True, highlight=False, markup=False)
+            _print_choice(space.default, choice, [*space.parameters, THRESHOLD], console)
     report = _compare(space.default, choice, data, costs, draft, console)
     TunedSources.of(choice | {"found": found | {"mean_gain": report["mean_gain"]}}).save(args.output)
     if args.json:

@@ -108,6 +108,11 @@ class Calibrator:
             table = self._tables.setdefault(source, _Table())
             table.add(scores, _cells(scores, depths, match_lengths), hits, 0.5 ** (len(scores) / self.half_life))
 
+    def forget(self, source: Hashable) -> None:
+        """Forgets what a source's nodes have taught, if they have taught anything."""
+        with self._lock:
+            self._tables.pop(source, None)
+
     def calibrated(self, source: Hashable, tree: DraftTree, match_lengths: np.ndarray | int = 0) -> DraftTree:
         """The tree with calibrated probabilities."""
         if not len(tree):

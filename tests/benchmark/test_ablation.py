@@ -5,10 +5,12 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from hf_smartspec import cli
 from hf_smartspec.benchmark import ablation, ablation_claims, ablation_runs
 from hf_smartspec.benchmark.ablation_claims import count_claim, ratio_claim
+from hf_smartspec.benchmark.ablation_plots import draw
 from hf_smartspec.benchmark.ablation_sources import (
     GlobalTreeOnly,
     datastore_settings,
@@ -83,9 +85,26 @@ def test_the_last_requests_are_replayed_and_those_before_are_known(tmp_path, lim
     assert tokenizer.decode(split.outputs[0]) == "say:\n" + before[0]
 
 
+def without_spaces():
+    """A tokenizer to which a response of spaces is none."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    return tokenizer
+
+
+def test_responses_without_tokens_are_left_out_with_their_texts(tmp_path):
+    rows = [{"prompt": "say:", "response": letter} for letter in ("a", "b", "c", " ", "d", "  ")]
+    (split,) = read_splits([write(tmp_path / "set.jsonl", rows)], 2, 9, tokenizer := without_spaces())
+    assert [item.response for item in split.texts] == ["c", "d"]
+    assert [tokenizer.decode(item.response) for item in split.replayed] == ["c", "d"]
+    assert len(split.earlier) == 2
+    with pytest.raises(UsageError, match="holds 1 responses that have tokens"):
+        read_splits([write(tmp_path / "few.jsonl", rows[2:4])], 2, 9, tokenizer)
+
+
 def test_files_that_cannot_be_split_are_refused(tmp_path):
     path = write(tmp_path / "set.jsonl", [{"prompt": "a", "response": "b"}])
-    with pytest.raises(UsageError, match="holds one request"):
+    with pytest.raises(UsageError, match="holds 1 responses that have tokens"):
         read_splits([path], 5, 5, byte_tokenizer())
     with pytest.raises(UsageError, match="the same name"):
         read_splits([path, path], 5, 5, byte_tokenizer())
@@ -258,6 +277,13 @@ def test_a_hybrid_without_models_is_left_out_or_refused(bench, monkeypatch):
     monkeypatch.setattr(ablation, "default_tokenizer", lambda: None)
     status, _, err = bench("--only", "hybrid")
     assert status == 2 and "--only hybrid: the hybrid needs --models" in err
+
+
+@pytest.mark.parametrize("name", ["figure.xyz", "no such folder/figure.png"])
+def test_a_figure_that_cannot_be_written_is_an_error_of_one_line(tmp_path, name):
+    pytest.importorskip("matplotlib", reason="figures are optional")
+    with pytest.raises(UsageError, match="cannot write"):
+        draw(tmp_path / name, 1, lambda figure, axes: None)
 
 
 def test_a_missing_matplotlib_is_explained(bench, tmp_path, monkeypatch):

@@ -98,6 +98,8 @@ def test_keeps_the_dtype():
     ("model", "num_parameters", "message"),
     [
         (lambda: shared_model("llama"), 10, "`num_parameters` must be at least"),
+        (lambda: shared_model("llama"), math.inf, "and finite, got inf"),
+        (lambda: shared_model("llama"), math.nan, "and finite, got nan"),
         (lambda: shared_model("gpt2"), 1e6, "llama or mistral can be enlarged, got 'gpt2'"),
         (lambda: new_model("llama", attention_bias=True), 1e6, "biases"),
     ],

@@ -141,6 +141,8 @@ def test_other_tokens_fail_the_command(folder, monkeypatch, capsys):
         (["--model", "{folder}/target", "--max-new-tokens", "300"], "--max-new-tokens: 300 leave no room"),
         (["--batch-size", "0"], "must be at least 1"),
         (["--json", "{folder}"], "cannot write"),
+        (["--plot", "{folder}/plot.xyz"], "its suffix must be one of"),
+        (["--model", "{folder}/target", "--parameters", "nan"], "and finite, got nan"),
     ],
 )
 def test_refuses_before_any_work(folder, capsys, arguments, message):

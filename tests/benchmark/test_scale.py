@@ -83,6 +83,19 @@ def test_the_command_prints_and_writes_everything(bench, tmp_path):
     assert report["datastore"]["bytes"] > 8 * 2000
 
 
+def test_the_least_sizes_are_measured(bench, tmp_path):
+    least = ["--tokens", "4", "--max-bytes", "64", "--datastore-tokens", "0"]
+    status, out, _ = bench(*least, "--json", tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["tokens"] for row in report["suffix_tree"]] == [4]
+    assert report["eviction"]["replace_us_per_token"] > 0 and status == (0 if report["eviction"]["holds"] else 1)
+
+
+def test_a_tree_of_one_token_is_measured():
+    held_out = [Recording(text[:4], np.resize(text, 40)) for text in outputs(2, seed=1)]
+    assert TreeProbe(TextStream(outputs(9), held_out)).measure(1)["remove_us_per_token"] > 0
+
+
 def test_a_broken_bound_is_reported(bench, monkeypatch):
     monkeypatch.setattr(SuffixTreeCandidates, "num_bytes", lambda self: 60_001)
     status, out, _ = bench()
@@ -98,7 +111,9 @@ def test_figures_are_drawn(bench, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tokens", "0"), "at least 1"),
+        (("--tokens", "3"), "at least 4"),
+        (("--max-bytes", "63"), "at least 64"),
+        (("--plot", "plot.xyz"), "cannot draw into 'plot.xyz': its suffix must be one of"),
         (("--datastore-tokens", "-1"), "at least 0"),
         (("--plot", "/no/such/folder/plot.png"), "cannot write"),
     ],

@@ -232,6 +232,23 @@ def test_interrupted_the_best_so_far_is_kept(texts, tmp_path, capsys, monkeypatc
     assert "interrupted; the best options so far" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_stopped_early_an_earlier_file_stays(texts, tmp_path, capsys, monkeypatch, error):
+    def race(self, parameter):
+        raise error
+
+    path = tmp_path / "tuned.json"
+    path.write_text("what was tuned before")
+    monkeypatch.setattr(Search, "_race", race)
+    if error is KeyboardInterrupt:
+        assert tune_texts(texts, tmp_path) == cli.INTERRUPTED
+    else:
+        with pytest.raises(error):
+            tune_texts(texts, tmp_path)
+    assert path.read_text() == "what was tuned before"
+    assert "the best options" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -96,6 +96,26 @@ def test_references_feed_their_request_only():
     assert len(source.propose(["a"], [9])[0]) == 0
 
 
+def test_references_are_not_mixed_up_with_later_ones():
+    """The caller's list changes, so that another text may come to lie where the first one lay."""
+    source, references = PromptLookupCandidates(), [np.array([5, 6, 7, 8])]
+    source.assign("a", references=references)
+    source.start("a", np.array([1, 6]))
+    references.clear()
+    for k in range(20):
+        source.assign(k, references=[np.array([5, 6, 20 + k, 8])])
+        source.start(k, np.array([1, 6]))
+        source.assign(("matrix", k), references=np.array([[5, 6, 50 + k, 8]]))  # whose rows are made when asked for
+        source.start(("matrix", k), np.array([1, 6]))
+    names = ["a", *range(20), *(("matrix", k) for k in range(20))]
+    trees = source.propose(names, [1] * 41)
+    assert [tree.tokens.tolist() for tree in trees] == [
+        [7],
+        *([20 + k] for k in range(20)),
+        *([50 + k] for k in range(20)),
+    ]
+
+
 def test_no_match_crosses_from_one_reference_to_the_next():
     source = PromptLookupCandidates(max_ngram=2)
     assigned(source, "a", [[1, 2], [3, 4], [2]], [2, 3])

@@ -480,3 +480,13 @@ def test_report_says_where_the_time_went(model):
     forwards = report.seconds["prefill"] + report.seconds["verify"]
     assert forwards == pytest.approx(statistics.seconds_forward) and report.seconds["prefill"] > 0
     assert "12 answered" in str(report) and "SuffixTreeCandidates" in str(report)
+
+
+class Wide(Oracle):
+    """Proposes more than it is asked for."""
+
+    def __init__(self):
+        super().__init__(torch.zeros(1, 1, dtype=torch.long))
+
+    def _propose(self, text, limit):
+        return hf_smartspec.DraftTree.chain([3] * 10)

@@ -96,6 +96,16 @@ def test_scores_that_are_no_numbers_count_as_even_chances():
     assert np.isfinite(calibrator.calibrate("a", [0.5], [1], 0)).all()
 
 
+def test_a_forgotten_source_is_a_new_one():
+    calibrator = Calibrator()
+    for source in ("a", "b"):
+        learn(calibrator, 0.9, 1, 3, rate=0.0, num=100, source=source)
+    calibrator.forget("a")
+    calibrator.forget("never seen")
+    assert calibrator.calibrate("a", [0.9], [1], 3)[0] == pytest.approx(0.9)
+    assert calibrator.calibrate("b", [0.9], [1], 3)[0] < 0.2
+
+
 def test_updates_of_several_threads_are_all_counted():
     calibrator = Calibrator(half_life=1e12)
     threads = [Thread(target=learn, args=(calibrator, 0.5, 1, 1, rate, 300)) for rate in (1.0, 0.0, 0.0, 0.0)]
