@@ -3,18 +3,19 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..candidates import TreeCandidateGenerator
 from ..config import SmartSpecConfig
 from ..engine import Engine
 from ..goodput import CostModel, DraftCost, LengthPolicy, StepRows
 from ..goodput.policies import BatchLookupTable, StepGoodput
 from ..profiling import load_or_profile
-from ..request import GenerationStatistics
 from ..results import EngineOutput
 from ..simulator import LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from .load_setup import Policies, Setup
@@ -47,12 +48,14 @@ class Calibration:
         cost (`CostModel`): The target's profile, corrected by measured steps.
         draft (`DraftCost`): What drafting takes.
         step_seconds (`float`): What a step takes besides.
+        request_seconds (`float`): What it takes to prepare a request.
         max_nodes (`int`): Draft nodes per row, at most.
     """
 
     cost: CostModel
     draft: DraftCost
     step_seconds: float
+    request_seconds: float
     max_nodes: int
 
     def scaled(self, factor: float) -> "Calibration":
@@ -66,6 +69,7 @@ class Calibration:
             cost=replace(cost, **slower),
             draft=replace(draft, per_call=draft.per_call * factor, per_row=draft.per_row * factor),
             step_seconds=self.step_seconds * factor,
+            request_seconds=self.request_seconds * factor,
         )
 
 
@@ -77,8 +81,7 @@ def serve(setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[Lo
     Sends requests at their arrival times, answered or not, and fills in the result when all are answered; interrupted,
     with those that are.
     """
-    config = SmartSpecConfig(setup.new_source(source), policy=policy)
-    engine = Engine(setup.model, config, max_batch_size=setup.max_batch_size)
+    engine = _engine(setup, setup.new_source(source), policy)
     outputs: dict[str, EngineOutput] = {}
     with engine:
         start = time.perf_counter()
@@ -106,7 +109,7 @@ def serve(setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[Lo
 
 def warm_up(setup: Setup, source: str, policy: LengthPolicy) -> None:
     """A few tokens through a whole engine."""
-    engine = Engine(setup.model, SmartSpecConfig(setup.new_source(source), policy=policy))
+    engine = _engine(setup, setup.new_source(source), policy)
     engine.generate(setup.prompts[:2], max_new_tokens=min(8, setup.max_new_tokens))
 
 
@@ -117,21 +120,32 @@ def calibrate(setup: Setup, source: str) -> tuple[Calibration, list[np.ndarray]]
     """
     policy = Exploration(CostModel.from_dict(load_or_profile(setup.model).as_dict()))
     warm_up(setup, source, policy)
-    counts = GenerationStatistics()
-    for is_alone in (True, False):
-        drafts = setup.new_source(source)
-        engine = Engine(setup.model, SmartSpecConfig(drafts, policy=policy), max_batch_size=setup.max_batch_size)
-        parts = [[prompt] for prompt in setup.prompts[:_NUM_ALONE]] if is_alone else [setup.prompts]
-        with engine:
-            outputs = [engine.generate(prompts, max_new_tokens=setup.max_new_tokens) for prompts in parts]
-        counts += engine.statistics
+    alone, together = setup.new_source(source), setup.new_source(source)
+    with _engine(setup, alone, policy) as engine:
+        delays = [_seconds_to_queue(engine, prompt, setup) for prompt in setup.prompts[:_NUM_ALONE]]
+    counts = engine.statistics
+    engine = _engine(setup, together, policy)
+    outputs = engine.generate(setup.prompts, max_new_tokens=setup.max_new_tokens)
+    counts += engine.statistics
     inside = _step_seconds(LoadResult(statistics=counts))
-    cost = DraftCost(is_autoregressive=drafts.is_autoregressive, width=drafts.width)
+    cost = DraftCost(is_autoregressive=together.is_autoregressive, width=together.width)
     per_call, per_row = policy.timer.seconds(cost)
     draft = replace(cost, per_call=per_call, per_row=per_row)
     besides = max(counts.seconds_total / max(counts.forwards, 1) - inside, 0.0)
-    calibration = Calibration(policy.cost, draft, besides, drafts.default_num_nodes)
-    return calibration, [np.array(output.generated_tokens, np.int64) for output in outputs[0]]
+    calibration = Calibration(policy.cost, draft, besides, median(delays), together.default_num_nodes)
+    return calibration, [np.array(output.generated_tokens, np.int64) for output in outputs]
+
+
+def _engine(setup: Setup, source: TreeCandidateGenerator, policy: LengthPolicy) -> Engine:
+    return Engine(setup.model, SmartSpecConfig(source, policy=policy), max_batch_size=setup.max_batch_size)
+
+
+def _seconds_to_queue(engine: Engine, prompt: np.ndarray, setup: Setup) -> float:
+    """Serves one request."""
+    start = time.perf_counter()
+    output = engine.get_result(engine.add_request(prompt, max_new_tokens=setup.max_new_tokens))
+    assert output is not None, "it was asked for"
+    return output.created_time - start
 
 
 # The simulated one
@@ -175,7 +189,9 @@ def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel) ->
     return result
 
 
-def new_engine(setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None):
+def new_engine(
+    setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
+) -> SimulatedEngine:
     """A simulated engine with a source that has learnt nothing yet."""
     drafts = setup.new_source(source)
     if source == "draft":
@@ -186,6 +202,7 @@ def new_engine(setup: Setup, source: str, calibration: Calibration, max_batch_si
         calibration.draft,
         max_batch_size=max_batch_size or setup.max_batch_size,
         step_seconds=calibration.step_seconds,
+        request_seconds=calibration.request_seconds,
         end_id=setup.end_id,
     )
 

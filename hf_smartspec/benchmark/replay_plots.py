@@ -16,6 +16,7 @@ from .replay_sources import SourceSpec
 def check_matplotlib(path: Path | None = None) -> None:
     """A figure that cannot be drawn, or not into a file of this kind, is refused before any work."""
     try:
+        importlib.import_module("matplotlib")
         backends = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: pip install matplotlib") from error

@@ -45,6 +45,7 @@ class SimulatedEngine:
         max_tokens (`int`): Tokens of key/value memory.
         max_prefill_tokens (`int`): Prompt tokens per step.
         step_seconds (`float`): What every step takes besides.
+        request_seconds (`float`): What it takes from a request's arrival until it waits in the queue.
         max_nodes (`int`, *optional*): Draft nodes per row; the source's default where not given.
         end_id (`int`): The end-of-sequence token.
     """
@@ -58,6 +59,7 @@ class SimulatedEngine:
         max_tokens: int = 2**20,
         max_prefill_tokens: int = 512,
         step_seconds: float = 0.0,
+        request_seconds: float = 0.0,
         max_nodes: int | None = None,
         end_id: int = 0,
     ):
@@ -65,7 +67,8 @@ class SimulatedEngine:
         self.forward = SimulatedForward(copy.deepcopy(cost), self.clock, end_id)
         self.source = TimedCandidates(source, self.clock, draft_cost or DraftCost())
         self.max_nodes = source.default_num_nodes if max_nodes is None else max_nodes
-        self.max_prefill_tokens, self.step_seconds = max_prefill_tokens, step_seconds
+        self.max_prefill_tokens = max_prefill_tokens
+        self.step_seconds, self.request_seconds = step_seconds, request_seconds
         self.memory = _SimulatedMemory(self.forward, Scheduler(max_batch_size, max_tokens))
         self._criteria = StoppingCriteriaList([EosTokenCriteria([end_id])])
 
@@ -126,7 +129,7 @@ class _Run:
         if not self.coming and not len(self.memory.scheduler):
             return False
         if not len(self.memory.scheduler):
-            self.clock.jump(self.coming[0].arrival)
+            self.clock.jump(self._queued(self.coming[0]))
         self._admit()
         ended = self.loop.step()
         self.clock.advance(self.engine.step_seconds)
@@ -137,9 +140,12 @@ class _Run:
             self._finish(call, on_served)
         return True
 
+    def _queued(self, item: LoadRequest) -> float:
+        return item.arrival + self.engine.request_seconds
+
     def _admit(self) -> None:
         scheduler = self.memory.scheduler
-        while self.coming and self.coming[0].arrival <= self.clock.now:
+        while self.coming and self._queued(self.coming[0]) <= self.clock.now:
             coming = self.engine.new_call(self.coming.popleft())
             scheduler.add(coming, self.memory.num_tokens(coming))
         while (call := scheduler.next()) is not None:

@@ -222,7 +222,7 @@ def test_a_draft_model_is_simulated_by_one_forward_over_each_text():
     engine = load_runs.Engine(target, "none")
     outputs = [np.array(output.generated_tokens) for output in engine.generate(prompts, max_new_tokens=40)]
     requests = new_requests(setup, np.zeros(4), np.random.default_rng(0), outputs)
-    calibration = Calibration(COST, DraftCost(is_autoregressive=True), 0.0, 5)
+    calibration = Calibration(COST, DraftCost(is_autoregressive=True), 0.0, 0.0, 5)
     twin = simulate(setup, "draft", calibration, policy, requests)
     assert twin.num_tokens == real.num_tokens == sum(map(len, outputs))
     for name in ("accepted_tokens", "steps"):

@@ -85,7 +85,7 @@ def test_the_command_prints_and_writes_everything(bench, tmp_path):
 
 def test_the_least_sizes_are_measured(bench, tmp_path):
     least = ["--tokens", "4", "--max-bytes", "64", "--datastore-tokens", "0"]
-    status, out, _ = bench(*least, "--json", tmp_path / "report.json")
+    status, _, _ = bench(*least, "--json", tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["tokens"] for row in report["suffix_tree"]] == [4]
     assert report["eviction"]["replace_us_per_token"] > 0 and status == (0 if report["eviction"]["holds"] else 1)

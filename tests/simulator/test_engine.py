@@ -50,6 +50,8 @@ def test_a_lone_request_takes_its_prefill_and_one_step_per_token():
     assert served.latency == pytest.approx(sum(step))
     assert result.statistics.seconds_forward == pytest.approx(served.latency), "the loop's own clock is the same"
     assert result.batched_tokens == 16 + 49 and result.statistics.forwards == 50
+    late = SimulatedEngine(COST, NoCandidates(), request_seconds=0.5).run([request], NoSpeculation())
+    assert late.mean_latency == pytest.approx(0.5 + sum(step))
 
 
 def test_latency_at_low_load_is_the_service_time_and_rises_with_load():
