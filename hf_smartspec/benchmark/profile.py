@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     check_output(args.show)
     if args.show:
-        check_matplotlib()
+        check_matplotlib(args.show)
     check_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)

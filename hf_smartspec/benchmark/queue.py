@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.utils.logging import tqdm
 from ..engine import Engine
 from .load_setup import Setup, add_model_arguments, check_outputs, command_of, load_setup
 from .loading import UsageError, left_padded
+from .replay_plots import saved_figure
 from .report import make_console, table
 from .runs import eos_ids
 from .timing import environment
@@ -68,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
             _print(report, len(setup.prompts), console)
             if args.json:
                 args.json.write_text(json.dumps(report, indent=2) + "\n")
+            if args.plot and report["methods"]:
+                _plot(report["methods"], args.plot)
     return 0
 
 
@@ -178,3 +182,12 @@ def _print(report: dict[str, Any], num_prompts: int, console: Console) -> None:
             "other tokens; in float32 all outputs are the same.[/dim]",
             highlight=False,
         )
+
+
+def _plot(methods: dict[str, dict[str, Any]], path: Path) -> None:
+    with saved_figure(path, 1, 1, (8, 1 + 0.5 * len(methods))) as (_, ((axes,),)):
+        bars = axes.barh(list(methods), [row["tokens_per_second"] for row in methods.values()])
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_xlabel("tokens per second")

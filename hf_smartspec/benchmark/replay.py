@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     check_output(args.plot)
     if args.plot:
-        check_matplotlib()
+        check_matplotlib(args.plot)
     data = _load(args)
     console = make_console()
     report: dict[str, Any] = {"command": {name: _plain(value) for name, value in vars(args).items()}}
