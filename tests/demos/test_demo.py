@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 from transformers.utils.logging import set_verbosity_error
 
-from hf_smartspec.engine import Engine
+from hf_smartspec.loop import DecodingLoop
 from tests.folders import save_tiny_models
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
@@ -74,9 +74,9 @@ def test_demo_streams_measures_and_compares(demo, folder, prompts, tmp_path, cap
 
 
 def test_demo_fails_where_ours_differ(demo, folder, prompts, monkeypatch, capsys):
-    advance = Engine._advance
+    advance = DecodingLoop._advance
     monkeypatch.setattr(
-        Engine, "_advance", lambda self, row, token: advance(self, row, 7 if row.num_generated == 4 else token)
+        DecodingLoop, "_advance", lambda self, row, token: advance(self, row, 7 if row.num_generated == 4 else token)
     )
     assert demo.main(["--models", str(folder), "--prompts", str(prompts), *SHORT]) == 1
     out = capsys.readouterr().out
