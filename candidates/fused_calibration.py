@@ -11,7 +11,7 @@ from ..tree import DraftTree
 
 _NUM_SCORES, _NUM_DEPTHS = 256, 17  # of a table; what lies deeper counts as the last
 _MOST_PENDING = 256  # observations that wait; a table is made anew when they are learnt
-_MOST_TABLES = 256  # kept, of 17 kB each; the calibrator forgets what the others have learnt
+_MOST_TABLES = 256  # kept, of 17 kB each; others are made anew from what the calibrator knows
 
 
 class Draft(NamedTuple):
@@ -44,7 +44,6 @@ class ProbabilityCalibrator(Protocol):
 
     def calibrate(self, source: Hashable, scores: Any, depths: Any) -> np.ndarray: ...
     def update(self, source: Hashable, scores: Any, depths: Any, match_lengths: Any, hits: Any) -> None: ...
-    def forget(self, source: Hashable) -> None: ...
 
 
 class _Table:
@@ -114,7 +113,7 @@ class Calibrations:
             while (len(self._tables) + 1) * len(self.names) > max(_MOST_TABLES, len(self.names)):
                 _, tables = self._tables.popitem(last=False)
                 for table in tables:
-                    self.calibrator.forget(table.key)
+                    table.flush()
             self._tables[namespace] = [_Table(self.calibrator, (namespace, name)) for name in self.names]
         self._tables.move_to_end(namespace)
         return self._tables[namespace]

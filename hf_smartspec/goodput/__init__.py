@@ -3,7 +3,7 @@
 from .acceptance import Calibrator, expected_calibration_error, outcomes
 from .auction import GoodputAuction, Prediction
 from .cost import CostModel, CostPoint, DraftCost, DraftTimer, StepSeconds
-from .drafting import PrefillGate, confident_rows
+from .drafting import PrefillGate
 from .entropy import empirical_entropy
 from .estimators import AcceptanceEstimator
 from .length import PowerLaw, expected_length, expected_tree_length, optimal_length
@@ -33,7 +33,6 @@ __all__ = [
     "StepPlan",
     "StepRows",
     "StepSeconds",
-    "confident_rows",
     "empirical_entropy",
     "expected_calibration_error",
     "expected_length",

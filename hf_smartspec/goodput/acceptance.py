@@ -1,5 +1,6 @@
 """How likely draft nodes are accepted: raw scores of sources, calibrated by what was observed."""
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from threading import Lock
@@ -24,6 +25,8 @@ _LENGTH_BINS = np.searchsorted(_LENGTH_EDGES, np.arange(_LENGTH_EDGES[-1] + 1), 
 _SIZES = np.array([1, _NUM_SCORES, _NUM_SCORES * _NUM_LENGTHS, _NUM_SCORES * _NUM_LENGTHS**2])
 _STARTS = np.cumsum(_SIZES) - _SIZES
 
+_MOST_SOURCES = 512  # that are known
+
 
 class Calibrator:
     """
@@ -34,7 +37,7 @@ class Calibrator:
     off, with much data the observed frequency of the finest cell is returned. Counts decay, so that what a source has
     learnt since, or another kind of text, shows.
 
-    Calls may come from several threads.
+    The 512 sources that learnt last are known, in 39 kB each. Calls may come from several threads.
 
     Args:
         half_life (`float`): Observed nodes of a source after which an observation counts half. Recorded text changes
@@ -52,7 +55,7 @@ class Calibrator:
             if not np.isfinite(value) or value <= 0:
                 raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
         self.half_life, self.strength = float(half_life), float(strength)
-        self._tables: dict[Hashable, _Table] = {}
+        self._tables: OrderedDict[Hashable, _Table] = OrderedDict()
         self._lock = Lock()
 
     def calibrate(
@@ -106,12 +109,10 @@ class Calibrator:
             return
         with self._lock:
             table = self._tables.setdefault(source, _Table())
+            self._tables.move_to_end(source)  # the latest to learn
+            if len(self._tables) > _MOST_SOURCES:
+                self._tables.popitem(last=False)
             table.add(scores, _cells(scores, depths, match_lengths), hits, 0.5 ** (len(scores) / self.half_life))
-
-    def forget(self, source: Hashable) -> None:
-        """Forgets what a source's nodes have taught, if they have taught anything."""
-        with self._lock:
-            self._tables.pop(source, None)
 
     def calibrated(self, source: Hashable, tree: DraftTree, match_lengths: np.ndarray | int = 0) -> DraftTree:
         """The tree with calibrated probabilities."""

@@ -1,31 +1,8 @@
-"""When a draft model's work can be saved: levels that will not pay, and prompts that nobody will draft for."""
+"""When a draft model's work can be saved: on prompts that nobody will draft for."""
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-
-
-def confident_rows(
-    confidences: Sequence[float] | np.ndarray, num_drafted: int, threshold: float, max_length: int
-) -> np.ndarray:
-    """
-    The rows that draft one level more (SmartSpec, algorithm 3, lines 7 to 12): those whose last token had a confidence
-    above the threshold, as long as drafts may grow.
-
-    Args:
-        confidences (`[rows]` floats): The draft's probability of each row's last token; 1 before the first one.
-        num_drafted (`int`): Levels drafted so far.
-        threshold (`float`): T, in [0, 1].
-        max_length (`int`): P, the longest draft.
-
-    Returns:
-        `np.ndarray` of shape `[n]`, int64: indices of rows.
-    """
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"`threshold` must lie in [0, 1], got {threshold!r}.")
-    if num_drafted >= max_length:
-        return np.zeros(0, np.int64)
-    return np.flatnonzero(np.asarray(confidences) > threshold)
 
 
 class PrefillGate:

@@ -82,6 +82,14 @@ class Forest:
         nodes = np.flatnonzero(is_known & on_path[self.parents])
         return nodes, on_path[nodes]
 
+    def ranks(self) -> np.ndarray:
+        """How many nodes of its tree `DraftTree.most_likely` prefers to each node, `[n]` int64."""
+        numbers = np.arange(self.num_nodes)
+        order = np.lexsort((numbers, self.depths, -self.along_paths(self.probs), self.row))
+        ranks = np.empty(self.num_nodes, np.int64)
+        ranks[order] = numbers - self.starts[self.row[order]]
+        return ranks
+
     def keep(self, nodes: np.ndarray) -> list[DraftTree]:
         """The trees of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
         counts = np.bincount(self.row[nodes], minlength=len(self.trees))

@@ -149,14 +149,16 @@ class LoggedPolicy(LengthPolicy):
         tokens: Sequence[np.ndarray],
     ) -> None:
         forest = Forest(proposed)
-        self._count_levels(rows.draft.source, forest, tokens)
+        nodes, hits = forest.outcomes(tokens)
+        true_nodes = nodes[hits]
+        self._count_levels(rows.draft.source, forest, nodes, true_nodes)
         if self.cost is None:
             return
         real = np.array([len(rows) + num_accepted, seconds.draft + seconds.forward + seconds.other])
         self._real += real
         # The model's error in this step is that of every choice in it.
         factor = (real[1] - seconds.draft) / self._forward_seconds(rows, sizes)
-        ranks = np.concatenate([np.zeros(0), *(_ranks_of_truth(tree, text) for tree, text in zip(proposed, tokens))])
+        ranks = forest.ranks()[true_nodes]
         for index, length in enumerate(_FIXED):
             gained = np.count_nonzero(ranks < length)
             forward = factor * self._forward_seconds(rows, [min(len(tree), length) for tree in proposed])
@@ -169,14 +171,13 @@ class LoggedPolicy(LengthPolicy):
         width = rows.width + max(sizes, default=0)
         return float(self.cost.seconds(rows.num_context, rows.num_batched + sum(sizes), width))
 
-    def _count_levels(self, source: str, forest: Forest, tokens: Sequence[np.ndarray]) -> None:
-        nodes, hits = forest.outcomes(tokens)
+    def _count_levels(self, source: str, forest: Forest, nodes: np.ndarray, true_nodes: np.ndarray) -> None:
         if not len(nodes):
             return
         row, depth = forest.row[nodes], forest.depths[nodes]
         counts = np.zeros((2, int(depth.max())))
         counts[0] = np.bincount(np.unique(row * 1000 + depth) % 1000, minlength=counts.shape[1] + 1)[1:]
-        counts[1] = np.bincount(depth[hits], minlength=counts.shape[1] + 1)[1:]
+        counts[1] = np.bincount(forest.depths[true_nodes], minlength=counts.shape[1] + 1)[1:]
         known = self._levels.get(source, np.zeros((2, 0)))
         longest = max(known.shape[1], counts.shape[1])
         known, counts = (np.pad(item, ((0, 0), (0, longest - item.shape[1]))) for item in (known, counts))
@@ -204,21 +205,3 @@ class LoggedPolicy(LengthPolicy):
             },
             extras=extras,
         )
-
-
-def _ranks_of_truth(tree: DraftTree, tokens: np.ndarray) -> np.ndarray:
-    """For the nodes that the text runs through, how many nodes of the tree are more likely, `[n]` int64."""
-    path, node = [], -1
-    parents, drafted = tree.parents.tolist(), tree.tokens.tolist()
-    for token in tokens.tolist():
-        children = [child for child in range(node + 1, len(drafted)) if parents[child] == node]
-        node = next((child for child in children if drafted[child] == token), -1)
-        if node < 0:
-            break
-        path.append(node)
-    if not path:
-        return np.zeros(0, np.int64)
-    ranks = np.empty(len(tree), np.int64)
-    # As in `DraftTree.most_likely`: the shallower one of two that are equally likely comes first.
-    ranks[np.lexsort((np.arange(len(tree)), tree.depths, -tree.path_probs))] = np.arange(len(tree))
-    return ranks[path]

@@ -6,20 +6,14 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, Engine, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.goodput import CostModel, GoodputAuction
+from hf_smartspec.goodput import GoodputAuction
 
+from ..conftest import UnmovedCost
 from ..generate.helpers import VOCAB_SIZE, Oracle, Spy, noisy_copy, prompts, tiny_llama
 from .helpers import random_requests
 from .test_engine import check_all
 
 pytestmark = pytest.mark.adaptive
-
-
-class StillCost(CostModel):
-    """Learns nothing from what steps really take."""
-
-    def observe(self, *args, **kwargs):
-        pass
 
 
 @pytest.fixture
@@ -70,7 +64,7 @@ class Wrong(Oracle):
 
 def test_a_source_that_is_always_wrong_is_hardly_asked_any_more(model):
     """Where every token costs, verification stops; the source is tried again now and then."""
-    policy = GoodputAuction(StillCost(alpha=0.0, gamma=1e-3, delta=1e-2))
+    policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-3, delta=1e-2))
     spy = Spy(Wrong())
     config = SmartSpecConfig(spy, policy=policy)
     statistics = speculate(model, config, max_new_tokens=400)
@@ -82,7 +76,7 @@ def test_draft_models_that_are_hardly_asked_are_spared_new_requests(model):
     """A draft model's prefill costs: where drafts do not pay, most new requests are served without one."""
     spy = Spy(DraftModelCandidates(noisy_copy(model, scale=5.0)))  # knows nothing
     spy.is_autoregressive = True
-    policy = GoodputAuction(StillCost(alpha=0.0, gamma=5e-3, delta=1e-2))
+    policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=5e-3, delta=1e-2))
     requests = random_requests(60)
     with Engine(model, SmartSpecConfig(spy, policy=policy), max_batch_size=2) as engine:
         check_all(engine, model, requests)

@@ -6,10 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-import hf_smartspec
 from hf_smartspec import Engine, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.compat import RequestStatus
 
@@ -360,116 +358,6 @@ def test_bad_engines_are_refused(model):
         Engine(new_model("bloom"))
 
 
-# Faults: one request's own failures are its own
-
-
-class Fails(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] > 8:
-            raise ArithmeticError("of the user")
-        return scores
-
-
-class FailsToo(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return Fails()(input_ids, torch.zeros(1, 1)) is None
-
-
-class FailsWhileStreaming(BaseStreamer):
-    def put(self, value):
-        Fails()(torch.zeros(1, 9), None) if value.numel() == 1 else None
-
-    def end(self):
-        raise ArithmeticError("again")
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"logits_processor": LogitsProcessorList([Fails()])},
-        {"stopping_criteria": StoppingCriteriaList([FailsToo()])},
-        {"streamer": FailsWhileStreaming()},
-    ],
-    ids=["processor", "criterion", "streamer"],
-)
-def test_faults_of_one_request(model, fault):
-    requests = random_requests(6)
-    with Engine(model, suffix(), max_batch_size=4) as engine:
-        names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests[:3]]
-        bad = engine.add_request([3, 4, 5], max_new_tokens=20, eos_token_id=None, **fault)
-        names += [engine.add_request(asked.prompt, **asked.arguments) for asked in requests[3:]]
-        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
-        failure = engine.get_result(bad, timeout=TIMEOUT)
-    assert failure.status == RequestStatus.FAILED and "of the user" in failure.error
-    assert failure.finish_reason == "error"
-    for asked, output in zip(requests, outputs):
-        assert output.generated_tokens == asked.alone(model)
-
-
-def test_a_forward_that_fails_ends_those_that_were_in_it(model, caplog):
-    requests = random_requests(6)
-    with Engine(model, suffix(), max_batch_size=3) as engine:
-        forward = engine._runner.memory.forward
-        run, calls = forward._run, []
-
-        def failing(*args):
-            calls.append(None)
-            if len(calls) == 3:
-                raise RuntimeError("out of memory")
-            return run(*args)
-
-        forward._run = failing
-        with engine.pause():
-            names = [
-                engine.add_request(asked.prompt, **asked.arguments | {"max_new_tokens": 9, "eos_token_id": None})
-                for asked in requests
-            ]
-        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
-    failures = [output for output in outputs if output.error is not None]
-    assert 1 <= len(failures) <= 3 and all("out of memory" in output.error for output in failures)
-    for asked, output in zip(requests, outputs):
-        expected = Asked(asked.prompt, asked.settings | {"max_new_tokens": 9, "eos_token_id": None}, asked.seed)
-        assert output.error is not None or output.generated_tokens == expected.alone(model)
-
-
-class Faulty(SuffixTreeCandidates):
-    """Fails at some of its calls."""
-
-    def __init__(self, where: str):
-        super().__init__(max_bytes=2**20)
-        self.where, self.count = where, 0
-
-    def _maybe(self, where):
-        self.count += where == self.where
-        if where == self.where and self.count % 5 == 4:
-            raise ArithmeticError("of the source")
-
-    def start(self, request_id, prompt):
-        self._maybe("start")
-        super().start(request_id, prompt)
-
-    def propose(self, request_ids, max_nodes):
-        self._maybe("propose")
-        trees = super().propose(request_ids, max_nodes)
-        if self.where == "wild":
-            trees[0] = hf_smartspec.DraftTree.chain([VOCAB_SIZE + 5, -1])
-        return trees
-
-    def observe(self, request_id, tokens):
-        self._maybe("observe")
-        super().observe(request_id, tokens)
-
-    def stop(self, request_id):
-        super().stop(request_id)
-        self._maybe("stop")
-
-
-@pytest.mark.parametrize("where", ["start", "propose", "wild", "observe", "stop"])
-def test_sources_that_fail(model, where):
-    with Engine(model, Faulty(where), max_batch_size=4) as engine:
-        check_all(engine, model, random_requests(12))
-
-
 def test_report_says_where_the_time_went(model):
     with Engine(model, suffix(), max_batch_size=4) as engine:
         check_all(engine, model, random_requests(12))
@@ -480,13 +368,3 @@ def test_report_says_where_the_time_went(model):
     forwards = report.seconds["prefill"] + report.seconds["verify"]
     assert forwards == pytest.approx(statistics.seconds_forward) and report.seconds["prefill"] > 0
     assert "12 answered" in str(report) and "SuffixTreeCandidates" in str(report)
-
-
-class Wide(Oracle):
-    """Proposes more than it is asked for."""
-
-    def __init__(self):
-        super().__init__(torch.zeros(1, 1, dtype=torch.long))
-
-    def _propose(self, text, limit):
-        return hf_smartspec.DraftTree.chain([3] * 10)

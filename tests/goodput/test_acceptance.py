@@ -96,13 +96,14 @@ def test_scores_that_are_no_numbers_count_as_even_chances():
     assert np.isfinite(calibrator.calibrate("a", [0.5], [1], 0)).all()
 
 
-def test_a_forgotten_source_is_a_new_one():
+def test_the_sources_that_learnt_last_are_known():
     calibrator = Calibrator()
     for source in ("a", "b"):
         learn(calibrator, 0.9, 1, 3, rate=0.0, num=100, source=source)
-    calibrator.forget("a")
-    calibrator.forget("never seen")
-    assert calibrator.calibrate("a", [0.9], [1], 3)[0] == pytest.approx(0.9)
+    for other in range(511):
+        calibrator.update("b", [0.9], [1], 3, [False])
+        calibrator.update(other, [0.9], [1], 3, [True])
+    assert calibrator.calibrate("a", [0.9], [1], 3)[0] == pytest.approx(0.9), "forgotten"
     assert calibrator.calibrate("b", [0.9], [1], 3)[0] < 0.2
 
 

@@ -221,7 +221,7 @@ def test_adapts_when_acceptance_changes(cost):
     after = simulate(policy, good, line(), steps=300, seed=3)
     assert before.tokens < 1.05 * 2 * before.steps and after.tokens > 1.8 * 2 * after.steps
     simulate(policy, bad, line(), steps=600, seed=4)
-    assert simulate(policy, bad, line(), steps=300, seed=5).goodput > 0.96 * before.goodput
+    assert simulate(policy, bad, line(), steps=300, seed=5).goodput > 0.98 * before.goodput
 
 
 def test_predicts_the_tokens_of_a_step():

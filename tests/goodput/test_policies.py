@@ -19,7 +19,6 @@ from hf_smartspec.goodput import (
     RequestGoodput,
     StepGoodput,
     StepRows,
-    confident_rows,
     expected_length,
 )
 
@@ -147,13 +146,6 @@ def test_the_oracle_verifies_what_will_be_accepted():
 
 
 # --- Draft models -----------------------------------------------------------------------------------------------------
-
-
-def test_confident_rows_go_on():
-    assert confident_rows([1.0, 0.4, 0.6], num_drafted=0, threshold=0.5, max_length=4).tolist() == [0, 2]
-    assert confident_rows([1.0, 1.0], num_drafted=4, threshold=0.5, max_length=4).tolist() == []
-    with pytest.raises(ValueError, match="threshold"):
-        confident_rows([1.0], 0, 1.5, 4)
 
 
 def test_the_prefill_gate_closes_when_nothing_is_proposed_and_opens_again():
