@@ -121,9 +121,8 @@ class DecodingLoop:
         """A draft tree for every row that will have logits behind its whole text, as the policy allows."""
         start = self._seconds()
         rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
-        num_prefill = sum(len(tokens) for tokens in feeds.values()) - len(rows)
         with self._timed("seconds_select"):
-            step = self._step_rows(rows, num_prefill)
+            step = self._step_rows(rows, feeds)
             limits = self.policy.max_nodes(step)
             if len(limits) != len(rows):
                 raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
@@ -138,12 +137,15 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
         return StepDrafts(step, rows, proposed, trees, start)
 
-    def _step_rows(self, rows: Sequence[Request], num_prefill: int) -> StepRows:
+    def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:
+        prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
             caps=np.array([self._cap(request) for request in rows], np.int64),
-            num_prefill_tokens=num_prefill,
+            num_prefill_tokens=sum(map(len, feeds.values())) - len(rows),
+            prefill_context=sum(num + cached for num, cached in prompts),
+            prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=self.num_waiting,
             draft=_draft_cost(rows[0].call.source) if rows else DraftCost(),
         )

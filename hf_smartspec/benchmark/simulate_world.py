@@ -143,9 +143,7 @@ class DraftOracle(Oracle):
         right = np.array([min(self.table.num_right(name), cap) if cap else 0 for name, cap in pairs], np.int64)
         levels = right[:, None].clip(max=np.arange(int(np.max(rows.caps, initial=0)) + 1))
         num = levels.sum(axis=0)
-        seconds = self.cost.seconds(
-            rows.num_context, rows.num_batched + num, rows.width + levels.max(axis=0, initial=0)
-        )
+        seconds = self.cost.seconds(*rows.forward_size(num, 1 + levels.max(axis=0, initial=0)))
         draft = [self.draft.per_call * calls + self.draft.per_row * in_calls
                  for calls, in_calls in map(self.draft.calls, levels.T)]  # fmt: skip
         return levels[:, int(((len(rows) + num) / (seconds + draft)).argmax())]

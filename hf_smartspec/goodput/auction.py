@@ -19,6 +19,8 @@ _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed
 _DRIFT_DECAY = 0.96  # per step, of what tells that acceptance changes
 _DRIFT_STRENGTH = 3.0  # of the assumption that it does not, in accepted nodes
+_SPEEDUP_DECAY = 0.98  # per step, of what tells how much speculation gains
+_SPEEDUP_STRENGTH = 10.0  # of the assumption that it gains nothing, in tokens
 _MEMORY = 0.1  # weight of the newest step in the running benefit of drafting
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
@@ -40,20 +42,37 @@ class Prediction(NamedTuple):
 
 @dataclass
 class _Plan:
-    """What happened in the current step so far."""
+    """
+    What happened in the current step so far.
 
-    asked: np.ndarray | None = None  # [rows] bool, which rows the source was asked for
+    Args:
+        rows (`StepRows`, *optional*): The step's.
+        plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and what the prompts add to it.
+        asked (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the source was asked for.
+        plain_tokens (`float`): What the step's time would have yielded plainly.
+    """
+
+    rows: StepRows | None = None
+    plain_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    asked: np.ndarray | None = None
     draft_seconds: float = 0.0
     is_baseline: bool = False
+    plain_tokens: float = 0.0
     forest: Forest | None = None
 
 
 class GoodputAuction(LengthPolicy):
     """
     One auction per step (design, section 3.2): the nodes of all rows are sorted by path probability a_n, and the best
-    prefix, by goodput (B + sum of a_n) / T, is verified. Since a_n never grows along a path, every prefix is a forest;
-    since T depends on totals, the best prefix is the best of all forests. T also depends a little on the widest row:
-    there is one auction for each bound on the width, and the best of their winners wins.
+    prefix is verified. Since a_n never grows along a path, every prefix is a forest; since T depends on totals, the
+    best prefix is the best of all forests. T also depends a little on the widest row: there is one auction for each
+    bound on the width, and the best of their winners wins.
+
+    The best is what leaves most tokens, B + sum of a_n, when its time is paid for: at the goodput of plain decoding in
+    this step, times what speculation has gained over it lately. With one price at all steps, goodput over all of them
+    is highest (Dinkelbach's theorem on ratios); the highest goodput of every single step would draft too little where
+    drafts are good, and too much where they are poor. Prompts in the forward are not for speculation to pay.
 
     Path probabilities are products of the drafts' own probabilities, corrected by a `Calibrator` and, where acceptance
     changes, by how its predictions have fared lately.
@@ -81,6 +100,7 @@ class GoodputAuction(LengthPolicy):
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = _Plan()
         self._drift = _Drift()
+        self._speedup = _Speedup()
         self._benefit = _Running()
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
@@ -88,7 +108,7 @@ class GoodputAuction(LengthPolicy):
     # 1. Before drafting
 
     def max_nodes(self, rows: StepRows) -> np.ndarray:
-        self._plan = _Plan()
+        self._begin(rows)
         caps = np.maximum(rows.caps, 0)
         if not caps.any():
             return caps
@@ -105,6 +125,11 @@ class GoodputAuction(LengthPolicy):
             self._plan.asked, self._plan.draft_seconds = limits > 0, self._draft_seconds(rows, levels)
         return limits
 
+    def _begin(self, rows: StepRows) -> None:
+        plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
+        prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
+        self._plan = _Plan(rows, plain, prefill)
+
     def _best_levels(self, rows: StepRows) -> np.ndarray:
         """The depth of each row's draft that maximises expected goodput, `[rows]` int64; all 0 if none pays."""
         width = rows.draft.width
@@ -118,9 +143,9 @@ class GoodputAuction(LengthPolicy):
         tokens = len(rows) + np.cumsum(is_in * gains[row, depth], axis=1)
         per_call, per_row = self.timer.seconds(rows.draft)
         target = np.take_along_axis(self._seconds(rows, len(row) * width, depths * width), num * width, axis=1)
-        goodput = tokens / (target + per_call * depths[:, None] + per_row * num)
-        level, last = np.divmod(int(goodput.argmax()), len(row))
-        if goodput[level, last] <= (1 + self.margin) * len(rows) / self._plain_seconds(rows):
+        profit = self._profit(rows, tokens, target + per_call * depths[:, None] + per_row * num)
+        level, last = np.divmod(int(profit.argmax()), len(row))
+        if profit[level, last] <= self._least_profit(rows):
             return np.zeros(len(rows), np.int64)
         chosen = is_in[level] & (np.arange(len(row)) <= last)
         return np.bincount(row[chosen], minlength=len(rows))
@@ -132,15 +157,15 @@ class GoodputAuction(LengthPolicy):
             return levels
         probed = np.where(idle, 1, levels)
         price = self._draft_seconds(rows, probed) - self._draft_seconds(rows, levels)
-        return probed if self._affords(rows, price) else levels
+        return probed if self._affords(price) else levels
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
         price = self._draft_seconds(rows, levels)
-        return self._benefit.num < _TRIAL_STEPS or self._benefit.mean > price or self._affords(rows, price)
+        return self._benefit.num < _TRIAL_STEPS or self._benefit.mean > price or self._affords(price)
 
-    def _affords(self, rows: StepRows, price: float) -> bool:
+    def _affords(self, price: float) -> bool:
         """Whether the time saved for probes has reached `price`, which it then pays."""
-        self._probe_seconds += _PROBE_SHARE * self._plain_seconds(rows)
+        self._probe_seconds += _PROBE_SHARE * self._plan.plain_seconds
         if self._probe_seconds < price:
             return False
         self._probe_seconds = 0.0
@@ -152,16 +177,14 @@ class GoodputAuction(LengthPolicy):
         return per_call * calls + per_row * in_calls
 
     def _seconds(self, rows: StepRows, most: int, widths: np.ndarray) -> np.ndarray:
-        """T with 0 to `most` draft nodes, of which at most so many in one row, `[widths, most + 1]` float64."""
+        """
+        T with 0 to `most` draft nodes, of which at most so many in one row, `[widths, most + 1]` float64; without what
+        the prompts in the step add, whatever is drafted.
+        """
         num = np.arange(most + 1)
         width = 1 + np.minimum(num, widths[:, None])
-        if rows.width > 1:
-            width = np.maximum(width, rows.width)
-        return self.cost.seconds(rows.num_context, rows.num_batched + num, width)
-
-    def _plain_seconds(self, rows: StepRows) -> float:
-        """T without drafts."""
-        return float(self.cost.seconds(rows.num_context, rows.num_batched, rows.width))
+        seconds = self.cost.seconds(*rows.forward_size(num, width))
+        return seconds - self._plan.prefill_seconds
 
     # 2. After drafting
 
@@ -169,14 +192,17 @@ class GoodputAuction(LengthPolicy):
         forest = Forest(trees)
         if (forest.sizes > rows.caps).any():
             forest = Forest([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
-        self._plan.forest = forest
+        if self._plan.rows is not rows:
+            self._begin(rows)
+        plan, plain = self._plan, self._plan.plain_seconds
+        plan.forest = forest
         gains = forest.along_paths(self._probs(rows, forest))
-        plain = self._plain_seconds(rows)
         chosen, tokens, seconds = np.zeros(0, np.int64), float(len(rows)), plain
-        if forest.num_nodes and not self._plan.is_baseline:
+        if forest.num_nodes and not plan.is_baseline:
             chosen, tokens, seconds = self._winners(rows, forest, gains, (chosen, tokens, seconds))
-        self.prediction = Prediction(tokens, seconds, self._plan.draft_seconds)
-        self._learn_benefit(rows, plain)
+        self.prediction = Prediction(tokens, seconds + plan.prefill_seconds, plan.draft_seconds)
+        plan.plain_tokens = len(rows) * (seconds + plan.draft_seconds) / plain
+        self._learn_benefit(rows, tokens, seconds - plain)
         mask = np.zeros(forest.num_nodes, bool)
         mask[chosen] = True
         return forest.keep(mask)
@@ -188,20 +214,27 @@ class GoodputAuction(LengthPolicy):
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
         gains, ranks = gains[order], _ranks(forest.row[order])
         widths = _widths(int(ranks.max(initial=-1)) + 1, len(rows))
-        best_goodput = (1 + self.margin) * best[1] / (best[2] + self._plan.draft_seconds)
-        highest = 0.0
+        best_profit, highest = self._least_profit(rows), -np.inf
         for width, seconds in zip(widths.tolist(), self._seconds(rows, len(order), widths)):
             is_in = ranks < width
             tokens = len(rows) + np.cumsum(gains[is_in])
-            goodput = tokens / (seconds[1 : len(tokens) + 1] + self._plan.draft_seconds)
-            last = int(goodput.argmax())
-            if goodput[last] > best_goodput:
-                best_goodput = goodput[last]
+            profit = self._profit(rows, tokens, seconds[1 : len(tokens) + 1])
+            last = int(profit.argmax())
+            if profit[last] > best_profit:
+                best_profit = profit[last]
                 best = order[is_in][: last + 1], float(tokens[last]), float(seconds[last + 1])
-            if goodput[last] < highest and width > _NARROW:
+            if profit[last] < highest and width > _NARROW:
                 break  # wider rows cost ever more
-            highest = max(highest, float(goodput[last]))
+            highest = max(highest, float(profit[last]))
         return best
+
+    def _profit(self, rows: StepRows, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Tokens, less what their time would yield at other steps."""
+        return tokens - self._speedup.ratio * len(rows) / self._plan.plain_seconds * seconds
+
+    def _least_profit(self, rows: StepRows) -> float:
+        """Of a step that speculates: that of plain decoding, and the margin."""
+        return (1 - self._speedup.ratio + self.margin) * len(rows)
 
     def _probs(self, rows: StepRows, forest: Forest) -> np.ndarray:
         """Probabilities that each node comes true if its parent does, `[n]`."""
@@ -210,11 +243,11 @@ class GoodputAuction(LengthPolicy):
         probs = self.calibrator.calibrate(rows.draft.source, forest.probs, forest.depths)
         return np.minimum(probs * self._drift.ratio, 1.0)
 
-    def _learn_benefit(self, rows: StepRows, plain: float) -> None:
-        """Seconds that verification of the draft saves: the time its tokens take plainly, less what it adds."""
-        tokens, seconds, _ = self.prediction
+    def _learn_benefit(self, rows: StepRows, tokens: float, added: float) -> None:
+        """Seconds that verification of the draft saves: the time its tokens take elsewhere, less what it adds."""
         if self._plan.asked is not None:
-            self._benefit.add((tokens / max(len(rows), 1) - 1) * plain - (seconds - plain))
+            per_token = self._plan.plain_seconds / max(len(rows), 1) / self._speedup.ratio
+            self._benefit.add((tokens - len(rows)) * per_token - added)
         self._num_since_baseline = self._num_since_baseline + 1 if tokens > len(rows) else 0
 
     # 3. After verification
@@ -228,11 +261,12 @@ class GoodputAuction(LengthPolicy):
         seconds: StepSeconds,
         tokens: Sequence[np.ndarray] | None = None,
     ) -> None:
-        num_nodes = sum(map(len, verified))
-        size = rows.num_batched + num_nodes
-        if size:
-            width = max(rows.width, 1 + max(map(len, verified), default=0))
-            self.cost.observe(rows.num_context, size, seconds.forward + seconds.other, width)
+        sizes = [len(tree) for tree in verified]
+        context, batched, width = rows.forward_size(sum(sizes), 1 + max(sizes, default=0))
+        if batched:
+            self.cost.observe(context, batched, seconds.forward + seconds.other, width)
+        if len(rows) and not self._plan.is_baseline:
+            self._speedup.add(len(rows) + sum(accepted), self._plan.plain_tokens)
         forest = self._forest_of(proposed)
         levels = np.zeros(len(rows), np.int64)
         if rows.draft.is_autoregressive:
@@ -283,6 +317,24 @@ class _Drift:
     @property
     def ratio(self) -> float:
         return (self._observed + _DRIFT_STRENGTH) / (self._expected + _DRIFT_STRENGTH)
+
+
+class _Speedup:
+    """
+    Tokens of the latest steps by what their time would have yielded plainly, at least 1. Goodput over many steps is
+    highest if time has one price at all of them (Dinkelbach): steps whose drafts are poor leave it to the others.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._plain_tokens = _SPEEDUP_STRENGTH
+
+    def add(self, tokens: float, plain_tokens: float) -> None:
+        self._tokens = self._tokens * _SPEEDUP_DECAY + tokens
+        self._plain_tokens = self._plain_tokens * _SPEEDUP_DECAY + plain_tokens
+
+    @property
+    def ratio(self) -> float:
+        return max(self._tokens / self._plain_tokens, 1.0)
 
 
 class _Running:

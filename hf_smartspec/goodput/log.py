@@ -168,8 +168,7 @@ class LoggedPolicy(LengthPolicy):
 
     def _forward_seconds(self, rows: StepRows, sizes: Sequence[int]) -> float:
         assert self.cost is not None
-        width = rows.width + max(sizes, default=0)
-        return float(self.cost.seconds(rows.num_context, rows.num_batched + sum(sizes), width))
+        return float(self.cost.seconds(*rows.forward_size(sum(sizes), 1 + max(sizes, default=0))))
 
     def _count_levels(self, source: str, forest: Forest, nodes: np.ndarray, true_nodes: np.ndarray) -> None:
         if not len(nodes):

@@ -1,6 +1,7 @@
 """The papers' length policies, for comparison with the auction."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -72,8 +73,9 @@ class BatchLookupTable(LengthPolicy):
         return np.minimum(rows.caps, self.length(len(rows)))
 
 
-def _width(rows: StepRows, trees: Sequence[DraftTree]) -> int:
-    return rows.width + max(map(len, trees), default=0)
+def _forward_size(rows: StepRows, trees: Sequence[DraftTree]) -> tuple[float, float, float]:
+    sizes = [len(tree) for tree in trees]
+    return rows.forward_size(sum(sizes), 1 + max(sizes, default=0))
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -113,9 +115,9 @@ class _SmartSpec(LengthPolicy):
         seconds: StepSeconds,
         tokens: Sequence[np.ndarray] | None = None,
     ) -> None:
-        size = rows.num_batched + sum(map(len, verified))
+        context, size, width = _forward_size(rows, verified)
         if size:
-            self.cost.observe(rows.num_context, size, seconds.forward + seconds.other, _width(rows, verified))
+            self.cost.observe(context, size, seconds.forward + seconds.other, width)
         drafted = np.array([tree.depths.max(initial=0) for tree in proposed], np.int64)
         self.timer.observe(*rows.draft.calls(drafted), seconds.draft)
         depths = np.array([tree.depths.max(initial=0) for tree in verified], np.int64)
@@ -171,10 +173,10 @@ class StepGoodput(_SmartSpec):
         """Algorithm 1 for every length. (As printed, its line 4 has the number of requests twice.)"""
         lengths = np.arange(min(self.max_length, int(np.max(rows.caps[:num_requests]))) + 1)
         tokens = num_requests * expected_length(self.acceptance.rate, lengths)
-        context = num_requests * float(np.max(rows.context_lens[:num_requests]))
-        seconds = self.cost.seconds(
-            context, num_requests * (lengths + 1) + rows.num_prefill_tokens, rows.width + lengths
+        first = replace(
+            rows, request_ids=rows.request_ids[:num_requests], context_lens=rows.context_lens[:num_requests]
         )
+        seconds = self.cost.seconds(*first.forward_size(num_requests * lengths, 1 + lengths))
         draft = [self._draft_seconds(rows, np.full(num_requests, length)) for length in lengths]
         return lengths, tokens / (seconds + draft)
 
@@ -203,8 +205,8 @@ class RequestGoodput(_SmartSpec):
         calls, in_calls = np.append(0, np.maximum.accumulate(depth + 1)), num
         if not rows.draft.is_autoregressive:
             calls, in_calls = np.minimum(num, 1), np.append(0, np.cumsum(depth == 0))
-        width = rows.width + np.append(0, np.maximum.accumulate(depth + 1))
-        target = self.cost.seconds(rows.num_context, rows.num_batched + num, width)
+        width = 1 + np.append(0, np.maximum.accumulate(depth + 1))
+        target = self.cost.seconds(*rows.forward_size(num, width))
         goodput = tokens / (target + per_call * calls + per_row * in_calls)
         return np.bincount(row[: int(goodput.argmax())], minlength=len(rows)) if len(row) else np.zeros_like(rows.caps)
 
@@ -231,8 +233,8 @@ class Oracle(LengthPolicy):
         accepted = nodes[hits]
         accepted = accepted[np.argsort(forest.depths[accepted], kind="stable")]  # parents first
         num = np.arange(len(accepted) + 1)
-        width = rows.width + np.append(0, forest.depths[accepted])
-        seconds = self.cost.seconds(rows.num_context, rows.num_batched + num, width)
+        width = 1 + np.append(0, forest.depths[accepted])
+        seconds = self.cost.seconds(*rows.forward_size(num, width))
         chosen = np.zeros(forest.num_nodes, bool)
         chosen[accepted[: int(np.argmax((len(rows) + num) / seconds))]] = True
         return forest.keep(chosen)

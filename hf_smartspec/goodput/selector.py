@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class StepRows:
         context_lens (`np.ndarray` of shape `[rows]`, int): Committed tokens whose keys and values the step reads.
         caps (`np.ndarray` of shape `[rows]`, int): The most nodes that each row may be given.
         num_prefill_tokens (`int`): Prompt tokens that ride in the same forward.
+        prefill_context, prefill_pairs (`int`): Columns that these read, and queries times columns. Attention treats
+            long prompts apart: they do not widen the other rows.
         num_waiting (`int`): Requests in the queue.
         draft (`DraftCost`): What drafting costs.
     """
@@ -30,6 +33,8 @@ class StepRows:
     context_lens: np.ndarray
     caps: np.ndarray
     num_prefill_tokens: int = 0
+    prefill_context: int = 0
+    prefill_pairs: int = 0
     num_waiting: int = 0
     draft: DraftCost = field(default_factory=DraftCost)
 
@@ -46,10 +51,25 @@ class StepRows:
         """N_batched without any draft: one token of every row, and the prompts."""
         return len(self) + self.num_prefill_tokens
 
-    @property
-    def width(self) -> int:
-        """Tokens of the row that has most, without any draft; prompts of one step are taken to be one row's."""
-        return 1 + self.num_prefill_tokens
+    def forward_size(self, num_nodes: Any = 0, width: Any = 1) -> tuple[Any, Any, Any]:
+        """
+        What `CostModel.seconds` asks for, of the step's forward with draft nodes.
+
+        Args:
+            num_nodes, width (`int` or arrays that broadcast): Draft nodes of all rows, and tokens of the row that has
+                most: one, and its nodes.
+
+        Returns:
+            Context, tokens in the forward, and the width, on average over the context.
+        """
+        context = self.num_context + self.prefill_context
+        if context > self.num_context:
+            width = (self.num_context * width + self.prefill_pairs) / context
+        return context, self.num_batched + num_nodes, width
+
+    def without_prefill(self) -> "StepRows":
+        """The same step without the prompts that ride in it."""
+        return replace(self, num_prefill_tokens=0, prefill_context=0, prefill_pairs=0)
 
 
 class LengthPolicy(ABC):

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
@@ -30,21 +30,27 @@ def closed_subsets(tree):
             yield np.array(bits, bool)
 
 
-def best_goodput(cost, rows, trees_):
+def seconds_of(cost, rows, sizes):
+    return float(cost.seconds(rows.num_context, len(rows) + sum(sizes), 1 + max(sizes)))
+
+
+def profit_of(cost, rows, tokens, sizes, speedup=1.0):
+    """Tokens, less those that the time yields elsewhere."""
+    return tokens - speedup * len(rows) * seconds_of(cost, rows, sizes) / seconds_of(cost, rows, [0])
+
+
+def best_profit(cost, rows, trees_):
     """By trying everything."""
     best = 0.0
     for masks in product(*(list(closed_subsets(tree)) for tree in trees_)):
         sizes = [int(mask.sum()) for mask in masks]
         tokens = len(rows) + sum(float(tree.path_probs[mask].sum()) for tree, mask in zip(trees_, masks))
-        seconds = cost.seconds(rows.num_context, rows.num_batched + sum(sizes), rows.width + max(sizes))
-        best = max(best, tokens / float(seconds))
+        best = max(best, profit_of(cost, rows, tokens, sizes))
     return best
 
 
-def goodput_of(cost, rows, kept):
-    sizes = [len(tree) for tree in kept]
-    tokens = len(rows) + sum(float(tree.path_probs.sum()) for tree in kept)
-    return tokens / float(cost.seconds(rows.num_context, rows.num_batched + sum(sizes), rows.width + max(sizes)))
+def expected_tokens(rows, kept):
+    return len(rows) + sum(float(tree.path_probs.sum()) for tree in kept)
 
 
 COSTS = st.one_of(
@@ -59,10 +65,21 @@ def test_selects_the_best_of_all_forests(cost, drafts):
     rows = rows_of(drafts)
     policy = GoodputAuction(cost, margin=0, calibrates=False)
     kept = policy.select(rows, drafts)
-    assert goodput_of(cost, rows, kept) == pytest.approx(best_goodput(cost, rows, drafts), rel=1e-6)
-    tokens, seconds, _ = policy.prediction
-    assert tokens == pytest.approx(len(rows) + sum(tree.path_probs.sum() for tree in kept), rel=1e-5)
-    assert tokens / seconds == pytest.approx(goodput_of(cost, rows, kept), rel=1e-5)
+    tokens, sizes = expected_tokens(rows, kept), [len(tree) for tree in kept]
+    assert profit_of(cost, rows, tokens, sizes) == pytest.approx(best_profit(cost, rows, drafts), rel=1e-6, abs=1e-6)
+    assert policy.prediction.tokens == pytest.approx(tokens, rel=1e-5)
+    assert policy.prediction.seconds == pytest.approx(seconds_of(cost, rows, sizes))
+
+
+@given(COSTS, st.lists(trees(max_size=6), min_size=1, max_size=3))
+def test_prompts_that_ride_along_change_nothing_where_tokens_cost_the_same_everywhere(cost, drafts):
+    assume(not cost.knots)
+    prompts = {"num_prefill_tokens": 500, "prefill_context": 700, "prefill_pairs": 350_000}
+    alone, beside = rows_of(drafts), rows_of(drafts, **prompts)
+    policies = [GoodputAuction(cost, calibrates=False) for _ in range(2)]
+    kept = [policy.select(rows, drafts) for policy, rows in zip(policies, (alone, beside))]
+    assert [len(tree) for tree in kept[0]] == [len(tree) for tree in kept[1]]
+    assert policies[1].prediction.seconds > policies[0].prediction.seconds
 
 
 @given(st.lists(trees(max_size=9), min_size=1, max_size=4), st.floats(0, 0.01), st.floats(0, 0.1))
@@ -99,15 +116,19 @@ def test_a_gain_within_the_margin_is_none():
         assert len(GoodputAuction(model, margin, calibrates=False).select(rows_of([chain]), [chain])[0]) == num
 
 
-def test_time_already_spent_on_drafting_speaks_for_longer_drafts():
-    chain = DraftTree.chain(np.arange(6), np.full(6, 0.7))
-    lengths = []
-    for per_call in (0.0, 0.1):
-        rows = rows_of([chain], draft=DraftCost(per_call=per_call))
-        policy = GoodputAuction(line(gamma=5e-3), calibrates=False)
+def test_poor_drafts_leave_the_time_to_steps_with_good_ones():
+    """Between the marginal price of plain decoding and what speculation gains on the whole, drafts do not pay."""
+    cost = CostModel(0, 1.0, 9.0)  # a node costs as much as a tenth of a token
+    good, poor = DraftTree.chain(np.arange(8), np.full(8, 0.99)), DraftTree.chain([1], [0.15])
+    policy = GoodputAuction(cost, calibrates=False)
+    assert len(policy.select(rows_of([poor]), [poor])[0]) == 1
+    for _ in range(100):
+        rows = rows_of([good])
         policy.max_nodes(rows)
-        lengths.append(len(policy.select(rows, [chain])[0]))
-    assert lengths[0] < lengths[1]
+        kept = policy.select(rows, [good])
+        policy.observe(rows, [good], kept, [len(kept[0])], StepSeconds(0.0, 10.0 + len(kept[0])), [good.tokens])
+    assert len(policy.select(rows_of([good]), [good])[0]) == 8
+    assert len(policy.select(rows_of([poor]), [poor])[0]) == 0
 
 
 def test_caps_hold_against_sources_that_exceed_them():

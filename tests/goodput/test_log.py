@@ -11,8 +11,9 @@ COST = CostModel(alpha=0.0, gamma=0.001, delta=0.01)  # of 10 ms and 1 ms per to
 
 
 def step_rows(num_rows: int, num_prefill: int = 0) -> StepRows:
-    lens = np.full(num_rows, 50)
-    return StepRows(list(range(num_rows)), lens, np.full(num_rows, 16), num_prefill, 0, DraftCost(source="lookup"))
+    lens, caps = np.full(num_rows, 50), np.full(num_rows, 16)
+    draft = DraftCost(source="lookup")
+    return StepRows(list(range(num_rows)), lens, caps, num_prefill_tokens=num_prefill, draft=draft)
 
 
 def run(policy: LoggedPolicy, chains: list[list[int]], texts: list[list[int]], num_steps: int = 80) -> None:

@@ -16,7 +16,11 @@ def rows_of(caps, **arguments):
 def test_what_a_step_reads_and_runs():
     rows = rows_of([5, 5, 5], num_prefill_tokens=7)
     assert len(rows) == 3 and rows.num_context == 90, "padded to the longest"
-    assert rows.num_batched == 10 and rows.width == 8
+    assert rows.num_batched == 10
+    assert rows.forward_size(4, 3) == (90, 14, 3)
+    rows = rows_of([5, 5, 5], num_prefill_tokens=7, prefill_context=10, prefill_pairs=70)
+    assert rows.forward_size(4, 3) == (100, 14, 3.4), "what each column costs, on average"
+    assert rows.without_prefill().forward_size(4, 3) == (90, 7, 3)
     empty = rows_of([])
     assert len(empty) == empty.num_context == empty.num_batched == 0
 
