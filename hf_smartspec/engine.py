@@ -77,7 +77,7 @@ class Engine:
                 f"{type(self.model).__name__} cannot be packed, which an engine needs: `model.generate(assistant=...)` "
                 "decodes it row by row."
             )
-        self._memory = EngineMemory(self.model, max_batch_size, max_kv_bytes)
+        self._memory = self._new_memory(max_batch_size, max_kv_bytes)
         self._source = self.config.source_for(self.model)
         self._results = Results()
         self._policy = self._make_policy()
@@ -86,6 +86,9 @@ class Engine:
         self._drafters: dict[int, TreeCandidateGenerator] = {}  # by draft model
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs
+
+    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> EngineMemory:
+        return EngineMemory(self.model, max_batch_size, max_bytes)
 
     def _make_policy(self) -> LoggedPolicy:
         policy = self.config.policy_for(self._source)

@@ -14,7 +14,8 @@ from ..config import SmartSpecConfig
 from ..engine import Engine
 from ..goodput import FixedLength
 from .ablation_plots import draw, from_zero
-from .load_setup import SOURCES, Setup, add_model_arguments, check_outputs, check_sources, command_of, load_setup
+from .load_setup import Setup, add_model_arguments, check_outputs, check_sources, command_of, load_setup
+from .load_sources import SOURCES
 from .report import make_console, table
 from .timing import environment
 from .verify import not_negative, positive
@@ -24,6 +25,7 @@ Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds pe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    parser.set_defaults(replay=False, remember=0)
     parser.add_argument(
         "--batch-sizes", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="B",
         help="default: 1 2 4 8 16 32",

@@ -6,27 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import SmartSpecConfig
-from .generate_loop import DataSet, Method, Results, Settings, measure
+from .data_sets import DataSet, answered
+from .generate_loop import Method, Results, Settings, measure
 from .generate_report import has_differences, plot, print_results, summaries, worst
 from .load_setup import (
     add_output_arguments,
     add_target_arguments,
+    add_text_arguments,
     check_outputs,
+    check_replay,
     command_of,
     demo_folder,
     load_target,
     max_prompt_len,
 )
-from .loading import UsageError, encode, load_draft
+from .loading import UsageError, load_draft
 from .replay_data import Fields, Texts, read_requests
 from .report import make_console
-from .runs import eos_ids
 from .timing import environment
 from .verify import positive
 
@@ -45,13 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--assistant", nargs="+", metavar="MODEL_OR_PRESET",
-        help="what `assistant=` is; of draft models, transformers' `assistant_model=` is measured too (default: auto, "
-        "prompt_lookup, and the demo's draft for the demo's target)",
+        help="what `assistant=` is, a list joined by plus signs (suffix+MODEL); of draft models by themselves, "
+        "transformers' `assistant_model=` is measured too (default: auto, prompt_lookup, and the demo's draft for the "
+        "demo's target)",
     )  # fmt: skip
-    parser.add_argument(
-        "--replay", action="store_true",
-        help="the target runs at its cost, but picks the recorded responses, so that drafts meet real text",
-    )  # fmt: skip
+    add_text_arguments(parser)
     parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
     add_output_arguments(parser)
 
@@ -61,7 +60,12 @@ def run(args: argparse.Namespace) -> int:
     texts = _read(args)
     model, tokenizer = _load_target(args)
     methods = _methods(args, model)
-    data = [_data_set(name, requests, tokenizer, model, args) for name, requests in texts.items()]
+    sizes = (args.limit, args.remember, max_prompt_len(args, model), args.max_new_tokens)
+    data = [DataSet.of(name, requests, tokenizer, *sizes) for name, requests in texts.items()]
+    if not args.replay:
+        data = [
+            item._replace(past=answered(item.past, model, max(args.batch_size), args.max_new_tokens)) for item in data
+        ]
     console = make_console()
     report: dict[str, Any] = {
         "command": command_of(args) | {"files": list(texts)},
@@ -85,11 +89,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> dict[str, list[Texts]]:
-    """The first requests of every file; of the demo's prompts, some of every category."""
+    """The requests of every file; of the demo's prompts, some of every category."""
     if args.files:
-        return {str(path): read_requests(path, Fields(), args.limit) for path in args.files}
+        return {str(path): read_requests(path, Fields(), None) for path in args.files}
     requests = read_requests(demo_folder() / "prompts.jsonl", Fields(), None)
-    return {"prompts.jsonl": requests[:: max(len(requests) // args.limit, 1)][: args.limit]}
+    step = max((len(requests) - args.remember) // args.limit, 1)
+    return {"prompts.jsonl": requests[: args.remember] + requests[args.remember :: step]}
 
 
 def _load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -97,8 +102,7 @@ def _load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedT
     name = args.model or "the demo's target"
     if model.config.is_encoder_decoder:
         raise UsageError(f"--model: {name!r} is no decoder-only model")
-    if args.replay and not eos_ids(model):
-        raise UsageError(f"--replay: {name!r} has no end-of-sequence token to end responses with")
+    check_replay(args, model)
     return model, tokenizer
 
 
@@ -108,15 +112,17 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     if not args.assistant and not args.model:
         names = [*names, str(demo_folder() / "models" / "draft")]
     own, others = [], [Method("transformers, prompt lookup", arguments={"prompt_lookup_num_tokens": 10})]
+    drafts: dict[str, PreTrainedModel] = {}
     names = list(dict.fromkeys(names))
-    folders = [Path(name).name for name in names]
-    for name, folder in zip(names, folders):
-        if not (Path(name).is_dir() or ("/" in name and ":" not in name)):  # else the name of a model
-            own.append(Method(name, assistant=name))
-            continue
-        draft, shown = load_draft(name, model, args.dtype), folder if folders.count(folder) == 1 else name
-        own.append(Method(shown, assistant=draft, draft=draft))
-        others.append(Method(f"transformers, {shown}", arguments={"assistant_model": draft}, draft=draft))
+    for name in names:
+        items, shown = _items(name), _shown(name, names)
+        for item in filter(_is_model, items):
+            drafts[item] = drafts.get(item) or load_draft(item, model, args.dtype)
+        assistants = [drafts.get(item, item) for item in items]
+        draft = next((drafts[item] for item in items if item in drafts), None)
+        own.append(Method(shown, assistant=assistants if len(items) > 1 else assistants[0], draft=draft))
+        if len(items) == 1 and draft is not None:
+            others.append(Method(f"transformers, {shown}", arguments={"assistant_model": draft}, draft=draft))
     for method in own:
         try:
             SmartSpecConfig(method.assistant).source_for(model)
@@ -125,34 +131,30 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     return [*own, *others]
 
 
-def _data_set(
-    name: str,
-    requests: Sequence[Texts],
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    args: argparse.Namespace,
-) -> DataSet:
-    """Conversations are one user's turn; of responses, as much as is generated."""
-    max_len = max_prompt_len(args, model)
-    prompts, responses = [], []
-    for request in requests:
-        ids = encode(["\n".join(request.context)], tokenizer, max_len)
-        if ids:
-            prompts += ids
-            response = tokenizer(request.response, add_special_tokens=False, verbose=False).input_ids
-            responses.append(np.array(response[: args.max_new_tokens], np.int64))
-    if not prompts:
-        raise UsageError(f"{name!r}: the tokenizer makes no tokens of the prompts")
-    return DataSet(name, prompts, responses)
+def _items(name: str) -> list[str]:
+    """The presets and models of a list; a folder may have a plus sign in its name."""
+    return [name] if Path(name).is_dir() else name.split("+")
+
+
+def _is_model(item: str) -> bool:
+    return Path(item).is_dir() or ("/" in item and ":" not in item)
+
+
+def _shown(name: str, names: Sequence[str]) -> str:
+    """Models by the last part of their name, where that tells them apart."""
+    parts = {other: [Path(item).name if _is_model(item) else item for item in _items(other)] for other in names}
+    short = {other: "+".join(items) for other, items in parts.items()}
+    return short[name] if list(short.values()).count(short[name]) == 1 else name
 
 
 def _print_setting(report: dict[str, Any], console: Console) -> None:
     command, system = report["command"], report["environment"]
     outputs = "recorded responses, replayed" if command["replay"] else "the model's own outputs"
+    past = f", {command['remember']} remembered by suffix trees" if command["remember"] else ""
     console.print(
         f"[bold]smartspec bench generate[/bold] {escape(command['model'] or 'the demo target')}, "
         f"{report['parameters'] / 1e6:.0f} M parameters, {system['dtype']}\n{outputs}, greedy, up to "
-        f"{command['max_new_tokens']} new tokens; {command['limit']} requests per data set\n"
+        f"{command['max_new_tokens']} new tokens; {command['limit']} requests per data set{past}\n"
         f"{escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, transformers "
         f"{system['transformers']}\n",
         highlight=False,

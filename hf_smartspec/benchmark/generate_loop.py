@@ -16,6 +16,7 @@ from transformers.utils.logging import tqdm
 from ..config import SmartSpecConfig
 from ..generate import enabled
 from ..request import GenerationStatistics
+from .data_sets import DataSet, remember
 from .equality import Difference, find_differences
 from .loading import left_padded
 from .recorded import RecordedText
@@ -34,7 +35,7 @@ class Method:
 
     Args:
         name (`str`): Shown in tables.
-        assistant: A preset name or a draft model.
+        assistant: A preset name, a draft model, or a list of these.
         arguments (`dict`): Arguments of transformers' `generate`; its assistants serve batches of one.
         draft (`PreTrainedModel`, *optional*): The draft model that is involved, if there is one.
     """
@@ -46,14 +47,6 @@ class Method:
 
     def serves(self, batch_size: int) -> bool:
         return batch_size == 1 or not self.arguments
-
-
-class DataSet(NamedTuple):
-    """Prompts and their recorded responses as token ids, in the order in which they arrive."""
-
-    name: str
-    prompts: list[list[int]]
-    responses: list[np.ndarray]
 
 
 class Settings(NamedTuple):
@@ -132,7 +125,7 @@ def measure(
     methods take turns, call by call, so that a change in the machine's load meets all of them.
 
     Suffix trees keep outputs from call to call: requests arrive in the order of the data set, and drafts improve.
-    Every method, data set, batch size and round has trees of its own, which start empty.
+    Every method, data set, batch size and round has trees of its own, which know the data set's past only.
     """
     rounding = _rounding(model, data, max(batch_sizes))
     sizes = [dict.fromkeys(min(size, len(item.prompts)) for size in batch_sizes) for item in data]
@@ -194,7 +187,9 @@ class _Group:
         arguments = dict(method.arguments)
         if method.assistant is not None:
             namespace = f"{self.data.name} {self.batch_size} {method.name} {turn}"
-            arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace)
+            config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace)
+            if start == 0 and self.data.past:
+                remember(config.source_for(self.model), self.data.past, namespace)
         monitor = TargetMonitor(sum(map(len, prompts)))
         with ExitStack() as stack:
             if self.settings.replays:

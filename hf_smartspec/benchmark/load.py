@@ -1,77 +1,110 @@
-"""`smartspec bench load`: latency and goodput of the real engine over the request rate, for every way to speculate."""
+"""`smartspec bench load`: latency and goodput of the engine over the request rate, for every way to speculate."""
 
 import argparse
 import json
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from transformers.utils.logging import tqdm
 
+from ..goodput.policies import BatchLookupTable
 from ..simulator import LoadResult, poisson
+from .load_costs import Calibration, Calibrations
+from .load_policies import NONE, ORACLE, Policies, policy_name
 from .load_report import Cell, Cells, Point, plot, print_points, summaries
-from .load_runs import Calibration, calibrate, lookup_table, new_engine, new_requests, serve, simulate_beside, warm_up
+from .load_runs import (
+    calibrate,
+    capacity,
+    lookup_table,
+    new_requests,
+    serve,
+    simulate,
+    simulate_beside,
+    simulate_logged,
+    warm_up,
+)
 from .load_setup import (
-    NONE,
-    SOURCES,
-    Policies,
     Setup,
     add_model_arguments,
+    add_text_arguments,
     check_outputs,
     check_sources,
     command_of,
-    load_setup,
-    policy_name,
+    load_setups,
+    merged,
     positive_number,
 )
+from .load_sources import SOURCES, USUAL
+from .loading import UsageError, check_output
 from .report import make_console
 from .timing import environment
 from .verify import positive
 
 _POLICIES = (NONE, "k=1", "k=3", "k=5", "table", "step", "auction")
 _SHARES = (0.3, 0.6, 0.9)  # of what the engine can serve without speculation: the default rates
+_NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_text_arguments(parser)
     parser.add_argument(
         "--rates", type=positive_number, nargs="+", metavar="R",
         help="requests per second (default: 0.3, 0.6 and 0.9 of what can be served without speculation)",
     )  # fmt: skip
-    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES), help="default: all")
+    parser.add_argument(
+        "--sources", nargs="+", choices=SOURCES, default=list(USUAL),
+        help="auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
+        f"never come true, sure of themselves (default: {' '.join(USUAL)})",
+    )  # fmt: skip
     parser.add_argument(
         "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
-        help=f"{', '.join(_POLICIES)} or request (default: all but the last); {NONE} is always measured",
+        help=f"{', '.join(_POLICIES)}, request, or with --virtual oracle, which knows what comes true: an "
+        f"upper bound for all sources but hybrid (default: all but the last two); {NONE} is always measured",
     )  # fmt: skip
     parser.add_argument(
         "--seconds", type=positive_number, default=20.0, metavar="S", help="of arrivals, per run (default: 20)"
     )
-    parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of every row (default: 1)")
+    parser.add_argument(
+        "--repeats", type=positive, default=1, metavar="N",
+        help="runs of every row; ratios are medians over them, each run against its neighbour (default: 1)",
+    )  # fmt: skip
     parser.add_argument(
         "--simulated",
         action="store_true",
         help="show the same loads in virtual time beside them, on a machine as fast as it was at each",
     )
+    parser.add_argument(
+        "--virtual", action="store_true",
+        help="everything in virtual time, on the simulated engine, with recorded responses; only what steps cost is "
+        "measured before",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE",
+        help="with --virtual: what steps cost, in a file; what is in it is not measured, and what is not is added",
+    )  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
 
 
 def run(args: argparse.Namespace) -> int:
-    check_outputs(args)
-    setup = load_setup(args)
-    check_sources(args, setup)
-    console = make_console()
-    report: dict[str, Any] = {
-        "command": command_of(args),
-        "environment": environment(setup.model.device, setup.model.dtype),
-    }
-    _print_setting(setup, args, report["environment"], console)
+    _check(args)
+    setups = load_setups(args)
+    check_sources(args, setups[0])
+    console, system = make_console(), environment(setups[0].model.device, setups[0].model.dtype)
+    report: dict[str, Any] = {"command": command_of(args), "environment": system}
     cells: Cells = {}
+    bench = LoadBench(setups, args, cells)
+    _print_setting(setups, args, system, console)
     try:
-        LoadBench(setup, args, cells).run()
+        bench.run()
     finally:  # interrupted, what was measured so far is still worth reading
         rows = summaries(cells)
         if rows:
-            print_points(rows, console)
+            print_points(rows, cells, console)
             if args.json:
                 args.json.write_text(json.dumps(report | {"results": rows}, indent=2) + "\n")
             if args.plot:
@@ -79,64 +112,103 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row["is_too_slow"] for row in rows) else 0
 
 
-def _print_setting(setup: Setup, args: argparse.Namespace, system: dict[str, Any], console: Console) -> None:
-    lengths = list(map(len, setup.prompts))
+def _check(args: argparse.Namespace) -> None:
+    check_outputs(args)
+    check_output(args.profile)
+    if args.profile and not args.virtual:
+        raise UsageError("--profile goes with --virtual")
+    if args.simulated and args.virtual:
+        raise UsageError("--simulated goes with the real engine, not with --virtual")
+    if ORACLE in args.policies and not args.virtual:
+        raise UsageError("--policies: only simulations have an oracle, see --virtual")
+    args.replay = args.replay or args.virtual
+
+
+def _print_setting(setups: Sequence[Setup], args: argparse.Namespace, system: dict[str, Any], console: Console) -> None:
+    lengths = [len(prompt) for setup in setups for prompt in setup.prompts]
+    model, time = setups[0].model, "virtual time, " if args.virtual else ""
+    texts = "recorded responses, replayed" if args.replay else "the target's own outputs"
+    past = f"; suffix trees remember {args.remember} more of each" if args.remember else ""
     console.print(
-        f"[bold]smartspec bench load[/bold] {setup.model.num_parameters() / 1e6:.0f} M parameters, {system['dtype']}, "
+        f"[bold]smartspec bench load[/bold] {time}{model.num_parameters() / 1e6:.0f} M parameters, {system['dtype']}, "
         f"{system['device']}, {system['threads']} threads\n{len(lengths)} prompts of {min(lengths)} to {max(lengths)} "
-        f"tokens, up to {args.max_new_tokens} new ones, at most {args.max_batch_size} requests at once; Poisson "
-        f"arrivals for {args.seconds:g} s\n",
+        f"tokens from {len(setups)} data sets{past}\n{texts}, up to {args.max_new_tokens} tokens, at most "
+        f"{args.max_batch_size} requests at once; Poisson arrivals for {args.seconds:g} s\n",
         highlight=False,
     )
 
 
 class LoadBench:
-    """Fills `cells`: every source, rate, repetition and policy, the policies side by side."""
+    """Fills `cells`: every data set, source, rate, repetition and policy, the policies side by side."""
 
-    def __init__(self, setup: Setup, args: argparse.Namespace, cells: Cells):
-        self.setup, self.args, self.cells = setup, args, cells
+    def __init__(self, setups: Sequence[Setup], args: argparse.Namespace, cells: Cells):
+        self.setups, self.args, self.cells = setups, args, cells
         self.names = list(dict.fromkeys([NONE, *args.policies]))
-        self.responses: list[np.ndarray] = []
+        self._tables: dict[str, BatchLookupTable] = {}
+        self._virtual: Calibrations | None = None
+        if args.virtual:
+            self._whole = merged(setups)
+            model = self._whole.model
+            machine = {"parameters": model.num_parameters()} | environment(model.device, model.dtype)
+            sample = self._whole.sample(_NUM_CALIBRATED)
+            self._virtual = Calibrations(partial(calibrate, sample), args.profile, machine)
 
     def run(self) -> None:
-        rates = self.args.rates or []
-        num_rates = len(rates) or len(_SHARES)
-        num = len(self.args.sources) * (1 + num_rates * self.args.repeats * len(self.names))
+        num_rates = len(self.args.rates or _SHARES)
+        num_runs = num_rates * self.args.repeats * len(self.names)
+        num = len(self.setups) * len(self.args.sources) * (1 + num_runs)
         with tqdm(total=num, desc="serving", disable=None, leave=False) as progress:
-            for source in self.args.sources:
-                calibration, responses = calibrate(self.setup, source)
-                self.responses = self.responses or responses
-                progress.update()
-                if not rates:
-                    most = capacity(self.setup, source, calibration, self.responses)
-                    rates = [float(f"{share * most:.2g}") for share in _SHARES]
-                policies = Policies(calibration.cost)
-                if "table" in self.names:
-                    policies.table = lookup_table(self.setup, source, calibration, self.responses)
-                for rate in rates:
-                    warm_up(self.setup, source, policies.new(self.names[-1]))
-                    self._measure(Point(source, rate), calibration, policies, progress)
+            for setup in self.setups:
+                calibrations = self._virtual or Calibrations(partial(calibrate, setup))
+                rates = self.args.rates
+                for source in self.args.sources:
+                    calibration = calibrations[source]
+                    progress.update()
+                    if rates is None:
+                        most = capacity(setup, source, calibration)
+                        rates = [float(f"{share * most:.2g}") for share in _SHARES]
+                    policies = self._policies(setup, source, calibration)
+                    for rate in rates:
+                        if not self.args.virtual:
+                            warm_up(setup, source, policies.new(self.names[-1]))
+                        self._measure(setup, Point(setup.name, source, rate), calibration, policies, progress)
 
-    def _measure(self, point: Point, calibration: Calibration, policies: Policies, progress: Any) -> None:
+    def _policies(self, setup: Setup, source: str, calibration: Calibration) -> Policies:
+        policies = Policies(calibration.cost)
+        if "table" in self.names and self.args.virtual:  # is made once for each source, as its costs are measured once
+            if source not in self._tables:
+                self._tables[source] = lookup_table(self._whole, source, calibration)
+            policies.table = self._tables[source]
+        elif "table" in self.names:
+            policies.table = lookup_table(setup, source, calibration)
+        return policies
+
+    def _measure(self, setup: Setup, point: Point, calibration: Calibration, policies: Policies, progress: Any) -> None:
         cells = self.cells[point] = {name: Cell() for name in self.names}
         for repeat in range(self.args.repeats):
-            rng = np.random.default_rng([self.setup.seed, repeat])
+            rng = np.random.default_rng([setup.seed, repeat])
             times = poisson(point.rate, max(round(point.rate * self.args.seconds), 1), rng)
-            requests = new_requests(self.setup, times, rng, self.responses)
-            for name, cell in cells.items():
-                cell.real.append(result := LoadResult())
-                serve(self.setup, point.source, policies.new(name), requests, result)
-                if self.args.simulated:
-                    twin, factor = simulate_beside(
-                        self.setup, point.source, calibration, partial(policies.new, name), requests, result
-                    )
-                    cell.simulated.append(twin)
-                    cell.factors.append(factor)
+            requests = new_requests(setup, times, rng)
+            order = list(cells.items())
+            for name, cell in order if repeat % 2 == 0 else reversed(order):
+                self._run(setup, point.source, calibration, partial(policies.new, name), requests, cell)
                 progress.update()
 
-
-def capacity(setup: Setup, source: str, calibration: Calibration, responses: list[np.ndarray]) -> float:
-    """Requests per second that the simulated engine answers without speculation when all have arrived already."""
-    requests = new_requests(setup, np.zeros(4 * setup.max_batch_size), np.random.default_rng(setup.seed), responses)
-    result = new_engine(setup, source, calibration).run(requests, Policies(calibration.cost).new(NONE))
-    return len(requests) / result.seconds
+    def _run(
+        self, setup: Setup, source: str, calibration: Calibration, new_policy: Any, requests: Any, cell: Cell
+    ) -> None:
+        if self.args.virtual and not self.args.explain:
+            cell.results.append(simulate(setup, source, calibration, new_policy, requests))
+        elif self.args.virtual:
+            result, explanation = simulate_logged(setup, source, calibration, new_policy, requests)
+            cell.results.append(result)
+            cell.explanations.append(explanation)
+        else:
+            cell.results.append(result := LoadResult())
+            explanation = serve(setup, source, new_policy(), requests, result)
+            if self.args.explain:
+                cell.explanations.append(explanation)
+            if self.args.simulated:
+                twin, factor = simulate_beside(setup, source, calibration, new_policy, requests, result)
+                cell.simulated.append(twin)
+                cell.factors.append(factor)

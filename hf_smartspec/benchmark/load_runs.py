@@ -1,24 +1,30 @@
-"""Loads on the real engine and on the simulated one, and the calibration that the latter needs."""
+"""Loads on the real engine and on the simulated one, and the measurements that the latter needs."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..candidates import TreeCandidateGenerator
-from ..config import SmartSpecConfig
+from ..candidates import DraftModelCandidates
 from ..engine import Engine
 from ..goodput import CostModel, DraftCost, LengthPolicy, StepRows
+from ..goodput.log import LoggedPolicy
 from ..goodput.policies import BatchLookupTable, StepGoodput
 from ..profiling import load_or_profile
 from ..results import EngineOutput
-from ..simulator import LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
-from .load_setup import Policies, Setup
+from ..simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
+from ..simulator.sources import TimedCandidates
+from .load_costs import Calibration
+from .load_explain import Explanation, WaitingLog
+from .load_policies import NONE, Policies
+from .load_setup import Drafts, Setup
+from .load_sources import WITH_DRAFT_MODEL
 
 LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
 _TABLE_BATCHES = 32  # the largest batch of the look-up table
@@ -39,49 +45,17 @@ class Exploration(StepGoodput):
         return np.minimum(rows.caps, LENGTHS[self.num_steps % len(LENGTHS)])
 
 
-@dataclass
-class Calibration:
-    """
-    What a source's steps on the real engine have shown.
-
-    Args:
-        cost (`CostModel`): The target's profile, corrected by measured steps.
-        draft (`DraftCost`): What drafting takes.
-        step_seconds (`float`): What a step takes besides.
-        request_seconds (`float`): What it takes to prepare a request.
-        max_nodes (`int`): Draft nodes per row, at most.
-    """
-
-    cost: CostModel
-    draft: DraftCost
-    step_seconds: float
-    request_seconds: float
-    max_nodes: int
-
-    def scaled(self, factor: float) -> "Calibration":
-        """On a machine that is slower by this factor."""
-        cost, draft = self.cost, self.draft
-        names = ("alpha", "beta", "gamma", "delta")
-        slower: dict[str, Any] = {name: getattr(cost, name) * factor for name in names}
-        slower["curve"] = tuple(value * factor for value in cost.curve)
-        return replace(
-            self,
-            cost=replace(cost, **slower),
-            draft=replace(draft, per_call=draft.per_call * factor, per_row=draft.per_row * factor),
-            step_seconds=self.step_seconds * factor,
-            request_seconds=self.request_seconds * factor,
-        )
-
-
 # The real engine
 
 
-def serve(setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[LoadRequest], result: LoadResult) -> None:
+def serve(
+    setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[LoadRequest], result: LoadResult
+) -> Explanation:
     """
     Sends requests at their arrival times, answered or not, and fills in the result when all are answered; interrupted,
-    with those that are.
+    with those that are. Returns what the engine says about it.
     """
-    engine = _engine(setup, setup.new_source(source), policy)
+    engine = setup.new_engine(setup.new_source(source), policy)
     outputs: dict[str, EngineOutput] = {}
     with engine:
         start = time.perf_counter()
@@ -105,39 +79,38 @@ def serve(setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[Lo
                 result.served.append(Served(request.arrival, *times, len(output.generated_tokens)))
             result.served.sort()
             result.statistics += engine.statistics
+    waits = [output.lifespan[0] - output.created_time for output in outputs.values()]
+    return Explanation(engine.report(), float(np.mean(waits)))
 
 
 def warm_up(setup: Setup, source: str, policy: LengthPolicy) -> None:
     """A few tokens through a whole engine."""
-    engine = _engine(setup, setup.new_source(source), policy)
+    engine = setup.new_engine(setup.new_source(source), policy)
     engine.generate(setup.prompts[:2], max_new_tokens=min(8, setup.max_new_tokens))
 
 
-def calibrate(setup: Setup, source: str) -> tuple[Calibration, list[np.ndarray]]:
+def calibrate(setup: Setup, source: str) -> Calibration:
     """
-    Some prompts one by one, then all at once, on the real engine. Also returns what it answered, which no policy
-    changes.
+    Some prompts one by one, then all at once, on the real engine. What it answers, which no policy changes, are then
+    the responses of the setup.
     """
     policy = Exploration(CostModel.from_dict(load_or_profile(setup.model).as_dict()))
     warm_up(setup, source, policy)
-    alone, together = setup.new_source(source), setup.new_source(source)
-    with _engine(setup, alone, policy) as engine:
+    with setup.new_engine(setup.new_source(source), policy) as engine:
         delays = [_seconds_to_queue(engine, prompt, setup) for prompt in setup.prompts[:_NUM_ALONE]]
     counts = engine.statistics
-    engine = _engine(setup, together, policy)
+    together = setup.new_source(source)
+    engine = setup.new_engine(together, policy)
     outputs = engine.generate(setup.prompts, max_new_tokens=setup.max_new_tokens)
     counts += engine.statistics
+    if setup.responses is None:
+        setup.responses = [np.array(output.generated_tokens, np.int64) for output in outputs]
     inside = _step_seconds(LoadResult(statistics=counts))
     cost = DraftCost(is_autoregressive=together.is_autoregressive, width=together.width)
     per_call, per_row = policy.timer.seconds(cost)
     draft = replace(cost, per_call=per_call, per_row=per_row)
     besides = max(counts.seconds_total / max(counts.forwards, 1) - inside, 0.0)
-    calibration = Calibration(policy.cost, draft, besides, median(delays), together.default_num_nodes)
-    return calibration, [np.array(output.generated_tokens, np.int64) for output in outputs]
-
-
-def _engine(setup: Setup, source: TreeCandidateGenerator, policy: LengthPolicy) -> Engine:
-    return Engine(setup.model, SmartSpecConfig(source, policy=policy), max_batch_size=setup.max_batch_size)
+    return Calibration(policy.cost, draft, besides, median(delays), together.default_num_nodes)
 
 
 def _seconds_to_queue(engine: Engine, prompt: np.ndarray, setup: Setup) -> float:
@@ -151,29 +124,22 @@ def _seconds_to_queue(engine: Engine, prompt: np.ndarray, setup: Setup) -> float
 # The simulated one
 
 
-def new_requests(
-    setup: Setup, times: np.ndarray, rng: np.random.Generator, responses: Sequence[np.ndarray] | None = None
-) -> list[LoadRequest]:
+def new_requests(setup: Setup, times: np.ndarray, rng: np.random.Generator) -> list[LoadRequest]:
     """A request per arrival: all prompts in random order, again and again."""
     order = np.concatenate([rng.permutation(len(setup.prompts)) for _ in range(len(times) // len(setup.prompts) + 1)])
+    responses = setup.responses or [np.zeros(0, np.int64)] * len(setup.prompts)
     return [
-        LoadRequest(
-            float(when),
-            setup.prompts[index],
-            setup.max_new_tokens,
-            np.zeros(0, np.int64) if responses is None else responses[index],
-        )
+        LoadRequest(float(when), setup.prompts[index], setup.max_new_tokens, responses[index])
         for when, index in zip(times, order.tolist())
     ]
 
 
 @torch.no_grad()
-def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel) -> list[LoadRequest]:
+def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel, known: Drafts) -> list[LoadRequest]:
     """
     The same requests with what a draft model would propose: chains come true as long as its arg max over the true text
-    agrees with it, so one forward over each text tells all of them.
+    agrees with it, so one forward over each text tells all of them. `known` has those of earlier calls.
     """
-    known: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
     result = []
     for item in requests:
         text = np.concatenate([item.prompt, item.response])
@@ -189,39 +155,73 @@ def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel) ->
     return result
 
 
+class TimedDrafter(TimedCandidates):
+    """The second of two sources; by another name, so that their drafts are calibrated apart."""
+
+
 def new_engine(
     setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
 ) -> SimulatedEngine:
-    """A simulated engine with a source that has learnt nothing yet."""
-    drafts = setup.new_source(source)
-    if source == "draft":
-        drafts = TableCandidates((1,) * drafts.default_num_nodes, is_autoregressive=True)
-    return SimulatedEngine(
+    """A simulated engine with a source that has learnt nothing yet but what is remembered."""
+    drafter: TableCandidates | TimedDrafter | None = None
+    if source in WITH_DRAFT_MODEL:
+        assert setup.draft is not None, "asked for where there is a draft only"
+        num_levels = DraftModelCandidates(setup.draft).default_num_nodes
+        drafter = TableCandidates((1,) * num_levels, is_autoregressive=True)
+    if drafter is not None and calibration.drafter is not None:
+        drafter = TimedDrafter(drafter, EventClock(), calibration.drafter)
+    engine = SimulatedEngine(
         calibration.cost,
-        drafts,
+        setup.new_source(source, drafter),
         calibration.draft,
         max_batch_size=max_batch_size or setup.max_batch_size,
         step_seconds=calibration.step_seconds,
         request_seconds=calibration.request_seconds,
         end_id=setup.end_id,
     )
+    if isinstance(drafter, TimedDrafter):
+        drafter.clock = engine.clock
+    return engine
+
+
+PolicyMaker = Callable[[SimulatedEngine], LengthPolicy]
 
 
 def simulate(
-    setup: Setup, source: str, calibration: Calibration, policy: LengthPolicy, requests: Sequence[LoadRequest]
+    setup: Setup,
+    source: str,
+    calibration: Calibration,
+    new_policy: PolicyMaker,
+    requests: Sequence[LoadRequest],
+    max_batch_size: int | None = None,
 ) -> LoadResult:
     """The same load in virtual time; the requests must have their responses."""
-    if source == "draft":
+    if source in WITH_DRAFT_MODEL:
         assert setup.draft is not None, "asked for where there is a draft only"
-        requests = with_draft_model(requests, setup.draft)
-    return new_engine(setup, source, calibration).run(requests, policy)
+        requests = with_draft_model(requests, setup.draft, setup.drafts)
+    engine = new_engine(setup, source, calibration, max_batch_size)
+    return engine.run(requests, new_policy(engine))
+
+
+def simulate_logged(
+    setup: Setup, source: str, calibration: Calibration, new_policy: PolicyMaker, requests: Sequence[LoadRequest]
+) -> tuple[LoadResult, Explanation]:
+    """The same, with what an engine would say about it."""
+    logs: list[WaitingLog] = []
+
+    def logged(engine: SimulatedEngine) -> LoggedPolicy:
+        logs.append(WaitingLog(new_policy(engine), copy.deepcopy(calibration.cost)))
+        return logs[0]
+
+    result = simulate(setup, source, calibration, logged, requests)
+    return result, Explanation(logs[0].report(), logs[0].seconds_waited / max(len(requests), 1))
 
 
 def simulate_beside(
     setup: Setup,
     source: str,
     calibration: Calibration,
-    new_policy: Callable[[], LengthPolicy],
+    new_policy: PolicyMaker,
     requests: Sequence[LoadRequest],
     real: LoadResult,
 ) -> tuple[LoadResult, float]:
@@ -235,9 +235,9 @@ def simulate_beside(
     """
     factor = 1.0
     for _ in range(_SCALINGS):
-        result = simulate(setup, source, calibration.scaled(factor), new_policy(), requests)
+        result = simulate(setup, source, calibration.scaled(factor), new_policy, requests)
         factor *= _step_seconds(real) / _step_seconds(result)
-    return simulate(setup, source, calibration.scaled(factor), new_policy(), requests), factor
+    return simulate(setup, source, calibration.scaled(factor), new_policy, requests), factor
 
 
 def _step_seconds(result: LoadResult) -> float:
@@ -246,9 +246,14 @@ def _step_seconds(result: LoadResult) -> float:
     return inside / max(counts.forwards, 1)
 
 
-def lookup_table(
-    setup: Setup, source: str, calibration: Calibration, responses: Sequence[np.ndarray]
-) -> BatchLookupTable:
+def capacity(setup: Setup, source: str, calibration: Calibration) -> float:
+    """Requests per second that the simulated engine answers without speculation when all have arrived already."""
+    requests = new_requests(setup, np.zeros(4 * setup.max_batch_size), np.random.default_rng(setup.seed))
+    policy = partial(Policies(calibration.cost).new, NONE)
+    return len(requests) / simulate(setup, source, calibration, policy, requests).seconds
+
+
+def lookup_table(setup: Setup, source: str, calibration: Calibration) -> BatchLookupTable:
     """
     Su et al.'s table: the seconds per token of full batches of every size with every length. The grid search runs in
     virtual time, which takes seconds where the engine would take minutes.
@@ -257,14 +262,9 @@ def lookup_table(
     def seconds_per_token(batch_size: int, length: int) -> float:
         if length > calibration.max_nodes:
             return np.inf
-        rng = np.random.default_rng(setup.seed)
-        requests = new_requests(setup, np.zeros(2 * batch_size), rng, responses)
-        policy = Policies(calibration.cost).new(f"k={length}")
-        engine = new_engine(setup, source, calibration, batch_size)
-        if source == "draft":
-            assert setup.draft is not None
-            requests = with_draft_model(requests, setup.draft)
-        return 1 / engine.run(requests, policy).goodput
+        requests = new_requests(setup, np.zeros(2 * batch_size), np.random.default_rng(setup.seed))
+        policy = partial(Policies(calibration.cost).new, f"k={length}")
+        return 1 / simulate(setup, source, calibration, policy, requests, batch_size).goodput
 
     size = min(_TABLE_BATCHES, setup.max_batch_size)
     return BatchLookupTable.profiled(seconds_per_token, size, _TABLE_LENGTH)

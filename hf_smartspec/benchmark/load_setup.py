@@ -1,9 +1,8 @@
-"""What the benches of load have in common: the target with its prompts, what may draft for it, and the policies."""
+"""What the benches of load have in common: the target with its prompts, and what may draft for it."""
 
 import argparse
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,31 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..candidates import DraftModelCandidates, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from ..goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation
-from ..goodput.policies import BatchLookupTable, RequestGoodput, StepGoodput
+from ..candidates import DraftModelCandidates, TreeCandidateGenerator
+from ..config import SmartSpecConfig
+from ..engine import Engine
+from ..goodput import LengthPolicy
 from .cost_matched import enlarge
+from .data_sets import DataSet, answered, remember
+from .load_sources import WITH_DRAFT_MODEL, new_source
 from .loading import (
     DTYPES,
     UsageError,
     check_device,
     check_output,
-    encode,
     load_draft,
     load_model,
     load_tokenizer,
 )
-from .replay_data import Fields, default_tokenizer, read_requests
+from .recorded import ReplayEngine
+from .replay_data import Fields, Recording, default_tokenizer, read_requests
 from .replay_plots import check_matplotlib
 from .runs import eos_ids
-from .verify import positive
+from .verify import not_negative, positive
 
-SOURCES = ("draft", "prompt_lookup", "suffix")
-NONE = "none"
 _PARAMETERS = 200e6
+
+Drafts = dict[bytes, tuple[np.ndarray, np.ndarray]]  # by text: `ranks` and `probs` of a `LoadRequest`
 
 
 def positive_number(text: str) -> float:
@@ -49,11 +51,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Target, draft, prompts and outputs, the same for all benches of the engine."""
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE",
-        help=".jsonl or .jsonl.gz with prompts and responses, of which the prompts are used (default: the demo's)",
+        help=".jsonl or .jsonl.gz with prompts and responses; one is one data set (default: the demo's)",
     )  # fmt: skip
     add_target_arguments(parser)
     parser.add_argument("--draft", metavar="MODEL", help="draft model (default: the demo's for the demo's target)")
-    parser.add_argument("--limit", type=positive, default=64, metavar="N", help="different prompts (default: 64)")
+    parser.add_argument(
+        "--limit", type=positive, default=64, metavar="N", help="different prompts per FILE (default: 64)"
+    )
     parser.add_argument(
         "--max-prompt", type=positive, default=256, metavar="N", help="tokens of a prompt, its end (default: 256)"
     )
@@ -61,6 +65,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-size", type=positive, default=16, metavar="N", help="default: 16")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default: 0)")
     add_output_arguments(parser)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the target answers, and what has been answered before."""
+    parser.add_argument(
+        "--replay", action="store_true",
+        help="the target runs at its cost, but picks the recorded responses, so that drafts meet real text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--remember", type=not_negative, default=0, metavar="N",
+        help="the first N requests of every FILE are not asked: suffix trees know them and their responses already, as "
+        "those of a service do that has been running for a while (default: 0)",
+    )  # fmt: skip
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +112,13 @@ class Setup:
         model (`PreTrainedModel`): The target.
         draft (`PreTrainedModel`, *optional*): Drafts for it.
         prompts (list of `np.ndarray` of shape `[prompt_len]`, int64): Different requests.
+        max_new_tokens, max_batch_size, seed (`int`): As the command's arguments.
+        name (`str`): Of the data set.
+        responses (list of `np.ndarray` of shape `[n]`, int64, *optional*): What the target answers to the prompts, as
+            far as that is known.
+        replays (`bool`): Whether the responses are recorded ones, which the target is made to pick.
+        past (list of `Recording`): Earlier requests, which suffix trees remember.
+        drafts (`dict`): By text, what the draft model proposes for it, once that has been asked for.
     """
 
     model: PreTrainedModel
@@ -103,30 +127,104 @@ class Setup:
     max_new_tokens: int
     max_batch_size: int
     seed: int
+    name: str = ""
+    responses: list[np.ndarray] | None = None
+    replays: bool = False
+    past: list[Recording] = field(default_factory=list)
+    drafts: Drafts = field(default_factory=dict)
 
     @property
     def end_id(self) -> int:
         """The end-of-sequence token; one that is no token where there is none."""
         return next(iter(eos_ids(self.model)), -1)
 
-    def new_source(self, name: str) -> TreeCandidateGenerator:
-        """A source that has learnt nothing yet."""
-        if name == "draft":
+    def new_source(self, name: str, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
+        """
+        A source that has learnt nothing yet but what is remembered.
+
+        Args:
+            drafter (`TreeCandidateGenerator`, *optional*): Takes the draft model's place.
+        """
+        if drafter is None and name in WITH_DRAFT_MODEL:
             assert self.draft is not None, "asked for where there is a draft only"
-            return DraftModelCandidates(self.draft)
-        return PromptLookupCandidates() if name == "prompt_lookup" else SuffixTreeCandidates()
+            drafter = DraftModelCandidates(self.draft)
+        source = new_source(name, self.model, drafter, self.wrong_token)
+        remember(source, self.past)
+        return source
+
+    @property
+    def wrong_token(self) -> int:
+        """The last token that is in none of the texts, as far as these are known; else the rarest."""
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        ends = [np.array(eos_ids(self.model), np.int64)]
+        counts = np.bincount(np.concatenate([*self.prompts, *(self.responses or ()), *ends]), minlength=vocab_size)
+        return int(vocab_size - 1 - counts[vocab_size - 1 :: -1].argmin())
+
+    def new_engine(self, source: TreeCandidateGenerator, policy: LengthPolicy) -> Engine:
+        config = SmartSpecConfig(source, policy=policy)
+        if not self.replays:
+            return Engine(self.model, config, max_batch_size=self.max_batch_size)
+        assert self.responses is not None, "they are recorded"
+        return ReplayEngine(self.model, config, self.max_batch_size, self.prompts, self.responses, self.end_id)
+
+    def sample(self, num_prompts: int) -> "Setup":
+        """The same with some of the prompts, from all parts of the data set."""
+        part = slice(0, None, -(-len(self.prompts) // num_prompts))
+        return replace(
+            self, prompts=self.prompts[part], responses=None if self.responses is None else self.responses[part]
+        )
 
 
-def load_setup(args: argparse.Namespace) -> Setup:
+def load_setups(args: argparse.Namespace) -> list[Setup]:
     """
+    One for every file.
+
     Raises:
         UsageError: for models, files or prompts that cannot be used.
     """
     model, tokenizer = load_target(args)
+    check_replay(args, model)
     draft_name = args.draft or (None if args.model else str(demo_folder() / "models" / "draft"))
     draft = load_draft(draft_name, model, args.dtype) if draft_name else None
-    prompts = _prompts(args, model, tokenizer)
-    return Setup(model, draft, prompts, args.max_new_tokens, args.max_batch_size, args.seed)
+    setups = []
+    for path in args.files or [demo_folder() / "prompts.jsonl"]:
+        texts = read_requests(path, Fields(), None)
+        sizes = (max_prompt_len(args, model), args.max_new_tokens)
+        data = DataSet.of(str(path), texts, tokenizer, args.limit, args.remember, *sizes)
+        past = list(data.past) if args.replay else answered(data.past, model, args.max_batch_size, args.max_new_tokens)
+        setups.append(
+            Setup(
+                model, draft, [np.array(prompt, np.int64) for prompt in data.prompts], args.max_new_tokens,
+                args.max_batch_size, args.seed, data.name, data.responses if args.replay else None, args.replay, past,
+            )
+        )  # fmt: skip
+    return setups
+
+
+def load_setup(args: argparse.Namespace) -> Setup:
+    """`load_setups` as one."""
+    return merged(load_setups(args))
+
+
+def merged(setups: Sequence[Setup]) -> Setup:
+    """All data sets as one; of equal prompts, the first counts."""
+    prompts = [prompt for setup in setups for prompt in setup.prompts]
+    responses = [response for setup in setups for response in setup.responses or ()]
+    first = {prompt.tobytes(): place for place, prompt in reversed(list(enumerate(prompts)))}
+    places = sorted(first.values())
+    return replace(
+        setups[0],
+        name=", ".join(setup.name for setup in setups),
+        prompts=[prompts[place] for place in places],
+        responses=[responses[place] for place in places] if responses else None,
+        past=[item for setup in setups for item in setup.past],
+    )
+
+
+def check_replay(args: argparse.Namespace, model: PreTrainedModel) -> None:
+    if args.replay and not eos_ids(model):
+        name = args.model or "the demo's target"
+        raise UsageError(f"--replay: {name!r} has no end-of-sequence token to end responses with")
 
 
 def demo_folder() -> Path:
@@ -166,17 +264,6 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     return model, tokenizer
 
 
-def _prompts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    files = args.files or [demo_folder() / "prompts.jsonl"]
-    share = -(-args.limit // len(files))
-    texts = ["\n".join(item.context) for path in files for item in read_requests(path, Fields(turns="none"), share)]
-    max_len = max_prompt_len(args, model)
-    prompts = [np.array(ids, np.int64) for ids in encode(list(dict.fromkeys(texts)), tokenizer, max_len)]
-    if not prompts:
-        raise UsageError("the tokenizer makes no tokens of the prompts")
-    return prompts[: args.limit]
-
-
 def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:
     """Tokens of a prompt that leave room for the new ones."""
     positions = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -186,51 +273,11 @@ def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:
     return max_len
 
 
-# Policies
-
-
-@dataclass
-class Policies:
-    """
-    Makes length policies by name: "none", "k=3", "table", "step", "request", "auction".
-
-    Args:
-        cost (`CostModel`): What is known of the target's; every policy gets a copy to correct.
-        table (`BatchLookupTable`, *optional*): For "table".
-    """
-
-    cost: CostModel
-    table: BatchLookupTable | None = None
-
-    def new(self, name: str) -> LengthPolicy:
-        if name == NONE:
-            return NoSpeculation()
-        if name.startswith("k="):
-            return FixedLength(int(name[2:]))
-        if name == "table":
-            assert self.table is not None, "the table is made before it is asked for"
-            return BatchLookupTable(self.table.lengths)
-        kinds: dict[str, Callable[[CostModel], LengthPolicy]] = {
-            "step": StepGoodput, "request": RequestGoodput, "auction": GoodputAuction,
-        }  # fmt: skip
-        return kinds[name](copy.deepcopy(self.cost))
-
-
-def policy_name(text: str) -> str:
-    """A name that `Policies` knows, for argparse."""
-    if text in (NONE, "table", "step", "request", "auction") or (text.startswith("k=") and text[2:].isdecimal()):
-        return text
-    raise argparse.ArgumentTypeError(f"must be none, k=NUMBER, table, step, request or auction, got {text!r}")
-
-
-def is_fixed(name: str) -> bool:
-    """Whether the policy never changes its mind."""
-    return name == NONE or name.startswith("k=")
-
-
 def check_sources(args: argparse.Namespace, setup: Setup) -> None:
-    if "draft" in args.sources and setup.draft is None:
-        raise UsageError("--sources: draft needs --draft, a draft model")
+    """Sources that draft with a model need one."""
+    missing = [name for name in args.sources if name in WITH_DRAFT_MODEL]
+    if missing and setup.draft is None:
+        raise UsageError(f"--sources: {missing[0]} needs --draft, a draft model")
 
 
 def command_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .load_setup import Setup, add_model_arguments, check_outputs, command_of, l
 from .loading import UsageError, left_padded
 from .replay_plots import saved_figure
 from .report import make_console, table
-from .runs import eos_ids
+from .runs import eos_ids, up_to_end
 from .timing import environment
 from .verify import positive
 
@@ -33,7 +33,7 @@ Outputs = list[list[int]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.set_defaults(limit=200)
+    parser.set_defaults(limit=200, replay=False, remember=0)
     parser.add_argument(
         "--assistant", nargs="+", default=["none", "suffix"], choices=["none", "draft", "prompt_lookup", "suffix"],
         help="what drafts in the engine (default: none suffix)",
@@ -93,14 +93,8 @@ def _static(setup: Setup, queue: Prompts) -> Outputs:
     for first in range(0, len(queue), setup.max_batch_size):
         inputs = left_padded(queue[first : first + setup.max_batch_size], pad_id, setup.model.device)
         found = setup.model.generate(**inputs, max_new_tokens=setup.max_new_tokens)
-        outputs += [_up_to_end(row, ends) for row in found[:, inputs["input_ids"].shape[1] :].tolist()]
+        outputs += [up_to_end(row, ends) for row in found[:, inputs["input_ids"].shape[1] :].tolist()]
     return outputs
-
-
-def _up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """The tokens with the first that ends a sequence."""
-    last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: last + 1]
 
 
 def _continuous(setup: Setup, queue: Prompts) -> Outputs:

@@ -195,7 +195,7 @@ def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
 
 def _judged(request: int, tree: DraftTree, rest: np.ndarray) -> Nodes:
     nodes, hits = outcomes(tree, rest)
-    match_lengths = np.broadcast_to(np.asarray(getattr(tree, "match_lengths", 0), np.int64), len(tree))
+    match_lengths = np.broadcast_to(tree.match_lengths, len(tree))
     return Nodes(request, tree.probs[nodes], tree.depths[nodes], match_lengths[nodes], hits)
 
 

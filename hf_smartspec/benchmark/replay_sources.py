@@ -3,7 +3,6 @@
 import ast
 import importlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,13 +31,6 @@ class SourceSpec(NamedTuple):
     name: str  # without options: settings of one name make one curve
     build: Callable[[], TreeCandidateGenerator]
     num_nodes: int | None  # nodes per row and step; None: the source's own default
-
-
-@dataclass(frozen=True)
-class MatchedTree(DraftTree):
-    """A tree that remembers how many tokens of context it was found by, which its calibration asks for."""
-
-    match_lengths: int = 0
 
 
 class ArcticCandidates(TreeCandidateGenerator):
@@ -102,7 +94,7 @@ class ArcticCandidates(TreeCandidateGenerator):
         # Its probabilities are those of whole paths.
         paths, parents = np.array([*draft.probs, 1.0]), np.array(draft.parents, np.int64)
         probs = (paths[:-1] / paths[parents]).astype(np.float32)
-        return MatchedTree(np.array(draft.token_ids, np.int64), parents, probs, match_lengths=draft.match_len)
+        return DraftTree.of(np.array(draft.token_ids, np.int64), parents, probs, draft.match_len)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         tokens = tokens.astype(np.int32)

@@ -137,3 +137,9 @@ def _stacked(columns: Sequence[torch.Tensor] | None) -> torch.Tensor | None:
 def eos_ids(model: PreTrainedModel) -> list[int]:
     ids = model.generation_config.eos_token_id
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """The tokens with the first that ends a sequence."""
+    last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]

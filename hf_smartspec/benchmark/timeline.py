@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,23 @@ from transformers.utils.logging import tqdm
 
 from ..simulator import LoadResult, alternating
 from .ablation_plots import draw, from_zero, shared_legend
-from .load import capacity
+from .load_costs import Calibrations
+from .load_explain import LEGEND, Explanation, print_explanations
+from .load_policies import NONE, ORACLE, Policies, policy_name
 from .load_report import best_fixed
-from .load_runs import calibrate, lookup_table, new_requests, serve, simulate, warm_up
+from .load_runs import calibrate, capacity, lookup_table, new_requests, serve, simulate_logged, warm_up
 from .load_setup import (
-    NONE,
-    SOURCES,
-    Policies,
     Setup,
     add_model_arguments,
+    add_text_arguments,
     check_outputs,
     check_sources,
     command_of,
     load_setup,
-    policy_name,
     positive_number,
 )
+from .load_sources import SOURCES
+from .loading import UsageError
 from .report import make_console, table
 from .timing import environment
 from .verify import positive
@@ -37,6 +39,7 @@ _BUSY, _QUIET = 0.8, 0.2  # of what can be served without speculation
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_text_arguments(parser)
     parser.add_argument(
         "--rates", type=positive_number, nargs=2, metavar=("BUSY", "QUIET"),
         help=f"requests per second (default: {_BUSY} and {_QUIET} of what can be served without speculation)",
@@ -50,56 +53,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--group", type=positive, default=10, metavar="N", help="requests per point (default: 10)")
     parser.add_argument("--simulated", action="store_true", help="in virtual time, after a calibration in real time")
+    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
 
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
+    if ORACLE in args.policies and not args.simulated:
+        raise UsageError("--policies: only simulations have an oracle, see --simulated")
     setup = load_setup(args)
     args.sources = [args.source]
     check_sources(args, setup)
     console = make_console()
     results: dict[str, LoadResult] = {}
+    explanations: dict[str, Explanation] = {}
     try:
-        measure(setup, args, results)
+        measure(setup, args, results, explanations)
     finally:  # interrupted, what was measured so far is still worth reading
         results = {name: result for name, result in results.items() if result.served}
         if results:
             _print(results, args, console)
+            if args.explain and explanations:
+                print_explanations("Why", explanations, console)
+                console.print(LEGEND, highlight=False)
             if args.json:
                 system = environment(setup.model.device, setup.model.dtype)
-                shown = {
-                    name: result.as_dict() | {"groups": groups(result, args.group)} for name, result in results.items()
-                }
-                report = {"command": command_of(args), "environment": system, "results": shown}
+                report = {"command": command_of(args), "environment": system}
+                report["results"] = {name: _row(name, result, explanations, args) for name, result in results.items()}
                 args.json.write_text(json.dumps(report, indent=2) + "\n")
             if args.plot:
                 plot(results, args, args.plot)
     return 0
 
 
-def measure(setup: Setup, args: argparse.Namespace, results: dict[str, LoadResult]) -> None:
-    """One sequence of requests for all policies."""
+def _row(
+    name: str, result: LoadResult, explanations: dict[str, Explanation], args: argparse.Namespace
+) -> dict[str, Any]:
+    row: dict[str, Any] = result.as_dict() | {"groups": groups(result, args.group)}
+    return row | ({"explanation": explanations[name].as_dict()} if args.explain and name in explanations else {})
+
+
+def measure(
+    setup: Setup, args: argparse.Namespace, results: dict[str, LoadResult], explanations: dict[str, Explanation]
+) -> None:
+    """One sequence of requests for all policies; fills in what came of it, and the engine's explanations."""
     names = list(dict.fromkeys(args.policies))
     with tqdm(total=1 + len(names), desc="serving", disable=None, leave=False) as progress:
-        calibration, responses = calibrate(setup, args.source)
+        calibration = Calibrations(partial(calibrate, setup))[args.source]
         progress.update()
         if args.rates is None:
-            most = capacity(setup, args.source, calibration, responses)
+            most = capacity(setup, args.source, calibration)
             args.rates = [float(f"{share * most:.2g}") for share in (_BUSY, _QUIET)]
         policies = Policies(calibration.cost)
         if "table" in names:
-            policies.table = lookup_table(setup, args.source, calibration, responses)
+            policies.table = lookup_table(setup, args.source, calibration)
         rng = np.random.default_rng(setup.seed)
         phases = [args.rates[phase % 2] for phase in range(args.phases)]
         times = alternating(phases, args.period, round(sum(phases) * args.period), rng)
-        requests = new_requests(setup, times, rng, responses)
+        requests = new_requests(setup, times, rng)
         if not args.simulated:
             warm_up(setup, args.source, policies.new(names[-1]))
         for name in names:
             if args.simulated:
-                results[name] = simulate(setup, args.source, calibration, policies.new(name), requests)
+                results[name], explanations[name] = simulate_logged(
+                    setup, args.source, calibration, partial(policies.new, name), requests
+                )
             else:
-                serve(setup, args.source, policies.new(name), requests, results.setdefault(name, LoadResult()))
+                result = results.setdefault(name, LoadResult())
+                explanations[name] = serve(setup, args.source, policies.new(name), requests, result)
             progress.update()
 
 

@@ -17,6 +17,7 @@ Choice = dict[str, Any]
 _NODES = (2, 4, 8, 16, 32)
 _PROBABILITIES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 _DISCOUNTS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
+_SHORT_MATCHES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.2)
 _THRESHOLDS = (None, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # None: learnt while decoding
 
 # Options of a source, what matters most first. The number of nodes goes by two names.
@@ -38,6 +39,7 @@ _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 _NODE_OPTIONS = ("num_nodes", "num_tokens")
 _OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
+_MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes know their match lengths
 
 
 class Parameter(NamedTuple):
@@ -89,7 +91,7 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
         choice["fused"] |= {
             "num_nodes": num_nodes or source.default_num_nodes,
             "min_probability": source.min_probability,
-            "discounts": [list(pair) for pair in source.discounts],
+            "discounts": [list(discount) for discount in source.discounts],
         }
         parameters += _of_fusion(choice, num_nodes is not None)
     return Space(choice, parameters)
@@ -121,6 +123,9 @@ def _of_fusion(choice: Choice, is_limited: bool) -> list[Parameter]:
         for level, where in enumerate(("first", "further")):
             path = ("fused", "discounts", index, level)
             found.append(Parameter(f"{source['name']} discount, {where}", path, _DISCOUNTS))
+        if source["name"] in _MATCHING:
+            path = ("fused", "discounts", index, 2)
+            found.append(Parameter(f"{source['name']} discount, short matches", path, _SHORT_MATCHES))
     return [*found, Parameter("calibrated", ("fused", "calibrated"), (True, False))]
 
 

@@ -101,6 +101,24 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
     assert "first, replayed, batch 1" in capsys.readouterr().out
 
 
+def test_command_fuses_lists_and_remembers(folder, tmp_path, capsys):
+    rows = [{"prompt": f"{n} plus", "response": f" apples and pears {n % 2}."} for n in range(6)]
+    (folder / "alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    accepted = []
+    for remembered in (0, 3):
+        out = tmp_path / "results.json"
+        names = ["auto", f"suffix+{folder / 'draft'}"]
+        asked = ["--model", folder / "target", "--assistant", *names, "--batch-size", "3", "--limit", "3", "--replay"]
+        asked += ["--remember", remembered, "--json", out]
+        assert call(folder / "alike.jsonl", *asked, *SHORT[:-1], "20") == 0
+        rows = {row["method"]: row["statistics"] for row in json.loads(out.read_text())["results"]}
+        assert set(rows) == {PLAIN, "auto", "suffix+draft"}, "lists are this library's only"
+        assert rows["suffix+draft"]["drafted_tokens"] > 0
+        accepted.append(rows["auto"]["accepted_tokens"])
+    assert 2 * accepted[0] < accepted[1], "one batch has nothing to draft from but itself and the past"
+    assert "3 remembered by suffix trees" in " ".join(capsys.readouterr().out.split())
+
+
 def test_interrupted_prints_what_was_measured(folder, tmp_path, monkeypatch, capsys):
     original = generate_loop._Group._call
 
@@ -139,6 +157,9 @@ def test_other_tokens_fail_the_command(folder, monkeypatch, capsys):
         (["--model", "{folder}/target", "--assistant", "sufix"], "--assistant: Unknown `assistant` preset 'sufix'"),
         (["--model", "{folder}/target", "--assistant", "{folder}/nothing"], "no such model folder"),
         (["--model", "{folder}/target", "--max-new-tokens", "300"], "--max-new-tokens: 300 leave no room"),
+        (["--model", "{folder}/target", "--assistant", "suffix+sufix"], "--assistant: Unknown `assistant` preset"),
+        (["--model", "{folder}/target", "--assistant", "{folder}/draft+{folder}/target"], "may hold one draft model"),
+        (["--model", "{folder}/target", "--remember", "3"], "has 3 requests, of which 3 leave none to ask"),
         (["--batch-size", "0"], "must be at least 1"),
         (["--json", "{folder}"], "cannot write"),
         (["--plot", "{folder}/plot.xyz"], "its suffix must be one of"),

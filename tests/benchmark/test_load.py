@@ -3,24 +3,19 @@
 import json
 import math
 
-import numpy as np
 import pytest
 from transformers.utils import logging
 
 from hf_smartspec import cli
+from hf_smartspec.benchmark import load as load_bench
 from hf_smartspec.benchmark import load_runs
 from hf_smartspec.benchmark.batch import best_length
 from hf_smartspec.benchmark.load_report import Cell, Point, summaries, verdicts
-from hf_smartspec.benchmark.load_runs import Calibration, Exploration, new_requests, simulate, with_draft_model
-from hf_smartspec.benchmark.load_setup import Policies, Setup, is_fixed
-from hf_smartspec.benchmark.simulate_figures import figure_5
-from hf_smartspec.benchmark.simulate_world import DraftOracle, World
+from hf_smartspec.benchmark.load_sources import SOURCES
 from hf_smartspec.benchmark.timeline import groups, phase_latencies
-from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
-from hf_smartspec.goodput.policies import BatchLookupTable
-from hf_smartspec.simulator import LoadResult, Served, SimulatedEngine, TableCandidates, with_acceptance
+from hf_smartspec.goodput import CostModel
+from hf_smartspec.simulator import LoadResult, Served
 from tests.folders import save_tiny_models
-from tests.generate.helpers import noisy_copy, tiny_llama
 
 TINY = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "8", "--limit", "6"]
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
@@ -30,7 +25,9 @@ COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
 def folder(tmp_path_factory):
     folder = save_tiny_models(tmp_path_factory.mktemp("models"))
     rows = [{"prompt": f"{n} and {n} and", "response": f" {n} and {n} and {n}."} for n in range(12)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("data", "other"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"prompt": f"({row['prompt']})", "response": row["response"][1:]} for row in rows]
     return folder
 
 
@@ -57,13 +54,13 @@ def models(folder):
 
 def test_load_measures_every_source_rate_and_policy(folder, tmp_path, capsys):
     out = tmp_path / "load.json", tmp_path / "load.png"
-    asked = ["--rates", "40", "80", "--seconds", "0.05", "--policies", "k=2", "table", "step", "auction"]
+    asked = ["--rates", "40", "80", "--seconds", "0.05", "--policies", "k=2", "auction", "--sources", "draft", "suffix"]
     code = call("load", *models(folder), *asked, "--repeats", "2", "--simulated", "--json", out[0], "--plot", out[1])
     assert code in (0, 1), "tiny models gain nothing"
     report = json.loads(out[0].read_text())
     rows = {(row["source"], row["rate"], row["policy"]): row for row in report["results"]}
-    names = ("none", "k=2", "table", "step", "auction")
-    assert set(rows) == {(s, r, p) for s in ("draft", "prompt_lookup", "suffix") for r in (40, 80) for p in names}
+    names = ("none", "k=2", "auction")
+    assert set(rows) == {(s, r, p) for s in ("draft", "suffix") for r in (40, 80) for p in names}
     for (_, rate, name), row in rows.items():
         assert row["requests"] == 2 * round(rate * 0.05) and row["mean_latency"] > 0 and row["simulated_latency"] > 0
         assert 0 < row["first_token"] <= row["mean_latency"] <= row["p99_latency"]
@@ -78,10 +75,61 @@ def test_load_measures_every_source_rate_and_policy(folder, tmp_path, capsys):
 
 def test_load_finds_rates_by_itself(folder, tmp_path):
     out = tmp_path / "load.json"
-    asked = ["--sources", "prompt_lookup", "--policies", "none", "--seconds", "0.05", "--json", out]
+    asked = ["--sources", "prompt_lookup", "--policies", "none", "--seconds", "0.05", "--remember", "3", "--json", out]
     assert call("load", *models(folder), *asked) == 0
     rates = [row["rate"] for row in json.loads(out.read_text())["results"]]
     assert len(rates) == 3 and rates[2] == pytest.approx(3 * rates[0], rel=0.1)
+
+
+def test_load_replays_every_data_set_with_every_source_after_a_past(folder, tmp_path, capsys):
+    out = tmp_path / "load.json", tmp_path / "load.png"
+    files = [folder / "data.jsonl", folder / "other.jsonl"]
+    models = ["--model", folder / "target", "--draft", folder / "draft", *TINY]
+    asked = ["--replay", "--remember", "4", "--rates", "60", "--seconds", "0.1", "--policies", "k=2", "auction"]
+    code = call("load", *files, *models, *asked, "--sources", *SOURCES, "--explain", "--json", out[0], "--plot", out[1])
+    assert code in (0, 1)
+    rows = json.loads(out[0].read_text())["results"]
+    assert {(row["data_set"], row["source"]) for row in rows} == {
+        (str(path), name) for path in files for name in SOURCES
+    }
+    assert {row["tokens"] for row in rows} == {6 * 8}, "one token a byte, cut to what is asked for"
+    accepted = {(row["source"], row["policy"]): row["acceptance_rate"] for row in rows}
+    assert accepted["wrong", "k=2"] == 0 and min(accepted["suffix", "k=2"], accepted["auto", "k=2"]) > 0.3
+    assert all(row["explanations"][0]["drafted"] >= 0 and row["explanations"][0]["wait"] >= 0 for row in rows)
+    text = capsys.readouterr().out
+    assert "data: latencies" in text and "other: latencies" in text and "of 12 loads" in text
+    assert "at the worst rate" in text and "Why: other, hybrid, 60/s" in text and out[1].stat().st_size > 0
+
+
+def test_virtual_sweeps_are_reproducible_with_a_profile(folder, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "load.json"
+    asked = ["--virtual", "--profile", tmp_path / "profile.json", "--remember", "3", "--policies", "k=2", "table"]
+    asked += ["auction", "oracle", "--sources", *SOURCES, "--rates", "200", "--seconds", "0.2", "--json", out]
+    served = []
+    monkeypatch.setattr(load_bench, "serve", lambda *_: served.append(None))
+    results = []
+    for _ in range(2):
+        assert call("load", folder / "other.jsonl", *models(folder), *asked) in (0, 1)
+        results.append(json.loads(out.read_text())["results"])
+        monkeypatch.setattr(load_bench, "calibrate", lambda *_: pytest.fail("the profile has it all"))
+    assert results[0] == results[1] and not served
+    assert len(results[0]) == 2 * len(SOURCES) * 5
+    latency = {(row["data_set"], row["source"], row["policy"]): row["mean_latency"] for row in results[0]}
+    for data_set, source, name in latency:
+        if source == "prompt_lookup":
+            assert latency[data_set, source, "oracle"] <= 1.01 * latency[data_set, source, name]
+    assert "virtual time" in capsys.readouterr().out
+
+
+def test_profiles_of_other_machines_and_files_are_refused(folder, tmp_path, capsys):
+    profile = tmp_path / "profile.json"
+    asked = ["--virtual", "--profile", profile, "--policies", "none", "--rates", "50", "--seconds", "0.1"]
+    assert call("load", *models(folder), *asked, "--sources", "prompt_lookup") == 0
+    assert call("load", *models(folder), *asked, "--parameters", "1e6") == 2
+    assert "was measured on a target of" in capsys.readouterr().err
+    profile.write_text('{"machine": {}}')
+    assert call("load", *models(folder), *asked) == 2
+    assert "is no profile of an earlier run" in capsys.readouterr().err
 
 
 def test_batch_marks_the_best_length(folder, tmp_path, capsys):
@@ -95,7 +143,7 @@ def test_batch_marks_the_best_length(folder, tmp_path, capsys):
     assert best_length({1: [3.0, 1.0, 2.0], 2: [2.5, 0.5, 2.5]}) == 1, "medians"
 
 
-@pytest.mark.parametrize("simulated", [[], ["--simulated"]])
+@pytest.mark.parametrize("simulated", [["--replay", "--remember", "2", "--explain"], ["--simulated", "--explain"]])
 def test_timeline_tells_busy_from_quiet(folder, tmp_path, capsys, simulated):
     out = tmp_path / "time.json", tmp_path / "time.png"
     asked = ["--rates", "60", "20", "--period", "0.1", "--group", "2", "--source", "prompt_lookup", *simulated]
@@ -103,7 +151,9 @@ def test_timeline_tells_busy_from_quiet(folder, tmp_path, capsys, simulated):
     results = json.loads(out[0].read_text())["results"]
     assert set(results) == {"none", "k=2", "k=4", "table", "auction"}
     assert all(row["requests"] == 16 and len(row["groups"]) == 8 for row in results.values())
-    assert "busy" in capsys.readouterr().out and out[1].stat().st_size > 0
+    text = capsys.readouterr().out
+    assert "busy" in text and "comes true" in text and out[1].stat().st_size > 0
+    assert all(row["explanation"]["seconds"]["verify"] > 0 for row in results.values())
 
 
 def test_simulate_plays_figures_and_traces(folder, tmp_path, capsys):
@@ -131,6 +181,12 @@ def test_simulate_plays_figures_and_traces(folder, tmp_path, capsys):
         (["load", "--rates", "0"], "must be positive"),
         (["load", "--seconds", "x"], "is no number"),
         (["load", "--json", "/nowhere/x.json"], "no such folder"),
+        (["load", "--policies", "oracle"], "only simulations have an oracle"),
+        (["load", "--profile", "x.json"], "--profile goes with --virtual"),
+        (["load", "--virtual", "--simulated"], "--simulated goes with the real engine"),
+        (["load", "--virtual", "--profile", "/nowhere/x.json"], "no such folder"),
+        (["load", "--remember", "-1"], "at least 0"),
+        (["timeline", "--policies", "oracle"], "only simulations have an oracle"),
         (["batch", "--lengths", "-1"], "at least 0"),
         (["timeline", "--rates", "3"], "expected 2 arguments"),
         (["simulate", "--figures", "7"], "invalid choice"),
@@ -145,6 +201,13 @@ def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
 def test_a_draft_must_be_there_to_be_measured(folder, capsys):
     assert call("load", folder / "data.jsonl", "--model", folder / "target", *TINY) == 2
     assert "--sources: draft needs --draft" in capsys.readouterr().err
+    assert call("timeline", folder / "data.jsonl", "--model", folder / "target", *TINY, "--source", "hybrid") == 2
+    assert "--sources: hybrid needs --draft" in capsys.readouterr().err
+
+
+def test_something_must_be_left_to_ask(folder, capsys):
+    assert call("load", *models(folder), "--remember", "12") == 2
+    assert "has 12 requests, of which 12 leave none to ask" in capsys.readouterr().err
 
 
 def test_interrupted_benches_show_what_is_there(folder, tmp_path, monkeypatch, capsys):
@@ -161,7 +224,8 @@ def test_interrupted_benches_show_what_is_there(folder, tmp_path, monkeypatch, c
     asked = ["--sources", "prompt_lookup", "--policies", "none", "--rates", "50", "--seconds", "0.2", "--json", out]
     assert call("load", *models(folder), *asked) == 130
     (row,) = json.loads(out.read_text())["results"]
-    assert row["requests"] < 10 and "prompt_lookup, 50 requests/s" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert row["requests"] < 10 and "prompt_lookup" in text and "50/s" in text
 
 
 # --- How results are told
@@ -173,10 +237,10 @@ def result_of(latency, num_tokens=10, count=3):
 
 def test_the_auction_is_marked_where_it_is_slower_than_no_speculation():
     cells = {
-        Point("draft", 1.0): {"none": Cell([result_of(1.0)]), "k=1": Cell([result_of(0.8)]),
-                              "auction": Cell([result_of(1.03)], [result_of(1.0)])},
-        Point("draft", 2.0): {"none": Cell([result_of(1.0)]), "auction": Cell([result_of(1.01)])},
-        Point("draft", 3.0): {"none": Cell([LoadResult()])},
+        Point("a.jsonl", "draft", 1.0): {"none": Cell([result_of(1.0)]), "k=1": Cell([result_of(0.8)]),
+                              "auction": Cell([result_of(1.03)], simulated=[result_of(1.0)])},
+        Point("a.jsonl", "draft", 2.0): {"none": Cell([result_of(1.0)]), "auction": Cell([result_of(1.01)])},
+        Point("a.jsonl", "draft", 3.0): {"none": Cell([LoadResult()])},
     }  # fmt: skip
     rows = summaries(cells)
     assert [(row["rate"], row["policy"], row["is_too_slow"], row["is_best_fixed"]) for row in rows] == [
@@ -189,71 +253,34 @@ def test_the_auction_is_marked_where_it_is_slower_than_no_speculation():
     assert "at 1 of 2 loads" in text and "worst 1.29" in text and "within 10% of the engine's in 1 of 1 rows" in text
 
 
+def test_ratios_are_medians_over_neighbouring_repetitions():
+    """The machine becomes slower; what finished in one of the two only does not count."""
+    plain = Cell([result_of(1.0), result_of(2.0), result_of(4.0)])
+    auction = Cell([result_of(0.5), result_of(1.6), result_of(3.6), result_of(9.0, count=1)])
+    cut = Cell([result_of(0.1, count=2)])
+    rows = summaries({Point("a", "draft", 1.0): {"none": plain, "auction": auction, "k=1": cut}})
+    assert rows[1]["speedups"] == pytest.approx([2.0, 1.25, 4 / 3.6]) and rows[1]["speedup"] == pytest.approx(1.25)
+    assert rows[1]["mean_latency"] == pytest.approx((0.5 + 1.6 + 3.6) / 3), "an interrupted one is no repetition"
+    assert rows[2]["speedup"] is None and not rows[2]["is_too_slow"]
+
+
+def test_policies_take_turns_in_going_first(folder, tmp_path, monkeypatch):
+    order = []
+
+    def noted(setup, source, policy, requests, result):
+        order.append((type(policy).__name__, len(requests)))
+        result.served += result_of(1.0).served
+
+    monkeypatch.setattr(load_bench, "serve", noted)
+    asked = ["--sources", "prompt_lookup", "--policies", "k=1", "--rates", "50", "--seconds", "0.1", "--repeats", "3"]
+    assert call("load", *models(folder), *asked) == 0
+    names = [name for name, _ in order]
+    assert names == ["NoSpeculation", "FixedLength", "FixedLength", "NoSpeculation", "NoSpeculation", "FixedLength"]
+
+
 def test_groups_and_phases():
     result = result_of(2.0, count=5)
     assert groups(result, 2) == [(0.0, 2.0), (2.0, 2.0), (4.0, 2.0)]
     slow = LoadResult([Served(0.5, 1, 1.5, 1), Served(1.5, 3, 4.5, 1), Served(2.5, 3, 5.5, 1)])
     assert phase_latencies(slow, 1.0) == (2.0, 3.0)
     assert math.isnan(phase_latencies(LoadResult(), 1.0)[0])
-
-
-# --- What simulations of a real engine rest on
-
-
-def test_policies_by_name_have_costs_of_their_own():
-    policies = Policies(COST, BatchLookupTable({1: 4, 4: 2}))
-    assert isinstance(policies.new("none"), NoSpeculation) and policies.new("k=3").num_nodes == 3
-    assert policies.new("table").length(2) == 2
-    costs = [policies.new(name).cost for name in ("step", "request", "auction", "auction")]
-    assert all(cost is not COST for cost in costs) and len(set(map(id, costs))) == 4
-    assert [is_fixed(name) for name in ("none", "k=1", "table", "auction")] == [True, True, False, False]
-
-
-def test_a_draft_model_is_simulated_by_one_forward_over_each_text():
-    """The drafts that the table tells are accepted at the same places as the model's own."""
-    target = tiny_llama()
-    draft = noisy_copy(target, 0.05)
-    prompts = [np.random.default_rng(index).integers(3, 40, 12) for index in range(4)]
-    setup = Setup(target, draft, prompts, max_new_tokens=40, max_batch_size=2, seed=0)
-    policy = FixedLength(3)
-    real = LoadResult()
-    requests = new_requests(setup, np.zeros(4), np.random.default_rng(0))
-    load_runs.serve(setup, "draft", policy, requests, real)
-    engine = load_runs.Engine(target, "none")
-    outputs = [np.array(output.generated_tokens) for output in engine.generate(prompts, max_new_tokens=40)]
-    requests = new_requests(setup, np.zeros(4), np.random.default_rng(0), outputs)
-    calibration = Calibration(COST, DraftCost(is_autoregressive=True), 0.0, 0.0, 5)
-    twin = simulate(setup, "draft", calibration, policy, requests)
-    assert twin.num_tokens == real.num_tokens == sum(map(len, outputs))
-    for name in ("accepted_tokens", "steps"):
-        assert getattr(twin.statistics, name) == getattr(real.statistics, name)
-    assert 0 < twin.statistics.acceptance_rate < 1
-    ranks = with_draft_model(requests, draft)[0].ranks
-    assert set(ranks.tolist()) == {0, 1}
-
-
-def test_exploration_finds_costs_and_acceptance():
-    cost = CostModel(alpha=0.0, gamma=0.5e-3, delta=10e-3)  # half of the truth
-    times = np.zeros(8)
-    requests = with_acceptance(World(8, {}).same_lengths(times), 0.7, np.random.default_rng(0))
-    policy, draft = Exploration(cost), DraftCost(per_call=2e-3, per_row=1e-4, is_autoregressive=True)
-    SimulatedEngine(COST, TableCandidates((1,) * 5, True), draft).run(requests, policy)
-    assert policy.cost.seconds(0, 32) == pytest.approx(COST.seconds(0, 32), rel=0.1)
-    per_call, per_row = policy.timer.seconds(DraftCost(is_autoregressive=True))
-    assert per_call + 8 * per_row == pytest.approx(2e-3 + 8 * 1e-4, rel=0.05), "of a level of all eight"
-    assert policy.acceptance.rate == pytest.approx(0.7, abs=0.1)
-
-
-def test_the_oracle_of_figure_14_drafts_only_what_comes_true():
-    world = World(8, {})
-    requests = with_acceptance(world.same_lengths(np.zeros(8)), 0.5, world.rng(0))
-    made = []
-    result = world.run_draft(requests, lambda engine: made.append(world.policy("oracle")(engine)) or made[0])
-    assert isinstance(made[0], DraftOracle)
-    assert result.statistics.drafted_tokens == result.statistics.accepted_tokens > 0
-    assert result.mean_latency < world.run_draft(requests, world.policy("k=3")).mean_latency
-
-
-def test_figure_5_needs_no_load():
-    figure = figure_5(World(1, {}))
-    assert all(claim.holds for claim in figure.claims)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_smartspec import cli
-from hf_smartspec.benchmark.queue import _up_to_end
+from hf_smartspec.benchmark.runs import up_to_end
 from tests.folders import save_tiny_models
 
 STATIC, CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
@@ -63,8 +63,8 @@ def test_transformers_methods_can_be_left_out(folder, tmp_path):
 
 
 def test_outputs_end_with_the_first_of_several_ends():
-    assert _up_to_end([5, 8, 9, 7, 0], {7, 9}) == [5, 8, 9]
-    assert _up_to_end([5, 8], {7, 9}) == [5, 8] and _up_to_end([5, 8], set()) == [5, 8]
+    assert up_to_end([5, 8, 9, 7, 0], {7, 9}) == [5, 8, 9]
+    assert up_to_end([5, 8], {7, 9}) == [5, 8] and up_to_end([5, 8], set()) == [5, 8]
 
 
 @pytest.mark.parametrize(

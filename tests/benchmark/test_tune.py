@@ -34,9 +34,17 @@ def test_everything_begins_at_the_source_s_defaults():
     space = space_of(["suffix", "prompt_lookup"])
     fused = build(space.default)
     assert isinstance(fused, FusedCandidates) and fused.default_num_nodes == 16
-    assert space.default["fused"]["discounts"] == [[1.0, 1.0], [1.0, 1.0]]
+    assert space.default["fused"]["discounts"] == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     for parameter in space.parameters:
         assert value_of(space.default, parameter) in parameter.values
+
+
+def test_short_matches_are_discounted_where_sources_know_their_lengths():
+    found = [label for label in labels("suffix", "prompt_lookup") if label.endswith("short matches")]
+    assert found == ["prompt_lookup discount, short matches"]
+    space = space_of(["suffix", "prompt_lookup"])
+    parameter = next(item for item in space.parameters if item.label == found[0])
+    assert build(changed(space.default, parameter, 0.5)).discounts[1].short == 0.5
 
 
 def test_given_options_stay():
