@@ -30,11 +30,14 @@ class TreeCandidateGenerator(CandidateGenerator):
         is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
             asked for where these do not pay.
         width (`int`): Nodes per level that it drafts, if so.
+        drafter (`TreeCandidateGenerator`, *optional*): A costlier source that `propose` asks where its own drafts
+            promise little. The engine does so in steps of its own, see `FusedCandidates`.
     """
 
     default_num_nodes: int = 5
     is_autoregressive: bool = False
     width: int = 1
+    drafter: "TreeCandidateGenerator | None" = None
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """

@@ -40,6 +40,7 @@ class _Drafts(NamedTuple):
     tokens: np.ndarray  # [rows, nodes] int64
     parents: np.ndarray  # [rows, nodes] int64
     probs: np.ndarray  # [rows, nodes] float32
+    match_lengths: np.ndarray  # [rows, nodes] int64
     sizes: np.ndarray  # [rows] int64: nodes in use
 
 
@@ -49,8 +50,8 @@ class DatastoreCandidates(TreeCandidateGenerator):
     section 3.1.2). It looks for the longest end of the request that occurs, picks continuations at regular intervals
     among all occurrences, goes on with shorter ends until there are enough, and merges all into one tree that counts
     occurrences. What matched over a longer end also matches over a shorter one, and counts again there. `probs` of the
-    drafts are ratios of counts: how often the node followed its parent. The best `max_nodes` nodes are proposed, best
-    first.
+    drafts are ratios of counts: how often the node followed its parent; `match_lengths` are those of the longest ends
+    that the nodes were found behind. The best `max_nodes` nodes are proposed, best first.
 
     Keeps no state but the last tokens. Does not know the request's own text:
     combine it with a source that does. Drafts with ids beyond the target's vocabulary are dropped by the engine, but
@@ -139,9 +140,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
         ends = np.array([self._ends[name] for name in request_ids])
         drafts = self._search(ends, np.array(max_nodes, np.int64))
         return [
-            DraftTree(drafts.tokens[row, :size], drafts.parents[row, :size], drafts.probs[row, :size])
-            if size
-            else DraftTree.empty()
+            DraftTree.of(*(array[row, :size] for array in drafts[:-1])) if size else DraftTree.empty()
             for row, size in enumerate(drafts.sizes.tolist())
         ]
 
@@ -152,6 +151,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
             np.empty(shape, np.int64),
             np.empty(shape, np.int64),
             np.empty(shape, np.float32),
+            np.empty(shape, np.int64),
             np.empty(num_rows, np.int64),
         )
         num_threads = max(1, min(torch.get_num_threads(), num_rows // _ROWS_PER_THREAD))
@@ -193,8 +193,9 @@ def _as_datastore(
 
 # --- Compiled code. A trie is an int32 array with one row per node, in the order of creation; row 0 is the root. -----
 
-_TOKEN, _PARENT, _COUNT, _DEPTH, _CHILD, _SIBLING = range(6)  # first child, next sibling; 0: none
-_NUM_FIELDS = 6
+_TOKEN, _PARENT, _COUNT, _DEPTH, _LENGTH = range(5)  # the last: of the match
+_CHILD, _SIBLING = 5, 6  # first child, next sibling; 0: none
+_NUM_FIELDS = 7
 
 
 @compiled
@@ -303,14 +304,14 @@ def _add_continuations(
             token = tokens[position]
             if token < 0 or token >= vocab_size:  # the document's border
                 break
-            node, size = _child(trie, node, token, size)
+            node, size = _child(trie, node, token, length, size)
             trie[node, _COUNT] += 1
         found += node > 0
     return size, found
 
 
 @compiled
-def _child(trie: np.ndarray, parent: int, token: int, size: int) -> tuple[int, int]:
+def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) -> tuple[int, int]:
     """The node of the token below its parent, made if need be, and the trie's size."""
     # The newest child comes first: what is sorted finds it there.
     node = trie[parent, _CHILD]
@@ -322,6 +323,7 @@ def _child(trie: np.ndarray, parent: int, token: int, size: int) -> tuple[int, i
     trie[size, _PARENT] = parent
     trie[size, _COUNT] = 0
     trie[size, _DEPTH] = trie[parent, _DEPTH] + 1
+    trie[size, _LENGTH] = length  # the longest: long ends come first
     trie[size, _CHILD] = 0
     trie[size, _SIBLING] = trie[parent, _CHILD]
     trie[parent, _CHILD] = size
@@ -345,6 +347,7 @@ def _select(
         drafts.tokens[row, index] = trie[node, _TOKEN]
         drafts.parents[row, index] = -1 if parent == 0 else trie[parent, _SIBLING]
         drafts.probs[row, index] = trie[node, _COUNT] / trie[parent, _COUNT]
+        drafts.match_lengths[row, index] = trie[node, _LENGTH]
         trie[node, _SIBLING] = index  # siblings are no longer asked for
 
 

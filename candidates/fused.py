@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers.utils import logging
 from ..checks import is_integer
 from ..tree import DraftTree
 from .base import TreeCandidateGenerator
-from .fused_calibration import Calibrations, Draft, ProbabilityCalibrator
+from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 
 logger = logging.get_logger(__name__)
 
@@ -20,14 +21,33 @@ _MOST_MEANS = 256  # namespaces whose running means are kept
 
 
 class _Mean(NamedTuple):
-    """Running mean of what the drafter's drafts brought, which begins with one token."""
-
     value: float = 1.0
     num_drafts: int = 1
 
     def with_one(self, value: float) -> "_Mean":
         weight = max(_MEMORY, 1 / (self.num_drafts + 1))
         return _Mean(self.value + weight * (value - self.value), self.num_drafts + 1)
+
+
+class AcceptedLengths:
+    """
+    Running means of how many tokens of a drafter's drafts are accepted, apart for every namespace; each begins with one
+    token. The 256 namespaces that learnt last are known. Calls may come from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[Hashable, _Mean] = {}  # the latest last
+        self._lock = Lock()
+
+    def mean(self, namespace: Hashable = "") -> float:
+        with self._lock:
+            return self._means.get(namespace, _Mean()).value
+
+    def add(self, num_accepted: int, namespace: Hashable = "") -> None:
+        with self._lock:
+            self._means[namespace] = self._means.pop(namespace, _Mean()).with_one(num_accepted)
+            if len(self._means) > _MOST_MEANS:
+                del self._means[next(iter(self._means))]
 
 
 class FusedCandidates(TreeCandidateGenerator):
@@ -43,7 +63,8 @@ class FusedCandidates(TreeCandidateGenerator):
         sources (sequence of `TreeCandidateGenerator`): What is merged.
         discounts (sequence, *optional*): Per source, a factor on its nodes' probabilities, below 1 for a source that is
             too sure of itself: one `float`, or a pair, of which the first counts at depth 1 and the second at every
-            further depth. (Match lengths are in what the sources themselves say.)
+            further depth, or these and a third, which counts the more the shorter the match is that a node was found
+            by (see `fused_calibration.Discount`).
         drafter (`TreeCandidateGenerator`, *optional*): A source that costs more, such as a draft model.
         threshold (`float`, *optional*): τ, in tokens. By default the drafter's running mean accepted length.
         calibrator (`ProbabilityCalibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
@@ -52,6 +73,7 @@ class FusedCandidates(TreeCandidateGenerator):
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number; by default the largest number
             of its sources.
         vocab_size (`int`, *optional*): A source that proposes other tokens is left out, as one that raises.
+        accepted (`AcceptedLengths`, *optional*): The drafter's means, if they are to outlive this object.
     """
 
     def __init__(
@@ -64,6 +86,7 @@ class FusedCandidates(TreeCandidateGenerator):
         min_probability: float = 0.05,
         num_nodes: int | None = None,
         vocab_size: int | None = None,
+        accepted: AcceptedLengths | None = None,
     ):
         everyone = [*sources, *([] if drafter is None else [drafter])]
         for source in everyone:
@@ -81,13 +104,13 @@ class FusedCandidates(TreeCandidateGenerator):
             raise ValueError(f"`num_nodes` must be a positive integer, got {num_nodes!r}.")
         self.min_probability, self.vocab_size = min_probability, vocab_size
         self.sources, self.drafter = list(sources), drafter
-        self.discounts = _pairs([1.0] * len(sources) if discounts is None else discounts, len(sources))
+        self.discounts = _discounts([1.0] * len(sources) if discounts is None else discounts, len(sources))
         self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in everyone)
         self._everyone, self._fixed_threshold = everyone, threshold
         types = [type(source).__name__ for source in sources]
         names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]
         self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
-        self._accepted: dict[Hashable, _Mean] = {}  # of the drafter, by namespace, the latest last
+        self._accepted = accepted or AcceptedLengths()
         self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
@@ -103,7 +126,7 @@ class FusedCandidates(TreeCandidateGenerator):
         """τ: the SCORE up to which the drafter speaks, in tokens."""
         if self._fixed_threshold is not None:
             return self._fixed_threshold
-        return self._accepted.get(namespace, _Mean()).value
+        return self._accepted.mean(namespace)
 
     def assign(
         self,
@@ -156,34 +179,42 @@ class FusedCandidates(TreeCandidateGenerator):
         return trees
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        merged = self.propose_merged(request_ids, max_nodes)
+        weak = self.promises_little(request_ids, merged)
+        limits = [limit if is_weak else 0 for limit, is_weak in zip(max_nodes, weak)]
+        again = self.redraft(request_ids, limits)
+        return [tree if len(tree) else first for tree, first in zip(again, merged)]
+
+    def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        """What `propose` proposes before the drafter is asked."""
         proposals = [self._ask(source, request_ids, max_nodes) for source in self.sources]
         merged = []
         for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
             drafts = self._drafts[name] = [Draft.of(found[row]) for found in proposals]
             if self._calibrations is not None:
                 drafts = self._calibrations.calibrated(self._namespaces.get(name, ""), drafts)
-            merged.append(merge(drafts, self.discounts, limit, self.min_probability))
-        if self.drafter is not None:
-            self._ask_drafter(self.drafter, merged, request_ids, max_nodes)
+            drafts = [draft.discounted(discount) for draft, discount in zip(drafts, self.discounts)]
+            merged.append(merge(drafts, limit, self.min_probability))
         return merged
 
-    def _ask_drafter(
-        self,
-        drafter: TreeCandidateGenerator,
-        merged: list[DraftTree],
-        request_ids: Sequence[Hashable],
-        max_nodes: Sequence[int],
-    ) -> None:
-        """Puts the drafter's trees where the merged ones promise too little."""
+    def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
+        """For which requests `propose` asks the drafter; for none if there is no drafter."""
+        if self.drafter is None:
+            return [False] * len(trees)
         limits = [self.threshold(self._namespaces.get(name, "")) for name in request_ids]
-        weak = [row for row, tree in enumerate(merged) if tree.path_probs.sum() <= limits[row]]
-        if not weak:
-            return
-        most = [min(max_nodes[row], drafter.default_num_nodes) for row in weak]  # it may cost by the node
-        trees = self._ask(drafter, [request_ids[row] for row in weak], most)
-        for row, tree in zip(weak, trees):
+        return [float(tree.path_probs.sum()) <= limit for tree, limit in zip(trees, limits)]
+
+    def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        """The drafter's trees of so many nodes; empty ones for 0, and where it has none or has failed."""
+        trees = [DraftTree.empty()] * len(request_ids)
+        rows = [row for row, limit in enumerate(max_nodes) if limit > 0]
+        if self.drafter is None or not rows:
+            return trees
+        most = [min(max_nodes[row], self.drafter.default_num_nodes) for row in rows]  # it may cost by the node
+        for row, tree in zip(rows, self._ask(self.drafter, [request_ids[row] for row in rows], most)):
             if len(tree):
-                merged[row] = self._modelled[request_ids[row]] = tree
+                trees[row] = self._modelled[request_ids[row]] = tree
+        return trees
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         drafts, modelled = self._drafts.pop(request_id, None), self._modelled.pop(request_id, None)
@@ -191,10 +222,7 @@ class FusedCandidates(TreeCandidateGenerator):
         if self._calibrations is not None and drafts is not None:
             self._calibrations.learn(namespace, drafts, tokens)
         if modelled is not None:
-            mean = self._accepted.pop(namespace, _Mean())
-            self._accepted[namespace] = mean.with_one(_num_accepted(modelled, tokens))
-            if len(self._accepted) > _MOST_MEANS:
-                del self._accepted[next(iter(self._accepted))]
+            self._accepted.add(_num_accepted(modelled, tokens), namespace)
         for source in self._everyone:
             self._tell(source, request_id, source.observe, tokens)
 
@@ -210,35 +238,34 @@ class FusedCandidates(TreeCandidateGenerator):
             self._failed.discard((request_id, id(source)))
 
 
-def _pairs(discounts: Sequence[float | Sequence[float]], num_sources: int) -> list[tuple[float, float]]:
-    """A source's factors at depth 1 and at every further depth."""
+def _discounts(discounts: Sequence[float | Sequence[float]], num_sources: int) -> list[Discount]:
     try:
-        pairs = [tuple(item) if isinstance(item, Sequence) else (item, item) for item in discounts]
-        if len(pairs) == num_sources and all(0 <= first <= 1 and 0 <= further <= 1 for first, further in pairs):
-            return pairs  # type: ignore[return-value]  # the comparison has unpacked them
-    except (TypeError, ValueError):
+        found = [Discount(*item) if isinstance(item, Sequence) else Discount(item, item) for item in discounts]
+        lengths = [len(item) for item in discounts if isinstance(item, Sequence)]
+        if len(found) == num_sources and set(lengths) <= {2, 3} and all(0 <= x <= 1 for item in found for x in item):
+            return found
+    except TypeError:
         pass
     raise ValueError(
-        f"`discounts` must give each source a number in [0, 1], or a pair of them, got {discounts!r} for {num_sources} "
-        "sources."
+        f"`discounts` must give each source a number in [0, 1], or a pair or three of them, got {discounts!r} for "
+        f"{num_sources} sources."
     )
 
 
-def merge(
-    drafts: Sequence[Draft], discounts: Sequence[tuple[float, float]], limit: int, least: float = 0.0
-) -> DraftTree:
+def merge(drafts: Sequence[Draft], limit: int, least: float = 0.0) -> DraftTree:
     """
     The `limit` most probable nodes of several drafts as one tree (SSSD, algorithm 1), as far as their paths have a
-    probability of at least `least`. For `discounts`, see `FusedCandidates`.
+    probability of at least `least`.
     """
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[float] = []
+    lengths: list[int] = []  # of matches
     places: dict[tuple[int, int], int] = {}  # (parent, token) of every node
     # Entries: minus path probability, source, its node, the parent in the merged tree.
     queue: list[tuple[float, int, int, int]] = [
-        (-draft.probs[child] * first, source, child, -1)
-        for source, (draft, (first, _)) in enumerate(zip(drafts, discounts))
+        (-draft.probs[child], source, child, -1)
+        for source, draft in enumerate(drafts)
         for child in draft.children.get(-1, ())
     ]
     heapq.heapify(queue)
@@ -253,13 +280,18 @@ def merge(
             tokens.append(place[1])
             parents.append(parent)
             paths.append(-negative)
+            lengths.append(draft.match_lengths[node])
         for child in draft.children.get(node, ()):
-            path = negative * draft.probs[child] * discounts[source][1]
-            heapq.heappush(queue, (path, source, child, places[place]))
+            heapq.heappush(queue, (negative * draft.probs[child], source, child, places[place]))
     if not tokens:
         return DraftTree.empty()
     ratios = [path / max(paths[parent], 1e-30) if parent >= 0 else path for path, parent in zip(paths, parents)]
-    return DraftTree.of(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(ratios, np.float32))
+    return DraftTree.of(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.array(ratios, np.float32),
+        np.array(lengths, np.int64) if any(lengths) else 0,
+    )
 
 
 def _num_accepted(tree: DraftTree, tokens: np.ndarray) -> int:

@@ -1,4 +1,7 @@
-"""Calibration of fused sources from tables: asking a calibrator about every draft costs more than to draft."""
+"""
+Discounts on fused sources, and their calibration from tables: asking a calibrator about every draft costs more than to
+draft.
+"""
 
 from array import array
 from collections import OrderedDict
@@ -9,9 +12,25 @@ import numpy as np
 
 from ..tree import DraftTree
 
-_NUM_SCORES, _NUM_DEPTHS = 256, 17  # of a table; what lies deeper counts as the last
-_MOST_PENDING = 256  # observations that wait; a table is made anew when they are learnt
-_MOST_TABLES = 256  # kept, of 17 kB each; others are made anew from what the calibrator knows
+_NUM_SCORES, _NUM_DEPTHS = 128, 9  # of a table; what lies deeper counts as the last
+_LONGEST = 17  # match length with a table of its own; longer ones count as this one
+_MOST_PENDING = 512  # observations that wait; tables are made anew when they are learnt
+_MOST_SOURCES = 256  # whose tables are kept, of 5 kB for each match length that occurs
+
+
+class Discount(NamedTuple):
+    """
+    A source's dampening factors, in [0, 1]. A node at depth d that was found by a match of m tokens has the probability
+    that the source says times `first` (d = 1) or `further` (d > 1), times `short` ** (1 / (m + d - 1)) where m is
+    known: with its parents the match is m + d - 1 tokens long.
+    """
+
+    first: float = 1.0
+    further: float = 1.0
+    short: float = 1.0
+
+
+_NO_DISCOUNT = Discount()
 
 
 class Draft(NamedTuple):
@@ -20,6 +39,7 @@ class Draft(NamedTuple):
     tokens: list[int]
     probs: list[float]  # in [0, 1]
     depths: list[int]  # 0 for children of the last committed token
+    match_lengths: list[int]  # 0 where unknown
     children: dict[int, list[int]]  # by node, -1 for the last committed token
 
     @classmethod
@@ -33,40 +53,69 @@ class Draft(NamedTuple):
             children.setdefault(parent, []).append(node)
         # What is no number says nothing: an even chance.
         probs = [min(max(prob, 0.0), 1.0) if prob == prob else 0.5 for prob in tree.probs.tolist()]
-        return cls(tree.tokens.tolist(), probs, depths, children)
+        lengths = tree.match_lengths
+        match_lengths = lengths.tolist() if isinstance(lengths, np.ndarray) else [int(lengths)] * len(probs)
+        return cls(tree.tokens.tolist(), probs, depths, match_lengths, children)
+
+    def discounted(self, discount: Discount) -> "Draft":
+        if discount == _NO_DISCOUNT:
+            return self
+        first, further, short = discount
+        return self._replace(
+            probs=[
+                prob * (further if depth else first) * (short ** (1 / (length + depth)) if length > 0 else 1.0)
+                for prob, depth, length in zip(self.probs, self.depths, self.match_lengths)
+            ]
+        )
 
 
-_NOTHING = Draft([], [], [], {})
+_NOTHING = Draft([], [], [], [], {})
 
 
 class ProbabilityCalibrator(Protocol):
     """What a source's raw probabilities are worth; `goodput.Calibrator` is one."""
 
-    def calibrate(self, source: Hashable, scores: Any, depths: Any) -> np.ndarray: ...
+    def calibrate(self, source: Hashable, scores: Any, depths: Any, match_lengths: Any) -> np.ndarray: ...
     def update(self, source: Hashable, scores: Any, depths: Any, match_lengths: Any, hits: Any) -> None: ...
 
 
-class _Table:
-    """One source in one namespace: its calibrated probabilities by depth and raw score, and what is to be learnt."""
+_TABLE_SCORES = np.tile(np.linspace(0.0, 1.0, _NUM_SCORES), _NUM_DEPTHS)
+_TABLE_DEPTHS = np.repeat(np.arange(1, _NUM_DEPTHS + 1), _NUM_SCORES)
+
+
+class _Tables(dict[int, array]):
+    """A source's calibrated probabilities by depth and raw score, a table for each match length that is asked for."""
+
+    def __init__(self, calibrator: ProbabilityCalibrator, key: Hashable):
+        self.calibrator, self.key = calibrator, key
+
+    def __missing__(self, length: int) -> array:
+        if length > _LONGEST:
+            table = self[_LONGEST]
+        else:
+            probs = self.calibrator.calibrate(self.key, _TABLE_SCORES, _TABLE_DEPTHS, length)
+            table = array("f", probs.astype(np.float32).tobytes())
+        self[length] = table
+        return table
+
+
+class _Learner:
+    """One source in one namespace: its tables, and what is to be learnt."""
 
     def __init__(self, calibrator: ProbabilityCalibrator, key: Hashable):
         self.calibrator, self.key = calibrator, key
         self.num_learnt = 0
         self.scores: list[float] = []
         self.depths: list[int] = []
+        self.match_lengths: list[int] = []
         self.hits: list[bool] = []
-        self._fill()
-
-    def _fill(self) -> None:
-        scores = np.tile(np.linspace(0.0, 1.0, _NUM_SCORES), _NUM_DEPTHS)
-        depths = np.repeat(np.arange(1, _NUM_DEPTHS + 1), _NUM_SCORES)
-        self.probs = array("f", self.calibrator.calibrate(self.key, scores, depths).astype(np.float32).tobytes())
+        self.tables = _Tables(calibrator, key)
 
     def look_up(self, draft: Draft) -> list[float]:
-        probs, last = self.probs, _NUM_DEPTHS - 1
+        tables, last = self.tables, _NUM_DEPTHS - 1
         return [
-            probs[min(depth, last) * _NUM_SCORES + int(score * (_NUM_SCORES - 1) + 0.5)]
-            for depth, score in zip(draft.depths, draft.probs)
+            tables[length][min(depth, last) * _NUM_SCORES + int(score * (_NUM_SCORES - 1) + 0.5)]
+            for depth, score, length in zip(draft.depths, draft.probs, draft.match_lengths)
         ]
 
     def learn(self, draft: Draft, tokens: Sequence[int]) -> None:
@@ -79,7 +128,8 @@ class _Table:
                 if is_hit:
                     following = draft.children.get(node, [])
                 self.scores.append(draft.probs[node])
-                self.depths.append(depth)
+                self.depths.append(min(depth, _NUM_DEPTHS))
+                self.match_lengths.append(min(draft.match_lengths[node], _LONGEST))
                 self.hits.append(is_hit)
             nodes = following
         # Often at first, when much is learnt from little.
@@ -89,10 +139,10 @@ class _Table:
     def flush(self) -> None:
         if not self.scores:
             return
-        self.calibrator.update(self.key, self.scores, self.depths, 0, self.hits)
+        self.calibrator.update(self.key, self.scores, self.depths, self.match_lengths, self.hits)
         self.num_learnt += len(self.scores)
-        self.scores, self.depths, self.hits = [], [], []
-        self._fill()
+        self.scores, self.depths, self.match_lengths, self.hits = [], [], [], []
+        self.tables.clear()
 
 
 class Calibrations:
@@ -106,29 +156,28 @@ class Calibrations:
 
     def __init__(self, calibrator: ProbabilityCalibrator, names: Sequence[str]):
         self.calibrator, self.names = calibrator, names
-        self._tables: OrderedDict[Hashable, list[_Table]] = OrderedDict()  # by namespace, the latest used last
+        self._learners: OrderedDict[Hashable, list[_Learner]] = OrderedDict()  # by namespace, the latest used last
 
-    def _of(self, namespace: Hashable) -> list[_Table]:
-        if namespace not in self._tables:
-            while (len(self._tables) + 1) * len(self.names) > max(_MOST_TABLES, len(self.names)):
-                _, tables = self._tables.popitem(last=False)
-                for table in tables:
-                    table.flush()
-            self._tables[namespace] = [_Table(self.calibrator, (namespace, name)) for name in self.names]
-        self._tables.move_to_end(namespace)
-        return self._tables[namespace]
+    def _of(self, namespace: Hashable) -> list[_Learner]:
+        if namespace not in self._learners:
+            while (len(self._learners) + 1) * len(self.names) > max(_MOST_SOURCES, len(self.names)):
+                _, learners = self._learners.popitem(last=False)
+                for learner in learners:
+                    learner.flush()
+            self._learners[namespace] = [_Learner(self.calibrator, (namespace, name)) for name in self.names]
+        self._learners.move_to_end(namespace)
+        return self._learners[namespace]
 
     def calibrated(self, namespace: Hashable, drafts: Sequence[Draft]) -> list[Draft]:
-        tables = self._of(namespace)
-        return [draft._replace(probs=table.look_up(draft)) for table, draft in zip(tables, drafts)]
+        return [draft._replace(probs=learner.look_up(draft)) for learner, draft in zip(self._of(namespace), drafts)]
 
     def learn(self, namespace: Hashable, drafts: Sequence[Draft], tokens: np.ndarray) -> None:
         """Learns from the sources' drafts, with raw probabilities, and the tokens that were committed behind them."""
         truth = tokens.tolist()
-        for table, draft in zip(self._of(namespace), drafts):
-            table.learn(draft, truth)
+        for learner, draft in zip(self._of(namespace), drafts):
+            learner.learn(draft, truth)
 
     def flush(self, namespace: Hashable) -> None:
         """Nothing waits to be learnt any more."""
-        for table in self._tables.get(namespace, ()):
-            table.flush()
+        for learner in self._learners.get(namespace, ()):
+            learner.flush()

@@ -121,7 +121,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         if length < self.min_ngram:
             return DraftTree.empty()
         # A longer match is the better guess; the raw score is refined by calibration where there is any.
-        return DraftTree.chain(tokens, np.full(len(tokens), length / (length + 1)))
+        return DraftTree.chain(tokens, np.full(len(tokens), length / (length + 1)), match_lengths=length)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         self._texts[request_id].extend(tokens.tolist())

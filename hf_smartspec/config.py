@@ -23,6 +23,7 @@ from .candidates import (
     WrappedCandidates,
 )
 from .candidates.base import NoCandidates
+from .candidates.fused import AcceptedLengths
 from .candidates.tuned import TunedSource, TunedSources
 from .checks import is_integer
 from .goodput.acceptance import Calibrator
@@ -40,6 +41,8 @@ _tuned_trees: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[dict[str, Any],
     WeakKeyDictionary()
 )
 _calibrators: WeakKeyDictionary[PreTrainedModel, Calibrator] = WeakKeyDictionary()  # of fused sources
+# What fused sources know of their draft models, by target and draft model.
+_accepted: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, AcceptedLengths]] = WeakKeyDictionary()
 _lock = Lock()
 
 
@@ -195,12 +198,15 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGen
         options.pop("threshold", None)
     with _lock:
         calibrator = _calibrators.setdefault(target, Calibrator())
+        known = _accepted.setdefault(target, WeakKeyDictionary())
+        accepted = known.setdefault(drafters[0].model, AcceptedLengths()) if drafters else None
     return FusedCandidates(
         [sources[index] for index in others],
         [discounts[index] for index in others],
         drafter=drafters[0] if drafters else None,
         calibrator=calibrator if options.pop("calibrated", True) else None,
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        accepted=accepted,
         **options,
     )
 

@@ -21,12 +21,15 @@ class DraftTree:
             it picked the node's parent.
         distributions (`torch.Tensor` of shape `[n, vocab_size]`, *optional*): For chains whose tokens were *sampled*:
             the draft distribution each token was drawn from, which rejection sampling needs.
+        match_lengths (`np.ndarray` of shape `[n]`, int64, or one `int` for all nodes): Tokens of context that each node
+            was found by (SSSD, section 3.1.3); 0 where the source knows none, or has them in `probs`.
     """
 
     tokens: np.ndarray
     parents: np.ndarray
     probs: np.ndarray
     distributions: Any = None
+    match_lengths: np.ndarray | int = 0
 
     @classmethod
     def chain(
@@ -34,20 +37,25 @@ class DraftTree:
         tokens: Sequence[int] | np.ndarray,
         probs: Sequence[float] | np.ndarray | None = None,
         distributions: Any = None,
+        match_lengths: np.ndarray | int = 0,
     ) -> "DraftTree":
         """The tree in which every token follows the one before it; `probs` are 1 where none are given."""
         tokens = np.asarray(tokens, dtype=np.int64)
         probs = np.ones(len(tokens), np.float32) if probs is None else np.asarray(probs, np.float32)
-        tree = cls(tokens, np.arange(-1, len(tokens) - 1), probs, distributions)
+        tree = cls(tokens, np.arange(-1, len(tokens) - 1), probs, distributions, match_lengths)
         tree.__dict__["is_chain"] = True  # where `cached_property` keeps what it has found out
         return tree
 
     @classmethod
-    def of(cls, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> "DraftTree":
+    def of(
+        cls, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray, match_lengths: np.ndarray | int | None = None
+    ) -> "DraftTree":
         """A tree of these arrays, made faster than by the constructor, which a source of many small trees notices."""
         tree = object.__new__(cls)
         fields = tree.__dict__
         fields["tokens"], fields["parents"], fields["probs"], fields["distributions"] = tokens, parents, probs, None
+        if match_lengths is not None:  # otherwise the class's own 0 serves
+            fields["match_lengths"] = match_lengths
         return tree
 
     @classmethod
@@ -110,7 +118,8 @@ class DraftTree:
             return self
         index = np.append(np.cumsum(nodes) - 1, -1)  # the last entry serves parent -1
         distributions = None if self.distributions is None else self.distributions[np.flatnonzero(nodes)]
-        return DraftTree(self.tokens[nodes], index[self.parents[nodes]], self.probs[nodes], distributions)
+        lengths = self.match_lengths[nodes] if isinstance(self.match_lengths, np.ndarray) else self.match_lengths
+        return DraftTree(self.tokens[nodes], index[self.parents[nodes]], self.probs[nodes], distributions, lengths)
 
     def most_likely(self, num_nodes: int) -> "DraftTree":
         """The `num_nodes` nodes of highest path probability; they always form a tree."""
@@ -136,11 +145,10 @@ class DraftTree:
     def check_integrity(self, vocab_size: int) -> None:
         """Raises `ValueError` if the arrays do not describe a tree over `vocab_size` tokens."""
         num_nodes = len(self.tokens)
-        for name, array, kinds in (
-            ("tokens", self.tokens, "iu"),
-            ("parents", self.parents, "iu"),
-            ("probs", self.probs, "fiu"),
-        ):
+        arrays = [("tokens", self.tokens, "iu"), ("parents", self.parents, "iu"), ("probs", self.probs, "fiu")]
+        if not isinstance(self.match_lengths, int | np.integer):
+            arrays.append(("match_lengths", self.match_lengths, "iu"))
+        for name, array, kinds in arrays:
             if not isinstance(array, np.ndarray) or array.shape != (num_nodes,) or array.dtype.kind not in kinds:
                 got = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
                 kind = "integers" if kinds == "iu" else "numbers"

@@ -1,5 +1,6 @@
 """Draft trees against definitions written out node by node."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -60,6 +61,8 @@ def test_child_finds_the_first_of_equal_siblings_and_no_other_node(tree, token):
 
 @given(trees(), st.data())
 def test_keep_preserves_every_kept_path(tree, data):
+    lengths = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(tree), max_size=len(tree))), np.int64)
+    tree = replace(tree, match_lengths=lengths)
     wanted = data.draw(st.sets(st.integers(0, len(tree) - 1)) if len(tree) else st.just(set()))
     nodes = np.zeros(len(tree), bool)
     for node in wanted:
@@ -71,6 +74,13 @@ def test_keep_preserves_every_kept_path(tree, data):
     for node, original in enumerate(originals):
         assert kept.tokens[path_to(kept, node)].tolist() == tree.tokens[path_to(tree, original)].tolist()
         assert kept.probs[node] == tree.probs[original]
+    assert kept.match_lengths.tolist() == lengths[nodes].tolist()
+
+
+def test_one_match_length_serves_all_nodes():
+    tree = DraftTree.chain([1, 2, 3], match_lengths=5)
+    tree.check_integrity(vocab_size=4)
+    assert tree.most_likely(2).match_lengths == 5 and EXAMPLE.best_chain().match_lengths == 0
 
 
 def test_keep_takes_the_draft_distributions_along():
@@ -150,6 +160,8 @@ def test_empty_tree_has_all_properties():
         (DraftTree(np.array([1]), np.array([-1]), np.ones(2)), "array of"),
         (DraftTree(np.array([1.0]), np.array([-1]), np.ones(1)), "integers"),
         (DraftTree(np.array([1]), np.array([-1.0]), np.ones(1)), "integers"),
+        (DraftTree.chain([1, 2], match_lengths=np.array([3])), "`match_lengths` .* array of 2 integers"),
+        (DraftTree.chain([1, 2], match_lengths=None), "`match_lengths` .* got NoneType"),
     ],
 )
 def test_check_integrity_refuses_what_is_no_tree(tree, match):

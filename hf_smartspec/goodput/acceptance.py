@@ -114,20 +114,18 @@ class Calibrator:
                 self._tables.popitem(last=False)
             table.add(scores, _cells(scores, depths, match_lengths), hits, 0.5 ** (len(scores) / self.half_life))
 
-    def calibrated(self, source: Hashable, tree: DraftTree, match_lengths: np.ndarray | int = 0) -> DraftTree:
+    def calibrated(self, source: Hashable, tree: DraftTree) -> DraftTree:
         """The tree with calibrated probabilities."""
         if not len(tree):
             return tree
-        return replace(tree, probs=self.calibrate(source, tree.probs, tree.depths, match_lengths))
+        return replace(tree, probs=self.calibrate(source, tree.probs, tree.depths, tree.match_lengths))
 
-    def learn(
-        self, source: Hashable, tree: DraftTree, tokens: Sequence[int] | np.ndarray, match_lengths: np.ndarray | int = 0
-    ) -> None:
+    def learn(self, source: Hashable, tree: DraftTree, tokens: Sequence[int] | np.ndarray) -> None:
         """Learns from a tree with raw probabilities, verified or not, and the tokens that were committed behind it."""
         if not len(tree):
             return
         nodes, hits = outcomes(tree, tokens)
-        lengths = np.broadcast_to(np.asarray(match_lengths), len(tree))[nodes]
+        lengths = np.broadcast_to(tree.match_lengths, len(tree))[nodes]
         self.update(source, tree.probs[nodes], tree.depths[nodes], lengths, hits)
 
 

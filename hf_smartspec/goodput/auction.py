@@ -1,5 +1,6 @@
 """The default length policy: all rows' draft nodes bid for places in the forward."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,21 +12,20 @@ from .acceptance import Calibrator
 from .cost import CostModel, DraftTimer, StepSeconds
 from .estimators import AcceptanceEstimator
 from .forest import Forest
+from .levels import levels_against_rivals
+from .running import Drift, Running, Speedup
 from .selector import LengthPolicy, StepRows
 
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
 _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed
-_DRIFT_DECAY = 0.96  # per step, of what tells that acceptance changes
-_DRIFT_STRENGTH = 3.0  # of the assumption that it does not, in accepted nodes
-_SPEEDUP_DECAY = 0.98  # per step, of what tells how much speculation gains
-_SPEEDUP_STRENGTH = 10.0  # of the assumption that it gains nothing, in tokens
-_MEMORY = 0.1  # weight of the newest step in the running benefit of drafting
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
+_USUAL = 4  # nodes of a row, for what a further one costs
+_LITTLE = 0.3  # tokens that a draft may promise at most where a second source is tried in its place
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
 
 
@@ -96,12 +96,12 @@ class GoodputAuction(LengthPolicy):
             raise ValueError(f"`margin` must be a number of at least 0, got {margin!r}.")
         self.cost, self.margin = cost, margin
         self.calibrator = Calibrator(_HALF_LIFE, _STRENGTH) if calibrates else None
-        self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
+        self.acceptance, self.timer, self.drafter_timer = AcceptanceEstimator(), DraftTimer(), DraftTimer()
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = _Plan()
-        self._drift = _Drift()
-        self._speedup = _Speedup()
-        self._benefit = _Running()
+        self._drifts: defaultdict[str, Drift] = defaultdict(Drift)  # by source
+        self._speedup = Speedup()
+        self._benefit = Running()
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
 
@@ -133,10 +133,8 @@ class GoodputAuction(LengthPolicy):
     def _best_levels(self, rows: StepRows) -> np.ndarray:
         """The depth of each row's draft that maximises expected goodput, `[rows]` int64; all 0 if none pays."""
         width = rows.draft.width
-        most = np.minimum(-(-rows.caps // width), _DEEPEST)
-        depths = np.arange(1, int(most.max()) + 1)
-        gains = np.cumprod(self.acceptance.of_requests(rows.request_ids, len(depths)), axis=1)
-        gains[depths > most[:, None]] = 0.0
+        gains = self._gains(rows, width)
+        depths = np.arange(1, gains.shape[1] + 1)
         row, depth = np.divmod(np.argsort(-gains, axis=None, kind="stable"), len(depths))
         is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
         num = np.cumsum(is_in, axis=1)
@@ -150,6 +148,13 @@ class GoodputAuction(LengthPolicy):
         chosen = is_in[level] & (np.arange(len(row)) <= last)
         return np.bincount(row[chosen], minlength=len(rows))
 
+    def _gains(self, rows: StepRows, width: int) -> np.ndarray:
+        """How likely each level of an autoregressive draft comes true, `[rows, depths]` float64; 0 beyond the caps."""
+        most = np.minimum(-(-rows.caps // width), _DEEPEST)
+        gains = np.cumprod(self.acceptance.of_requests(rows.request_ids, int(most.max())), axis=1)
+        gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
+        return gains
+
     def _with_probes(self, rows: StepRows, levels: np.ndarray) -> np.ndarray:
         """Rows without a draft get one level now and then: what is drafted teaches, verified or not."""
         idle = (levels == 0) & (rows.caps > 0)
@@ -158,6 +163,34 @@ class GoodputAuction(LengthPolicy):
         probed = np.where(idle, 1, levels)
         price = self._draft_seconds(rows, probed) - self._draft_seconds(rows, levels)
         return probed if self._affords(price) else levels
+
+    def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray:
+        drafter = rows.drafter
+        assert drafter is not None, "asked for where there is one only"
+        if self._plan.is_baseline or not rows.caps.any():
+            return np.zeros(len(rows), np.int64)
+        num, plain = len(rows), self._plan.plain_seconds
+        price = self._speedup.ratio * num / plain  # tokens per second
+        per_call, per_row = self.drafter_timer.seconds(drafter)
+        usual = self._seconds(rows, _USUAL * num, np.array([_USUAL]))[0, -1]
+        node = price * max(float(usual) - plain, 0.0) / (_USUAL * num)  # what verifying one costs, in tokens
+        forest = Forest(trees)
+        bids = np.maximum(forest.along_paths(self._probs(rows, forest)) - node, 0.0)
+        rivals = np.bincount(forest.row, bids, minlength=num)
+        levels = levels_against_rivals(
+            self._gains(rows, drafter.width),
+            rivals,
+            node * drafter.width + price * per_row,
+            price * per_call,
+            self.margin * num,
+        )
+        idle = (levels == 0) & (rows.caps > 0) & (rivals < _LITTLE)
+        lost = rivals[idle].sum() / price + per_row * np.count_nonzero(idle) + per_call * (not levels.any())
+        if idle.any() and self._affords(lost):
+            levels[idle] = 1
+        calls, in_calls = drafter.calls(levels)
+        self._plan.draft_seconds += per_call * calls + per_row * in_calls
+        return np.minimum(levels * drafter.width, rows.caps)
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
         price = self._draft_seconds(rows, levels)
@@ -240,8 +273,12 @@ class GoodputAuction(LengthPolicy):
         """Probabilities that each node comes true if its parent does, `[n]`."""
         if self.calibrator is None or not forest.num_nodes:
             return forest.probs
-        probs = self.calibrator.calibrate(rows.draft.source, forest.probs, forest.depths)
-        return np.minimum(probs * self._drift.ratio, 1.0)
+        probs = np.empty(forest.num_nodes)
+        for source, nodes in rows.by_source(forest.row):
+            lengths = forest.match_lengths[nodes]
+            calibrated = self.calibrator.calibrate(source, forest.probs[nodes], forest.depths[nodes], lengths)
+            probs[nodes] = calibrated * self._drifts[source].ratio
+        return np.minimum(probs, 1.0)
 
     def _learn_benefit(self, rows: StepRows, tokens: float, added: float) -> None:
         """Seconds that verification of the draft saves: the time its tokens take elsewhere, less what it adds."""
@@ -274,6 +311,11 @@ class GoodputAuction(LengthPolicy):
         elif self._plan.asked is not None and len(self._plan.asked) == len(rows):
             levels[self._plan.asked] = 1
         self.timer.observe(*rows.draft.calls(levels), seconds.draft)
+        if rows.drafter is not None and rows.is_redrafted is not None:
+            levels[:] = 0
+            np.maximum.at(levels, forest.row, forest.depths)
+            levels[~rows.is_redrafted] = 0
+            self.drafter_timer.observe(*rows.drafter.calls(levels), seconds.drafter)
         if not forest.num_nodes:
             return
         if tokens is None:
@@ -291,61 +333,20 @@ class GoodputAuction(LengthPolicy):
         nodes, hits = forest.outcomes(tokens)
         row, depth = forest.row[nodes], forest.depths[nodes]
         if self.calibrator is not None and len(nodes):
-            source, probs = rows.draft.source, forest.probs[nodes]
-            self._drift.add(self.calibrator.calibrate(source, probs, depth).sum(), hits.sum())
-            self.calibrator.update(source, probs, depth, 0, hits)
+            probs, lengths = forest.probs[nodes], forest.match_lengths[nodes]
+            for source, part in rows.by_source(row):
+                expected = self.calibrator.calibrate(source, probs[part], depth[part], lengths[part]).sum()
+                self._drifts[source].add(expected, hits[part].sum())
+                self.calibrator.update(source, probs[part], depth[part], lengths[part], hits[part])
         tried = np.zeros((len(rows), int(depth.max(initial=1))), bool)
-        tried[row, depth - 1] = True
+        tried[row, depth - 1] = True if rows.is_redrafted is None else rows.is_redrafted[row]
         succeeded = np.zeros_like(tried)
         succeeded[row[hits], depth[hits] - 1] = True
+        succeeded &= tried
         self.acceptance.update(rows.request_ids, tried, succeeded)
 
     def forget(self, request_id: Hashable) -> None:
         self.acceptance.forget(request_id)
-
-
-class _Drift:
-    """How calibrated probabilities fare over the latest steps: quicker than the `Calibrator`, and coarser."""
-
-    def __init__(self) -> None:
-        self._expected = self._observed = 0.0
-
-    def add(self, expected: float, observed: float) -> None:
-        self._expected = self._expected * _DRIFT_DECAY + expected
-        self._observed = self._observed * _DRIFT_DECAY + observed
-
-    @property
-    def ratio(self) -> float:
-        return (self._observed + _DRIFT_STRENGTH) / (self._expected + _DRIFT_STRENGTH)
-
-
-class _Speedup:
-    """
-    Tokens of the latest steps by what their time would have yielded plainly, at least 1. Goodput over many steps is
-    highest if time has one price at all of them (Dinkelbach): steps whose drafts are poor leave it to the others.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = self._plain_tokens = _SPEEDUP_STRENGTH
-
-    def add(self, tokens: float, plain_tokens: float) -> None:
-        self._tokens = self._tokens * _SPEEDUP_DECAY + tokens
-        self._plain_tokens = self._plain_tokens * _SPEEDUP_DECAY + plain_tokens
-
-    @property
-    def ratio(self) -> float:
-        return max(self._tokens / self._plain_tokens, 1.0)
-
-
-class _Running:
-    """A moving average that begins as a plain one."""
-
-    def __init__(self) -> None:
-        self.num, self.mean = 0, 0.0
-
-    def add(self, value: float) -> None:
-        self.num += 1
-        self.mean += max(_MEMORY, 1 / self.num) * (value - self.mean)
 
 
 def _ranks(row: np.ndarray) -> np.ndarray:

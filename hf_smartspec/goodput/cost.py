@@ -33,6 +33,7 @@ class StepSeconds(NamedTuple):
     draft: float
     forward: float
     other: float = 0.0  # layout, selection, verification, commit, observation
+    drafter: float = 0.0  # drafting of a second, costlier source
 
 
 @dataclass

@@ -39,6 +39,15 @@ class Forest:
         return np.concatenate([tree.tokens for tree in self.trees]) if self.num_nodes else np.zeros(0, np.int64)
 
     @cached_property
+    def match_lengths(self) -> np.ndarray:
+        """`[n]` int64; 0 where a tree knows none."""
+        lengths = [tree.match_lengths for tree in self.trees]
+        if not any(isinstance(item, np.ndarray) for item in lengths):
+            return np.repeat(np.array(lengths, np.int64), self.sizes)
+        pairs = zip(lengths, self.sizes.tolist())
+        return np.concatenate([item if isinstance(item, np.ndarray) else np.full(size, item) for item, size in pairs])
+
+    @cached_property
     def depths(self) -> np.ndarray:
         """`[n]` int64; children of committed tokens have depth 1."""
         depths = np.append(np.ones(self.num_nodes, np.int64), 0)
@@ -110,5 +119,8 @@ class Forest:
                 kept.append(tree.keep(nodes[start : start + size]))
             else:
                 part = slice(end - count, end)
-                kept.append(DraftTree.of(tokens[part], parents[part], probs[part]))
+                lengths = tree.match_lengths
+                if isinstance(lengths, np.ndarray):
+                    lengths = lengths[nodes[start : start + size]]
+                kept.append(DraftTree.of(tokens[part], parents[part], probs[part], lengths))
         return kept

@@ -107,6 +107,9 @@ class LoggedPolicy(LengthPolicy):
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return self.policy.select(rows, trees)
 
+    def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray | None:
+        return self.policy.drafter_nodes(rows, trees)
+
     def forget(self, request_id: Hashable) -> None:
         self.policy.forget(request_id)
 
@@ -125,7 +128,9 @@ class LoggedPolicy(LengthPolicy):
         self._drafted += num_nodes
         self._accepted += num_accepted
         prefill = seconds.forward * rows.num_prefill_tokens / max(rows.num_batched + num_nodes, 1)
-        for name, value in zip(self._seconds, (seconds.draft, prefill, seconds.forward - prefill, seconds.other)):
+        for name, value in zip(
+            self._seconds, (seconds.draft + seconds.drafter, prefill, seconds.forward - prefill, seconds.other)
+        ):
             self._seconds[name] += value
         self._compare_prediction(len(rows) + num_accepted, seconds, bool(len(rows)))
         if tokens is not None and self._num_steps % _EVERY == 0 and len(rows) and not rows.num_prefill_tokens:
@@ -151,18 +156,20 @@ class LoggedPolicy(LengthPolicy):
         forest = Forest(proposed)
         nodes, hits = forest.outcomes(tokens)
         true_nodes = nodes[hits]
-        self._count_levels(rows.draft.source, forest, nodes, true_nodes)
+        for source, part in rows.by_source(forest.row[nodes]):
+            self._count_levels(source, forest, nodes[part], nodes[part][hits[part]])
         if self.cost is None:
             return
-        real = np.array([len(rows) + num_accepted, seconds.draft + seconds.forward + seconds.other])
+        draft = seconds.draft + seconds.drafter
+        real = np.array([len(rows) + num_accepted, draft + seconds.forward + seconds.other])
         self._real += real
         # The model's error in this step is that of every choice in it.
-        factor = (real[1] - seconds.draft) / self._forward_seconds(rows, sizes)
+        factor = (real[1] - draft) / self._forward_seconds(rows, sizes)
         ranks = forest.ranks()[true_nodes]
         for index, length in enumerate(_FIXED):
             gained = np.count_nonzero(ranks < length)
             forward = factor * self._forward_seconds(rows, [min(len(tree), length) for tree in proposed])
-            self._fixed[index] += len(rows) + gained, forward + (seconds.draft if length else 0.0)
+            self._fixed[index] += len(rows) + gained, forward + (draft if length else 0.0)
         more = self._forward_seconds(rows, [size + 1 for size in sizes]) - self._forward_seconds(rows, sizes)
         self._break_even.append(factor * more / len(rows) * real[0] / max(real[1], 1e-9))
 

@@ -1,7 +1,7 @@
 """The contract of length policies: how many draft nodes each row may have drafted, and which of them are verified."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,9 @@ class StepRows:
             long prompts apart: they do not widen the other rows.
         num_waiting (`int`): Requests in the queue.
         draft (`DraftCost`): What drafting costs.
+        drafter (`DraftCost`, *optional*): What a second, costlier source costs, where there is one to ask.
+        sources (list of `str`): Whose probabilities each row's draft holds; those of `draft` where not given.
+        is_redrafted (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows' drafts are the second source's.
     """
 
     request_ids: Sequence[Hashable]
@@ -37,6 +40,12 @@ class StepRows:
     prefill_pairs: int = 0
     num_waiting: int = 0
     draft: DraftCost = field(default_factory=DraftCost)
+    drafter: DraftCost | None = None
+    sources: list[str] = field(default_factory=list)
+    is_redrafted: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        self.sources = self.sources or [self.draft.source] * len(self)
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -67,6 +76,12 @@ class StepRows:
             width = (self.num_context * width + self.prefill_pairs) / context
         return context, self.num_batched + num_nodes, width
 
+    def by_source(self, row: np.ndarray) -> Iterator[tuple[str, Any]]:
+        """Every source with the index (`slice` or bool `[n]`) of its nodes; `row` (`[n]` int) is that of each node."""
+        names = dict.fromkeys(self.sources)
+        for name in names:
+            yield name, slice(None) if len(names) == 1 else np.array([other == name for other in self.sources])[row]
+
     def without_prefill(self) -> "StepRows":
         """The same step without the prompts that ride in it."""
         return replace(self, num_prefill_tokens=0, prefill_context=0, prefill_pairs=0)
@@ -83,6 +98,13 @@ class LengthPolicy(ABC):
     @abstractmethod
     def max_nodes(self, rows: StepRows) -> np.ndarray | list[int]:
         """The number of nodes that sources may propose for each row; no more than its cap."""
+
+    def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray | None:
+        """
+        Where `rows.drafter` is a second source: the number of nodes that it may propose in place of each row's tree; 0
+        where the tree stays. None, the default, leaves it to the source.
+        """
+        return None
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The part of each row's tree that is verified; closed under parents."""

@@ -38,9 +38,9 @@ def ask(source, text, limit):
 
 
 def twin(docs, text, limit, max_prefix, num_continuations, min_continuations, branch_len, first_n):
-    """(path, count over parent's count) of every proposed node, best first."""
+    """(path, count over parent's count, longest match) of every proposed node, best first."""
     suffixes = sorted(doc[start:] for doc in docs for start in range(len(doc)))
-    counts = {(): 0}  # by path, in the order in which they are met
+    counts, longest = {(): 0}, {}  # by path, in the order in which they are met
     for length in range(min(max_prefix, len(text)), 0, -1):
         matches = [suffix[length:] for suffix in suffixes if suffix[:length] == text[-length:]]
         picked = matches[:num_continuations]
@@ -50,10 +50,11 @@ def twin(docs, text, limit, max_prefix, num_continuations, min_continuations, br
             for depth in range(len(continuation[:branch_len]) + 1):
                 path = tuple(continuation[:depth])
                 counts[path] = counts.get(path, 0) + 1
+                longest.setdefault(path, length)
         if sum(len(continuation) > 0 for continuation in picked) >= min_continuations:
             break
     best = sorted(list(counts)[1:], key=lambda path: (-counts[path], len(path)))  # stable: older ones first
-    return [(path, counts[path] / counts[path[:-1]]) for path in best[:limit]]
+    return [(path, counts[path] / counts[path[:-1]], longest[path]) for path in best[:limit]]
 
 
 def nodes(tree):
@@ -68,8 +69,9 @@ def nodes(tree):
 def test_proposals_equal_the_twins(docs, text, limit, arguments):
     tree = ask(make_source(docs, **arguments), text, limit)
     expected = twin(docs, text, limit, **arguments)
-    assert [path for path, _ in nodes(tree)] == [path for path, _ in expected]
-    np.testing.assert_allclose([prob for _, prob in nodes(tree)], [prob for _, prob in expected], rtol=1e-6)
+    assert [path for path, _ in nodes(tree)] == [path for path, _, _ in expected]
+    np.testing.assert_allclose([prob for _, prob in nodes(tree)], [prob for _, prob, _ in expected], rtol=1e-6)
+    assert np.broadcast_to(tree.match_lengths, len(tree)).tolist() == [length for _, _, length in expected]
     tree.check_integrity(VOCAB_SIZE)
     assert len(tree) <= limit
     assert (np.diff(tree.path_probs) < 1e-6).all()

@@ -1,5 +1,7 @@
 """Fused sources: the merged tree against all paths of all trees, the drafter's threshold, calibration."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 
 import hf_smartspec
 from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from hf_smartspec.candidates.fused import FusedCandidates, merge
-from hf_smartspec.candidates.fused_calibration import Calibrations, Draft
+from hf_smartspec.candidates.fused import AcceptedLengths, FusedCandidates, merge
+from hf_smartspec.candidates.fused_calibration import Calibrations, Discount, Draft
 from hf_smartspec.goodput import Calibrator
 
 from ..generate.helpers import noisy_copy, tiny_llama
@@ -45,15 +47,24 @@ def trees(draw):
         seen.add((parent, token))
         tokens.append(token)
     probs = [draw(st.integers(1, 100)) / 100 for _ in range(size)]
-    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(probs, np.float32))
+    tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(probs, np.float32))
+    lengths = draw(st.integers(0, 20) | st.lists(st.integers(0, 20), min_size=size, max_size=size))
+    return replace(tree, match_lengths=lengths if isinstance(lengths, int) else np.array(lengths, np.int64))
 
 
-def by_path(tree, discount=(1.0, 1.0)):
+def lengths_of(tree):
+    return np.broadcast_to(tree.match_lengths, len(tree)).tolist()
+
+
+def by_path(tree, discount=(1.0, 1.0, 1.0)):
     """Path probability of every token path from the root."""
     found, nodes = {}, []
-    for token, parent, prob in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()):
+    for token, parent, prob, length in zip(
+        tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist(), lengths_of(tree)
+    ):
         path, above = nodes[parent] if parent >= 0 else ((), 1.0)
-        nodes.append(((*path, token), above * prob * discount[parent >= 0]))
+        factor = discount[parent >= 0] * (discount[2] ** (1 / (length + len(path))) if length else 1)
+        nodes.append(((*path, token), above * prob * factor))
         found[nodes[-1][0]] = max(found.get(nodes[-1][0], 0), nodes[-1][1])
     return found
 
@@ -61,8 +72,8 @@ def by_path(tree, discount=(1.0, 1.0)):
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(0, 12), st.data())
 def test_merged_tree_holds_the_most_probable_paths_of_all(sources, limit, data):
     factors = st.sampled_from([1.0, 0.8, 0.5])
-    discounts = [(data.draw(factors), data.draw(factors)) for _ in sources]
-    merged = merge([Draft.of(tree) for tree in sources], discounts, limit)
+    discounts = [Discount(data.draw(factors), data.draw(factors), data.draw(factors)) for _ in sources]
+    merged = merge([Draft.of(tree).discounted(discount) for tree, discount in zip(sources, discounts)], limit)
     merged.check_integrity(100)
     everything = {}
     for tree, discount in zip(sources, discounts):
@@ -79,10 +90,31 @@ def test_merged_tree_holds_the_most_probable_paths_of_all(sources, limit, data):
 
 def test_improbable_paths_are_left_out():
     tree = DraftTree.chain([1, 2, 3], [0.5, 0.5, 0.5])
-    assert merge([Draft.of(tree)], [(1.0, 1.0)], 8, least=0.2).tokens.tolist() == [1, 2]
+    assert merge([Draft.of(tree)], 8, least=0.2).tokens.tolist() == [1, 2]
     fused = FusedCandidates([Scripted(tree)], min_probability=0.3)
     fused.start("a", np.array([7]))
     assert fused.propose(["a"], [8])[0].tokens.tolist() == [1]
+
+
+def test_merged_nodes_have_the_match_length_of_the_source_that_is_surest_of_them():
+    short = DraftTree.chain([1, 2], [0.9, 0.1], match_lengths=2)
+    long = replace(DraftTree.chain([1, 2, 3], [0.5, 0.9, 0.9]), match_lengths=np.array([7, 6, 5]))
+    unmatched = DraftTree.chain([8], [0.4])
+    merged = merge([Draft.of(tree) for tree in (short, long, unmatched)], 8)
+    assert dict(zip(merged.tokens.tolist(), merged.match_lengths.tolist())) == {1: 2, 2: 6, 3: 5, 8: 0}
+    assert merge([Draft.of(unmatched)], 8).match_lengths == 0
+
+
+def test_short_matches_are_discounted():
+    """Of two tokens that the text suggests alike, the one behind the longer match comes first."""
+    tree = replace(DraftTree.chain([1], [0.8]), match_lengths=np.array([1]))
+    longer = DraftTree.chain([2, 3], [0.8, 0.8], match_lengths=4)
+    fused = FusedCandidates([Scripted(tree), Scripted(longer)], [(1.0, 1.0, 0.5), (1.0, 1.0, 0.5)])
+    fused.start("a", np.array([7]))
+    merged = fused.propose(["a"], [8])[0]
+    assert merged.tokens.tolist() == [2, 3, 1]
+    # The second token of a chain follows a match that is longer by one.
+    assert merged.probs.tolist() == pytest.approx([0.8 * 0.5 ** (1 / 4), 0.8 * 0.5 ** (1 / 5), 0.8 * 0.5])
 
 
 def test_everybody_is_told_everything():
@@ -133,6 +165,22 @@ def test_calibration_corrects_a_boastful_source():
     assert tree.tokens.tolist() == [2] and tree.probs[0] > 0.8
 
 
+def test_calibration_tells_short_matches_from_long_ones():
+    """Both come with the same score; the short ones are never right."""
+    source = Scripted(DraftTree.empty())
+    fused = FusedCandidates([source], calibrator=Calibrator(), min_probability=0)
+    fused.start("a", np.array([7]))
+    trees = {length: DraftTree.chain([1], [0.6], match_lengths=length) for length in (1, 4, 100)}
+    for _ in range(100):
+        for length, source.tree in trees.items():
+            fused.propose(["a"], [1])
+            fused.observe("a", np.array([2 if length == 1 else 1]))
+    probs = {}
+    for length, source.tree in trees.items():
+        probs[length] = fused.propose(["a"], [1])[0].probs[0]
+    assert probs[1] < 0.2 and probs[4] > 0.8 and probs[100] > 0.8
+
+
 def observed(fused, request_id, tokens, steps=60):
     for _ in range(steps):
         fused.propose([request_id], [4])
@@ -165,6 +213,17 @@ def test_thresholds_are_learnt_per_namespace():
     assert fused.threshold("x") == pytest.approx(3.0, abs=0.1) and fused.threshold() == 1.0
 
 
+def test_thresholds_outlive_the_sources_that_they_were_learnt_in():
+    accepted = AcceptedLengths()
+    for expected in (1.0, pytest.approx(3.0, abs=0.1)):
+        fused = FusedCandidates(
+            [Scripted(DraftTree.empty())], drafter=Scripted(DraftTree.chain([5, 6, 7, 8])), accepted=accepted
+        )
+        assert fused.threshold() == expected
+        fused.start("a", np.array([7]))
+        observed(fused, "a", [5, 6, 7, 9])
+
+
 def test_what_is_learnt_takes_bounded_memory():
     """Tenants come and go; those that were here last are known."""
     calibrator = Calibrator()
@@ -178,7 +237,7 @@ def test_what_is_learnt_takes_bounded_memory():
         fused.start(index, np.array([7]))
         observed(fused, index, [5, 6, 7, 9], steps=4)
         fused.stop(index)
-    assert len(calibrator._tables) == 512 and len(fused._accepted) == 256
+    assert len(calibrator._tables) == 512 and len(fused._accepted._means) == 256
     assert fused.threshold(299) > 2 and fused.threshold(0) == 1.0
     last, first = (calibrator.calibrate((index, fused._calibrations.names[0]), [0.9], [1])[0] for index in (299, 0))
     assert last < 0.85 and first == pytest.approx(0.9)
@@ -197,7 +256,7 @@ def test_a_request_s_end_hands_everything_learnt_to_the_calibrator():
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_calibrations_learn_and_say_what_the_calibrator_does(tree, truth):
-    """Tables against the calibrator itself, up to the steps of 1/255 in which they keep raw scores."""
+    """Tables against the calibrator itself, up to the steps of 1/127 in which they keep raw scores."""
     tabulated, direct = Calibrator(), Calibrator()
     calibrations = Calibrations(tabulated, ["source"])
     truth = np.array(truth)
@@ -206,8 +265,8 @@ def test_calibrations_learn_and_say_what_the_calibrator_does(tree, truth):
         direct.learn(("x", "source"), tree, truth)
     calibrations.flush("x")
     (draft,) = calibrations.calibrated("x", [Draft.of(tree)])
-    for score, depth, prob in zip(np.rint(tree.probs * 255) / 255, tree.depths, draft.probs):
-        assert prob == pytest.approx(direct.calibrate(("x", "source"), [score], [depth])[0], abs=0.02)
+    expected = direct.calibrate(("x", "source"), np.rint(tree.probs * 127) / 127, tree.depths, tree.match_lengths)
+    assert draft.probs == pytest.approx(expected.tolist(), abs=0.02)
 
 
 def test_num_nodes_is_the_largest_of_the_sources_unless_told():
@@ -222,7 +281,9 @@ def test_num_nodes_is_the_largest_of_the_sources_unless_told():
         ({"sources": []}, ValueError, "at least one"),
         ({"sources": ["suffix"]}, TypeError, "Only TreeCandidateGenerators"),
         ({"sources": [PromptLookupCandidates()], "discounts": [2.0]}, ValueError, r"in \[0, 1\]"),
-        ({"sources": [PromptLookupCandidates()], "discounts": [(0.5, 0.5, 0.5)]}, ValueError, "a pair"),
+        ({"sources": [PromptLookupCandidates()], "discounts": [(0.5, 0.5, 0.5, 0.5)]}, ValueError, "a pair"),
+        ({"sources": [PromptLookupCandidates()], "discounts": [(0.5,)]}, ValueError, "a pair"),
+        ({"sources": [PromptLookupCandidates()], "discounts": [(0.5, 0.5, 1.5)]}, ValueError, r"in \[0, 1\]"),
         ({"sources": [PromptLookupCandidates()], "discounts": [0.5, 0.5]}, ValueError, "for 1 sources"),
         ({"sources": [PromptLookupCandidates()], "discounts": ["half"]}, ValueError, "'half'"),
         ({"sources": [PromptLookupCandidates()], "num_nodes": 0}, ValueError, "num_nodes"),
@@ -284,6 +345,17 @@ def test_lists_generate_the_plain_tokens(sampling):
         output = model.generate(**inputs, assistant=assistant, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected)
         assert output.statistics.drafted_tokens > 0
+
+
+def test_thresholds_last_from_call_to_call():
+    model = hf_smartspec.enable(tiny_llama())
+    draft = noisy_copy(model)
+    config = hf_smartspec.SmartSpecConfig(assistant=[draft, "prompt_lookup"], num_nodes=4)
+    assert config.source_for(model).threshold() == 1.0
+    model.generate(torch.tensor([[5, 6, 7]]), assistant=config, max_new_tokens=24)
+    assert config.source_for(model).threshold() != 1.0
+    other = hf_smartspec.SmartSpecConfig(assistant=[noisy_copy(model), "prompt_lookup"])
+    assert other.source_for(model).threshold() == 1.0, "another draft model's"
 
 
 def test_lists_that_cannot_be_fused_are_refused():

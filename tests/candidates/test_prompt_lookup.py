@@ -37,7 +37,7 @@ def test_proposals_continue_the_longest_then_latest_match(text, max_ngram, min_n
         tree = source.propose(["a"], [limit])[0]
         expected, length = twin(seen, max_ngram, min_ngram, limit)
         assert tree.tokens.tolist() == expected
-        assert tree.is_chain
+        assert tree.is_chain and tree.match_lengths == length
         np.testing.assert_allclose(tree.probs, length / (length + 1), rtol=1e-6)
         tree.check_integrity(vocab_size=3)
 

@@ -62,7 +62,7 @@ def test_second_call_drafts_from_the_first_and_nothing_changes(model, tmp_path):
 def test_fusion_takes_the_file_s_options(model, tmp_path):
     fused = source_of(model, saved(tmp_path / "a.json", SUFFIX, LOOKUP, **FUSED))
     assert isinstance(fused, FusedCandidates)
-    assert fused.discounts == [(0.9, 0.8), (0.7, 1.0)]
+    assert fused.discounts == [(0.9, 0.8, 1.0), (0.7, 1.0, 1.0)]
     assert (fused.default_num_nodes, fused.min_probability) == (9, 0.02)
     assert fused.sources[1].max_ngram == 4
 

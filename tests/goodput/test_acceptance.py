@@ -1,6 +1,7 @@
 """Calibration of draft probabilities, outcomes of drafts, and the entropy of texts."""
 
 from collections import Counter
+from dataclasses import replace
 from threading import Thread
 
 import numpy as np
@@ -49,6 +50,16 @@ def test_empty_cells_borrow_from_coarser_ones():
     assert near == pytest.approx(0.5, abs=0.06), "the same score and depth, another match length"
     assert far == pytest.approx(0.5, abs=0.06), "the same score"
     assert other == pytest.approx(0.3 * 0.5 / 0.9, abs=0.03), "another score: the source is off by 5 / 9"
+
+
+def test_trees_are_calibrated_by_their_match_lengths():
+    calibrator = Calibrator()
+    tree = replace(DraftTree.chain([5, 6], [0.5, 0.5]), match_lengths=np.array([1, 8]))
+    other = DraftTree.chain([7], [0.5], match_lengths=8)
+    for _ in range(200):
+        calibrator.learn("a", tree, [9])
+        calibrator.learn("a", other, [7])
+    assert calibrator.calibrated("a", tree).probs[0] < 0.1 and calibrator.calibrated("a", other).probs[0] > 0.9
 
 
 def test_few_observations_move_little():

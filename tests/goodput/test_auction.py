@@ -275,6 +275,20 @@ def test_without_the_tokens_only_verified_chains_teach():
     assert first > 0.9 and second < 0.5
 
 
+def test_short_matches_are_told_from_long_ones():
+    """Drafts of one score: those found by one token never come true, those found by eight always do."""
+    policy = GoodputAuction(line(gamma=4e-3))
+    short, long = (DraftTree.chain([5], [0.6], match_lengths=length) for length in (1, 8))
+    rows = rows_of([short, long])
+    for _ in range(300):
+        kept = policy.select(rows, [short, long])
+        seconds = StepSeconds(0.0, 20e-3 + 4e-3 * (2 + sum(map(len, kept))))
+        policy.observe(rows, [short, long], kept, [0, len(kept[1])], seconds, [np.array([9]), np.array([5, 9])])
+    short_prob, long_prob = policy.calibrator.calibrate("", [0.6, 0.6], [1, 1], [1, 8])
+    assert short_prob < 0.1 and long_prob > 0.9
+    assert [len(tree) for tree in policy.select(rows, [short, long])] == [0, 1]
+
+
 def test_forgets_requests():
     policy = GoodputAuction(line())
     simulate(policy, [Drafter(0.9)] * 3, line(), steps=5)
