@@ -52,7 +52,7 @@ class DecodingBatch:
         self._row_criteria = [item for item in criteria if type(item) is StopStringCriteria]
         known = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
         self._batch_criteria = [item for item in criteria if type(item) not in known]
-        self._reports = bool(self._batch_criteria) or streamer is not None
+        self.reports = bool(self._batch_criteria) or streamer is not None
         self._num_reported = 0
         self._score_columns: tuple[torch.Tensor, ...] = ()
 
@@ -72,8 +72,10 @@ class DecodingBatch:
 
     def is_active(self, request: Request) -> bool:
         """Whether the row needs further tokens."""
+        if request.stopped_at is None:
+            return True
         if self.pads_finished and not self.pads_stepwise:
-            return request.stopped_at is None
+            return False
         end = self.num_generated
         if end is None:
             return request.num_remaining is None or request.num_remaining > 0
@@ -92,9 +94,13 @@ class DecodingBatch:
         if request.stopped_at is None and (
             request.tokens[-1] in self._eos
             or request.num_remaining == 0
-            or any(bool(item(request.padded_ids()[None].to(self.device), None)) for item in self._row_criteria)
+            or (self._row_criteria and self._meets_criterion(request))
         ):
             request.stopped_at = request.num_generated
+
+    def _meets_criterion(self, request: Request) -> bool:
+        ids = request.padded_ids()[None].to(self.device)
+        return any(bool(item(ids, None)) for item in self._row_criteria)
 
     def ends_text(self, request: Request) -> bool:
         """Whether the row's last token is an end-of-sequence token."""
@@ -113,15 +119,24 @@ class DecodingBatch:
 
     def report(self) -> None:
         """Calls criteria and streamer for every column that all rows have reached."""
-        while self._reports and self.num_generated != self._num_reported:
+        while self.reports and self.num_generated != self._num_reported:
             column = self._num_reported + 1
             if not all(self._has_column(request, column) for request in self.requests):
                 return
             self._num_reported = column
-            ids = self.padded_batch(column)
-            self._check_batch_criteria(ids, column)
+            if self._batch_criteria:
+                self._check_batch_criteria(self.padded_batch(column), column)
             if self.streamer is not None:
-                self.streamer.put(ids[:, -1].cpu())
+                self.streamer.put(self._tokens_of(column))
+
+    def _tokens_of(self, column: int) -> torch.Tensor:
+        """The last column of `padded_batch(column)`, on the CPU."""
+        ends = [request.num_valid if self.pads_finished else request.num_generated for request in self.requests]
+        tokens = [
+            request.tokens[column - 1] if column <= end else self.pad_token_id
+            for request, end in zip(self.requests, ends)
+        ]
+        return torch.tensor(tokens)
 
     def _has_column(self, request: Request, column: int) -> bool:
         if request.num_generated >= column:
@@ -129,8 +144,6 @@ class DecodingBatch:
         return self.pads_finished and request.stopped_at is not None
 
     def _check_batch_criteria(self, ids: torch.Tensor, column: int) -> None:
-        if not self._batch_criteria:
-            return
         scores = None
         if self.records_scores:
             self._score_columns += (self.column_of("scores", column - 1),)
@@ -155,4 +168,4 @@ class DecodingBatch:
     def is_reported(self) -> bool:
         """Whether everything was generated and reported that plain decoding would have."""
         end = self.num_generated
-        return end is not None and not self.active and (not self._reports or self._num_reported >= end)
+        return end is not None and not self.active and (not self.reports or self._num_reported >= end)

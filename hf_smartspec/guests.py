@@ -1,11 +1,12 @@
 """What the loop asks of candidate sources, and what happens when they fail."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
 import numpy as np
 from transformers.utils import logging
 
+from .candidates import FusedCandidates
 from .candidates.base import TreeCandidateGenerator
 from .goodput.drafting import PrefillGate
 from .request import Request
@@ -69,15 +70,42 @@ class GuestSources:
             else:
                 by_source.setdefault(request.call.source, {})[request] = limit
         for source, limits in by_source.items():
-            proposals |= self._propose(source, limits)
+            call = source.propose if source.drafter is None else cast(FusedCandidates, source).propose_merged
+            proposals |= self._propose(source, call, limits)
         return proposals
 
+    def drafter_nodes(self, trees: dict[Request, DraftTree]) -> np.ndarray:
+        """The nodes that sources would have their drafters propose in place of the rows' trees; 0 where none."""
+        limits = []
+        for request, tree in trees.items():
+            source, is_weak = request.call.source, [False]
+            if source.drafter is not None and request.is_drafting:
+                is_weak = cast(FusedCandidates, source).promises_little([request.request_id], [tree])
+            limits.append(request.call.max_nodes if is_weak[0] else 0)
+        return np.array(limits, np.int64)
+
+    def redraft(self, wanted: dict[Request, int]) -> dict[Request, DraftTree]:
+        """Proposals of the drafters of the rows' sources, where these have one."""
+        by_source: dict[FusedCandidates, dict[Request, int]] = {}
+        for request, limit in wanted.items():
+            source = request.call.source
+            if source.drafter is not None and not request.call.batch.is_padding(request):
+                by_source.setdefault(cast(FusedCandidates, source), {})[request] = limit
+        proposals: dict[Request, DraftTree] = {}
+        for source, limits in by_source.items():
+            proposals |= self._propose(source, source.redraft, limits)
+        return {request: tree for request, tree in proposals.items() if len(tree)}
+
     def _propose(
-        self, source: TreeCandidateGenerator, wanted: dict[Request, int], first_error: Exception | None = None
+        self,
+        source: TreeCandidateGenerator,
+        call: Callable[[list[Hashable], list[int]], list[DraftTree]],
+        wanted: dict[Request, int],
+        first_error: Exception | None = None,
     ) -> dict[Request, DraftTree]:
         """Checked proposals; a source that fails is asked row by row, to spare the rows it can serve."""
         try:
-            trees = source.propose([request.request_id for request in wanted], list(wanted.values()))
+            trees = call([request.request_id for request in wanted], list(wanted.values()))
             if len(trees) != len(wanted):
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
             for tree in trees:
@@ -90,7 +118,7 @@ class GuestSources:
                 return {}
         proposals: dict[Request, DraftTree] = {}
         for request, limit in wanted.items():
-            proposals |= self._propose(source, {request: limit}, first_error)
+            proposals |= self._propose(source, call, {request: limit}, first_error)
         return proposals
 
     def _guarded(self, request: Request, call: Callable, *args: Any) -> None:

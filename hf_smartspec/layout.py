@@ -40,13 +40,9 @@ class RowInput:
     tree: DraftTree = field(default_factory=DraftTree.empty)
     first_node: int = 0
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self.tree) - self.first_node
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.feed) + self.num_nodes
+    def __post_init__(self) -> None:
+        self.num_nodes = len(self.tree.tokens) - self.first_node
+        self.num_tokens = len(self.feed) + self.num_nodes
 
 
 @dataclass(eq=False)
@@ -142,11 +138,11 @@ def arrange(rows: Sequence[RowInput]) -> list[list[RowInput]]:
     rows = sorted(rows, key=lambda item: item.row.slot)
     counts = [item.num_tokens for item in rows]
     bound = max(_WIDE, _WIDER * sorted(counts)[(len(counts) - 1) // 2])
+    if max(counts) <= bound:
+        return [rows]
     wide = [item for item in rows if item.num_tokens > bound]
     num_columns = max(item.row.length for item in rows) + max(counts)
     if (len(rows) - len(wide)) * (max(counts) - bound) * num_columns < _WORTH * len(wide):
-        wide = []
-    if not wide:
         return [rows]
     return [[item for item in rows if item.num_tokens <= bound], *([item] for item in wide)]
 
@@ -193,15 +189,11 @@ def _build_part(
     """One part, from where its tokens stand (`[N]` each); corrects the positions of nodes of trees."""
     slots, query, columns, positions = slots[tokens] - first_slot, query[tokens], columns[tokens], positions[tokens]
     num_rows, width, num_columns = int(slots[-1]) + 1, int(query.max()) + 1, int(columns.max()) + 1
-    limits, pairs = columns + 1, []  # every token sees all columns up to its own
-    query_positions = key_positions = None
+    limits = columns + 1  # every token sees all columns up to its own
+    tree_pairs = query_positions = key_positions = None
     if not all(row.tree.is_chain for row in rows):
         key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
-        ends = np.cumsum([row.num_tokens for row in rows])
-        for row, end in zip(rows, ends):
-            if not row.tree.is_chain:
-                nodes = slice(end - row.num_nodes, end)
-                pairs.append(_lay_out_tree(row, row.row.slot - first_slot, nodes, positions, limits, key_positions))
+        tree_pairs = _lay_out_trees(rows, first_slot, positions, limits, key_positions)
         query_positions = np.zeros((num_rows, width), np.int64)
         query_positions[slots, query] = positions
 
@@ -220,7 +212,7 @@ def _build_part(
         width=width,
         num_columns=num_columns,
         limits=_tensor(padded_limits, device),
-        tree_pairs=_tensor(np.concatenate(pairs, axis=1), device) if pairs else None,
+        tree_pairs=None if tree_pairs is None else _tensor(tree_pairs, device),
         query_positions=query_positions,
         key_positions=key_positions,
         gather=gather,
@@ -228,16 +220,40 @@ def _build_part(
     )
 
 
-def _lay_out_tree(
-    row: RowInput, line: int, nodes: slice, positions: np.ndarray, limits: np.ndarray, key_positions: np.ndarray
+def _lay_out_trees(
+    rows: Sequence[RowInput], first_slot: int, positions: np.ndarray, limits: np.ndarray, key_positions: np.ndarray
 ) -> np.ndarray:
-    """Corrects the positions and limits of a row's tree nodes; returns its share of `PaddedPart.tree_pairs`."""
-    base = row.row.length + len(row.feed)  # the tree's first column
-    depths = row.tree.depths + (base - 1)
-    positions[nodes], limits[nodes] = depths[row.first_node :], base
-    key_positions[line, base : base + len(depths)] = depths
-    node, ancestor = np.nonzero(row.tree.ancestors[row.first_node :])
-    return np.stack([np.full(len(node), line), node + len(row.feed), ancestor + base])
+    """Corrects the positions and limits of all nodes of trees; returns `PaddedPart.tree_pairs`."""
+    ends = np.cumsum([row.num_tokens for row in rows]).tolist()
+    trees = [(row, end) for row, end in zip(rows, ends) if not row.tree.is_chain]
+    sizes = np.array([len(row.tree) for row, _ in trees])
+    starts = np.cumsum(sizes) - sizes
+    # Of every node: its tree's slot, first column, first token in the part, number of fed tokens, first new node
+    facts = [
+        (row.row.slot - first_slot, row.row.length + len(row.feed), end - len(row.tree), len(row.feed), row.first_node)
+        for row, end in trees
+    ]
+    start, line, base, token, num_fed, first_node = np.repeat(np.column_stack([starts, facts]), sizes, axis=0).T
+    number = np.arange(len(start)) - start  # of every node within its tree
+    parents = np.concatenate([row.tree.parents for row, _ in trees])
+    parents = np.where(parents < 0, -1, parents + start)
+
+    depths, pairs = np.zeros_like(start), []
+    nodes = ancestors = np.arange(len(start))
+    while len(nodes):  # one level further up each time
+        depths[nodes] += 1
+        pairs.append((nodes, ancestors))
+        ancestors = parents[ancestors]
+        nodes, ancestors = nodes[ancestors >= 0], ancestors[ancestors >= 0]
+
+    columns, depths = base + number, depths + base - 1
+    key_positions[line, columns] = depths
+    is_new = number >= first_node
+    tokens = (token + number)[is_new]
+    positions[tokens], limits[tokens] = depths[is_new], base[is_new]
+    nodes, ancestors = np.concatenate(pairs, axis=1)
+    nodes, ancestors = nodes[is_new[nodes]], ancestors[is_new[nodes]]
+    return np.stack([line[nodes], (num_fed + number - first_node)[nodes], columns[ancestors]])
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

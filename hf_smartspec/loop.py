@@ -1,20 +1,20 @@
 """The decoding loop: draft, forward, verify, commit, observe."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .call import DecodingCall, ModelForward
+from .call import DecodingCall, StepDrafts, alike, by_forward
 from .candidates.base import TreeCandidateGenerator
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
-from .layout import CacheRow, RowInput
-from .request import GenerationStatistics, Request
+from .layout import RowInput
+from .request import GenerationStatistics, Request, Timed
 from .tree import DraftTree
+from .verify import accepted_path
 
 
 class DecodingLoop:
@@ -44,8 +44,10 @@ class DecodingLoop:
     ):
         self.policy, self.limits, self.sources = policy, limits, GuestSources(limits.vocab_size)
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
-        self._release, self._clock = release or _remove, clock
+        self._release, self.clock = release or _remove, clock
         self.calls: list[DecodingCall] = []
+        self.running: list[Request] = []  # rows that need further tokens
+        self._is_compact = True
         self.num_waiting = 0
         self.statistics = GenerationStatistics()
 
@@ -55,7 +57,7 @@ class DecodingLoop:
         for request in call.requests:
             request.row = request.row or call.forward.add()
             self.sources.start(request)
-        self._compact()
+        self._find_running()
 
     def remove(self, call: DecodingCall) -> None:
         """A call leaves, finished or not."""
@@ -66,6 +68,7 @@ class DecodingLoop:
                 self._release(request)
                 request.row = None
             self._forget(request)
+        self._find_running()
         call.statistics.generated_tokens = sum(request.num_valid for request in call.requests)
         self.statistics.generated_tokens += call.statistics.generated_tokens
 
@@ -80,10 +83,10 @@ class DecodingLoop:
             for call in list(self.calls):
                 self.remove(call)
 
-    @property
-    def running(self) -> list[Request]:
-        """Rows that need further tokens."""
-        return [request for call in self.calls for request in call.batch.active]
+    def _find_running(self) -> None:
+        """After calls or rows have come or gone."""
+        self.running = [request for call in self.calls for request in call.batch.active]
+        self._is_compact = False
 
     def step(self) -> list[DecodingCall]:
         """
@@ -91,6 +94,7 @@ class DecodingLoop:
         calls that ended.
         """
         with self._timed("seconds_total"):
+            self._compact()
             feeds = self.feed()
             step = self.draft(feeds)
             self.run_model(feeds, step)
@@ -117,7 +121,7 @@ class DecodingLoop:
 
     # 2. draft
 
-    def draft(self, feeds: dict[Request, np.ndarray]) -> "StepDrafts":
+    def draft(self, feeds: dict[Request, np.ndarray]) -> StepDrafts:
         """A draft tree for every row that will have logits behind its whole text, as the policy allows."""
         start = self._seconds()
         rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
@@ -127,18 +131,37 @@ class DecodingLoop:
             if len(limits) != len(rows):
                 raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
         with self._timed("seconds_draft"):
-            wanted = {request: int(min(limit, cap)) for request, limit, cap in zip(rows, limits, step.caps)}
-            proposals = self.sources.propose({request: limit for request, limit in wanted.items() if limit > 0})
+            proposals = self.sources.propose(_wanted(rows, limits, step.caps))
+        drafter_seconds = self._redraft(step, rows, proposals) if step.drafter is not None else 0.0
         with self._timed("seconds_select"):
-            self.sources.count({request: proposals.get(request, _EMPTY) for request in rows})
-            proposed = [self._within_limits(request, proposals.get(request, _EMPTY)) for request in rows]
+            drafted = {request: proposals.get(request, _EMPTY) for request in rows}
+            self.sources.count(drafted)
+            proposed = [self._within_limits(request, tree) for request, tree in drafted.items()]
             trees = self.policy.select(step, proposed)
             if len(trees) != len(rows):
                 raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
-        return StepDrafts(step, rows, proposed, trees, start)
+        return StepDrafts(step, rows, proposed, trees, start, drafter_seconds)
+
+    def _redraft(self, step: StepRows, rows: Sequence[Request], proposals: dict[Request, DraftTree]) -> float:
+        """Costlier sources draft for rows whose drafts promise little; returns what that took, in seconds."""
+        first = {request: proposals.get(request, _EMPTY) for request in rows}
+        with self._timed("seconds_select"):
+            limits = self.policy.drafter_nodes(step, list(first.values()))
+            if limits is None:
+                limits = self.sources.drafter_nodes(first)
+        before = self.statistics.seconds_draft
+        with self._timed("seconds_draft"):
+            again = self.sources.redraft(_wanted(rows, limits, step.caps))
+        proposals |= again
+        step.is_redrafted = np.array([request in again for request in rows], bool)
+        drafters = [request.call.source.drafter if request in again else None for request in rows]
+        step.sources = [name if drafter is None else type(drafter).__name__
+                        for name, drafter in zip(step.sources, drafters)]  # fmt: skip
+        return self.statistics.seconds_draft - before
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:
         prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
+        drafters = [request.call.source.drafter for request in rows]
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
@@ -148,6 +171,8 @@ class DecodingLoop:
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=self.num_waiting,
             draft=_draft_cost(rows[0].call.source) if rows else DraftCost(),
+            drafter=next((_draft_cost(drafter) for drafter in drafters if drafter is not None), None),
+            sources=[type(request.call.source).__name__ for request in rows],
         )
 
     def _cap(self, request: Request) -> int:
@@ -157,7 +182,7 @@ class DecodingLoop:
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not request.call.forward.trees:
             tree = tree.best_chain()
-        if request.num_remaining is not None and len(tree):
+        if request.num_remaining is not None and len(tree) >= request.num_remaining:
             tree = tree.keep(tree.depths < request.num_remaining)
         # Learned position embeddings end somewhere, and plain decoding may stop just before.
         room = len(tree) if self.limits.num_positions is None else self.limits.num_positions - request.length
@@ -167,24 +192,24 @@ class DecodingLoop:
 
     # 3. forward
 
-    def run_model(self, feeds: dict[Request, np.ndarray], step: "StepDrafts") -> None:
+    def run_model(self, feeds: dict[Request, np.ndarray], step: StepDrafts) -> None:
         """One packed forward; leaves every row that has a draft with the target's logits at each node."""
         drafts = dict(zip(step.rows, step.trees))
-        for forward in dict.fromkeys(request.call.forward for request in feeds):
-            fed = [request for request in feeds if request.call.forward is forward]
+        for forward, fed in by_forward(feeds).items():
             with self._timed("seconds_forward"):
                 inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in fed]
                 logits, offsets = forward.forward(inputs)
             with self._timed("seconds_verify"):
                 picks = forward.argmax(logits) if any(request.call.picks_greedily for request in fed) else []
+                for request, offset in zip(fed, offsets):
+                    if request in drafts:
+                        request.begin_verifying(drafts[request], offset, logits, picks)
             self.statistics.forwards += 1
-            for request, offset in zip(fed, offsets):
-                if request in drafts:
-                    _begin_verifying(request, drafts[request], offset, logits, picks)
+        self.statistics.steps += len(drafts)
         for request, tree in drafts.items():
-            for statistics in (self.statistics, request.call.statistics):
-                statistics.steps += 1
-                statistics.drafted_tokens += len(tree)
+            self.statistics.drafted_tokens += len(tree)
+            request.call.statistics.steps += 1
+            request.call.statistics.drafted_tokens += len(tree)
 
     # 4. verify
 
@@ -194,23 +219,36 @@ class DecodingLoop:
             ready = [request for request in self.running if request.is_verifying]
             ended = [request for request in ready if request.call.picks_greedily]
             for request in ended:
-                while self._advance(request, request.picks[request.cursor + 1]):
-                    pass
+                self._follow_picks(request)
             return ended + self._verify_in_rounds([request for request in ready if not request.call.picks_greedily])
+
+    def _follow_picks(self, request: Request) -> None:
+        """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
+        assert request.tree is not None, "the request has no draft under verification"
+        batch, picks, path = request.call.batch, request.picks, accepted_path(request.tree, request.picks)
+        for num_accepted, node in enumerate([-1, *path]):
+            request.append(picks[node + 1])
+            batch.check_stop(request)
+            if not batch.is_active(request):
+                path = path[:num_accepted]
+                break
+        request.path = path
 
     def _verify_in_rounds(self, ready: list[Request]) -> list[Request]:
         """One token of every row at a time, so that the processors see many rows in one call."""
         ended: list[Request] = []
         while ready := [request for request in ready if not request.call.waits_for_more(ready)]:
             still: list[Request] = []
-            for rows in _alike(ready):
+            for rows in alike(ready):
                 tokens = self._attempt(rows, self._pick_next, rows) or []
                 still += [request for request, token in zip(rows, tokens) if self._advance(request, token)]
             for call in dict.fromkeys(request.call for request in ready):
                 if not call.picker.is_known:  # processors and criteria may share state: they take turns
                     self._attempt(call.requests, call.batch.report)
-            still = [request for request in still if request.is_active and request.call in self.calls]
-            ended += [request for request in ready if request not in still and request.call in self.calls]
+            alive = set(self.calls)  # others have failed meanwhile
+            still = [request for request in still if request.is_active and request.call in alive]
+            going_on = set(still)
+            ended += [request for request in ready if request.call in alive and request not in going_on]
             ready = still
         return ended
 
@@ -247,23 +285,22 @@ class DecodingLoop:
     def commit(self, rows: Sequence[Request]) -> None:
         """Keeps keys and values of the accepted paths."""
         with self._timed("seconds_verify"):
-            for forward in dict.fromkeys(request.call.forward for request in rows):
-                group = [request for request in rows if request.call.forward is forward]
+            for forward, group in by_forward(rows).items():
                 forward.commit([request.cache_row for request in group], [request.path for request in group])
             for request in rows:
-                for statistics in (self.statistics, request.call.statistics):
-                    statistics.accepted_tokens += len(request.path)
+                self.statistics.accepted_tokens += len(request.path)
+                request.call.statistics.accepted_tokens += len(request.path)
                 request.tree = request.logits = None
 
     # 6. observe
 
-    def observe(self, rows: Sequence[Request], step: "StepDrafts") -> None:
+    def observe(self, rows: Sequence[Request], step: StepDrafts) -> None:
         """Tells the sources what was committed, and the policy what came of its decisions."""
         with self._timed("seconds_observe"):
             committed: dict[Request, np.ndarray] = {}
             for request in rows:
                 end = request.stopped_at if request.call.batch.pads_finished else None  # behind it stands padding
-                new = np.array(request.tokens[request.num_observed : end], np.int64)
+                new = request.generated(request.num_observed, end).copy()  # sources may do with it as they like
                 committed[request] = new
                 request.num_observed += len(new)
                 if len(new):
@@ -283,26 +320,26 @@ class DecodingLoop:
 
     def report(self) -> list[DecodingCall]:
         """Criteria and streamers are called; calls that have ended, and rows that need no further tokens, leave."""
-        ended = []
-        for call in list(self.calls):
+        for call in [call for call in self.calls if call.batch.reports]:
             self._attempt(call.requests, call.batch.report)
-            if call in self.calls and call.batch.is_reported:
-                self.remove(call)
-                ended.append(call)
-        active = dict.fromkeys(self.running)
+        if self.running and all(request.stopped_at is None for request in self.running):
+            return []
+        ended = [call for call in self.calls if call.batch.is_reported]
+        for call in ended:
+            self.remove(call)
+        self._find_running()
+        active = set(self.running)
         for request in (request for call in self.calls for request in call.requests):
             if request.row is not None and request not in active:
                 self._retire(request)
-        self._compact()
         return ended
 
     def _compact(self) -> None:
         """Active rows move to the first slots, so that the others cost nothing."""
-        rows: dict[ModelForward, list[CacheRow]] = {}
-        for request in self.running:
-            rows.setdefault(request.call.forward, []).append(request.cache_row)
-        for forward, active in rows.items():
-            forward.compact(active)
+        if not self._is_compact:
+            for forward, rows in by_forward(self.running).items():
+                forward.compact([request.cache_row for request in rows])
+            self._is_compact = True
 
     def _retire(self, request: Request) -> None:
         """The row needs no further tokens."""
@@ -329,13 +366,8 @@ class DecodingLoop:
                 self.remove(call)
                 self.on_failure(call, error)
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = self._clock()
-        try:
-            yield
-        finally:
-            setattr(self.statistics, name, getattr(self.statistics, name) + self._clock() - start)
+    def _timed(self, name: str) -> Timed:
+        return Timed(self.statistics, name, self.clock)
 
 
 class ModelLimits(NamedTuple):
@@ -345,36 +377,15 @@ class ModelLimits(NamedTuple):
     num_positions: int | None
 
 
-class StepDrafts(NamedTuple):
-    """What one step drafts, and what it verifies of that."""
-
-    policy_rows: StepRows
-    rows: list[Request]
-    proposed: list[DraftTree]
-    trees: list[DraftTree]
-    start: StepSeconds  # spent before the step
-
-    def seconds_until(self, end: StepSeconds) -> StepSeconds:
-        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
-
-
 def _draft_cost(source: TreeCandidateGenerator) -> DraftCost:
     """Seconds are measured as they come; in mixed company, the first row's source stands for all."""
     return DraftCost(is_autoregressive=source.is_autoregressive, width=source.width, source=type(source).__name__)
 
 
-def _begin_verifying(request: Request, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
-    lines = slice(first, first + len(tree) + 1)
-    request.tree, request.cursor, request.path = tree, -1, []
-    request.logits, request.picks = logits[lines], picks[lines]
-
-
-def _alike(rows: Sequence[Request]) -> list[list[Request]]:
-    """The rows whose tokens are picked in the same way, together."""
-    groups: dict[Hashable, list[Request]] = {}
-    for request in rows:
-        groups.setdefault(request.call.picks_like, []).append(request)
-    return list(groups.values())
+def _wanted(rows: Sequence[Request], limits: np.ndarray | list[int], caps: np.ndarray) -> dict[Request, int]:
+    """The rows that are to have a draft, of so many nodes."""
+    numbers = np.minimum(limits, caps).astype(np.int64).tolist()
+    return {request: number for request, number in zip(rows, numbers) if number > 0}
 
 
 def _remove(request: Request) -> None:

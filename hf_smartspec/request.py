@@ -1,6 +1,6 @@
 """A request, what it has generated so far, and the statistics that are reported everywhere under the same names."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -56,6 +56,21 @@ class GenerationStatistics:
         return {name: getattr(self, name) for name in names}
 
 
+class Timed:
+    """Adds the seconds spent in a `with` block to one of the statistics; `contextmanager` costs more."""
+
+    __slots__ = ("clock", "name", "start", "statistics")
+
+    def __init__(self, statistics: GenerationStatistics, name: str, clock: Callable[[], float]):
+        self.statistics, self.name, self.clock = statistics, name, clock
+
+    def __enter__(self) -> None:
+        self.start = self.clock()
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self.statistics, self.name, getattr(self.statistics, self.name) + self.clock() - self.start)
+
+
 @dataclass(eq=False)
 class Request:
     """
@@ -85,11 +100,11 @@ class Request:
     is_known_to_source: bool = False
     num_observed: int = 0  # generated tokens that the source was told of
 
-    # The draft under verification: logits [1 + nodes, vocab_size] of the last committed token and of every node, the
-    # node that the target's path has reached, and the path so far.
+    # The draft under verification: logits [1 + nodes, vocab_size] of the last committed token and of every node (or
+    # their arg max, where that is all there is to picking), the node that the target's path has reached, and the path.
     tree: DraftTree | None = None
     logits: torch.Tensor | None = None
-    picks: list[int] = field(default_factory=list)  # their arg max, where that is all there is to picking
+    picks: list[int] = field(default_factory=list)
     cursor: int = -1
     path: list[int] = field(default_factory=list)
 
@@ -98,9 +113,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt: np.ndarray = self.padded_prompt[self.mask].numpy()  # int64 [prompt_len]
-        size = len(self.padded_prompt)
-        self._buffer = torch.empty(size + min(self.max_new_tokens or 256, 4096) + 1, dtype=torch.long)
-        self._buffer[:size] = self.padded_prompt
+        self._start = len(self.padded_prompt)  # of what is generated, in the padded text
+        self._padded = np.empty(self._start + min(self.max_new_tokens or 256, 4096) + 1, np.int64)
+        self._padded[: self._start] = self.padded_prompt
 
     @property
     def num_generated(self) -> int:
@@ -142,27 +157,41 @@ class Request:
         assert self.logits is not None, "the request has no draft under verification"
         return self.logits
 
+    def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
+        """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
+        lines = slice(first, first + len(tree) + 1)
+        self.tree, self.cursor, self.path = tree, -1, []
+        if self.call.picks_greedily:
+            self.picks = picks[lines]
+        else:
+            self.logits = logits[lines]
+
     def append(self, token: int) -> None:
-        position = len(self.padded_prompt) + len(self.tokens)
-        if position == len(self._buffer):
-            self._buffer = torch.cat([self._buffer, torch.empty_like(self._buffer)])
-        self._buffer[position] = token
+        end = self._start + len(self.tokens)
+        if end == len(self._padded):
+            self._padded = np.concatenate([self._padded, np.empty_like(self._padded)])
+        self._padded[end] = token
         self.tokens.append(token)
 
     def padded_ids(self, num_generated: int | None = None) -> torch.Tensor:
         """The padded prompt and the generated tokens (all, or the first `num_generated`), `[t]`."""
         length = len(self.tokens) if num_generated is None else num_generated
-        return self._buffer[: len(self.padded_prompt) + length]
+        return torch.from_numpy(self._padded[: self._start + length])
+
+    def generated(self, first: int, end: int | None = None) -> np.ndarray:
+        """Generated tokens, int64: a view, which later tokens do not change."""
+        return self._padded[self._start + first : self._start + (len(self.tokens) if end is None else end)]
 
     def uncached(self) -> np.ndarray:
         """Committed tokens whose keys and values are not in the cache yet; at least one."""
-        length = self.cache_row.length
-        generated = np.array(self.tokens[max(length - len(self.prompt), 0) :], np.int64)
-        return np.concatenate([self.prompt[length:], generated])
+        prompt, first = self.prompt, self.cache_row.length - len(self.prompt)
+        if first >= 0:
+            return self.generated(first)
+        return np.concatenate([prompt[first:], self.generated(0)]) if self.tokens else prompt[first:]
 
     def text(self) -> np.ndarray:
         """Prompt and generated tokens, without padding, int64 `[length]`."""
-        return np.concatenate([self.prompt, np.array(self.tokens, np.int64)])
+        return np.concatenate([self.prompt, self.generated(0)])
 
     @property
     def num_uncached(self) -> int:

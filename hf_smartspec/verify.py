@@ -6,9 +6,24 @@ import torch
 
 from .processors import add_gumbel_noise, argmax, gumbel_noise
 from .request import Request
+from .tree import DraftTree
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
+
+
+def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
+    """
+    The nodes that hold the target's tokens, from the root on: `picks[n + 1]` is its token behind node n, and `picks[0]`
+    that behind the last committed token.
+    """
+    path: list[int] = []
+    last = -1
+    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist())):
+        if parent == last and token == picks[last + 1]:  # parents stand before their children
+            path.append(node)
+            last = node
+    return path
 
 
 def coupled_picks(requests: Sequence[Request], scores: torch.Tensor) -> list[int]:

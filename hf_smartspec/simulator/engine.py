@@ -122,6 +122,7 @@ class _Run:
         self.clock, self.memory = engine.clock, engine.memory
         self.coming = deque(requests)
         self.first_tokens: dict[DecodingCall, float] = {}
+        self.unanswered: list[DecodingCall] = []  # those that run and have no token yet
         self.served: dict[LoadRequest, Served] = {}
 
     def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> bool:
@@ -133,9 +134,9 @@ class _Run:
         self._admit()
         ended = self.loop.step()
         self.clock.advance(self.engine.step_seconds)
-        for call in [*self.loop.calls, *ended]:
-            if call not in self.first_tokens and call.requests[0].num_generated:
-                self.first_tokens[call] = self.clock.now
+        answered = [call for call in self.unanswered if call.requests[0].tokens]
+        self.first_tokens |= dict.fromkeys(answered, self.clock.now)
+        self.unanswered = [call for call in self.unanswered if not call.requests[0].tokens]
         for call in ended:
             self._finish(call, on_served)
         return True
@@ -153,6 +154,7 @@ class _Run:
             self.memory.place(request, self.loop.running)
             self.engine.forward.set_text(request.cache_row, _text(request))
             self.loop.add(call)
+            self.unanswered.append(call)
         self.loop.num_waiting = len(scheduler.waiting)
 
     def _finish(self, call: DecodingCall, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> None:

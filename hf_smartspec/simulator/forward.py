@@ -1,10 +1,9 @@
 """A target that takes its time and knows what it will say."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..cache import SlotCache
 from ..goodput.cost import CostModel
@@ -25,13 +24,11 @@ class ForwardSize(NamedTuple):
         As `PackedForward` would run it: every part is padded to its longest context and its widest row; long prompts
         are parts of their own, so that they do not widen the others.
         """
-        parts = [
-            (len(group) * max(item.row.length for item in group), max(item.num_tokens for item in group))
-            for group in arrange(inputs)
-        ]
-        context = sum(size for size, _ in parts)
-        width = sum(size * width for size, width in parts) / context if context else 1.0
-        return cls(context, sum(item.num_tokens for item in inputs), width)
+        context = pairs = 0
+        for group in arrange(inputs):
+            size = len(group) * max([item.row.length for item in group])
+            context, pairs = context + size, pairs + size * max([item.num_tokens for item in group])
+        return cls(context, sum([item.num_tokens for item in inputs]), pairs / context if context else 1.0)
 
 
 class SimulatedForward:
@@ -51,11 +48,11 @@ class SimulatedForward:
         self.cost, self.clock, self.end_id = cost, clock, end_id
         self.cache = SlotCache(1, 1)
         self.num_batched = 0
-        self._texts: dict[CacheRow, np.ndarray] = {}
+        self._texts: dict[CacheRow, list[int]] = {}
 
     def set_text(self, row: CacheRow, text: np.ndarray) -> None:
         """What the row's request will say, from its prompt on, int64 `[length]`."""
-        self._texts[row] = np.append(text, self.end_id)
+        self._texts[row] = [*text.tolist(), self.end_id]
 
     def add(self) -> CacheRow:
         return self.cache.add()
@@ -74,25 +71,26 @@ class SimulatedForward:
         for row, path in zip(rows, paths):
             row.length, row.num_nodes = row.length + len(path), 0
 
-    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[Any, list[int]]:
         """
         Returns:
-            The target's token behind every row's feed and behind every node, int64 `[M]`, and for each row the index
-            of its first line. Behind nodes that do not come true stands any token: nobody will ask.
+            The target's tokens (list of `int`) behind every row's feed and behind every node, and for each row the
+            index of its first line. Behind nodes that do not come true stands any token: nobody will ask.
         """
         size = ForwardSize.of(inputs)
         self.clock.advance(float(self.cost.seconds(*size)))
         self.num_batched += size.batched
-        picks, offsets, num = [], [], 0
+        picks: list[int] = []
+        offsets = []
         for item in inputs:
             item.row.length += len(item.feed)
             item.row.num_nodes = len(item.tree)
-            text = self._texts[item.row]
-            positions = item.row.length + np.append(0, item.tree.depths) if len(item.tree) else [item.row.length]
-            picks.append(text[np.minimum(positions, len(text) - 1)])
-            offsets.append(num)
-            num += len(picks[-1])
-        return torch.from_numpy(np.concatenate(picks)), offsets
+            text, places = self._texts[item.row], [item.row.length]
+            for parent in item.tree.parents.tolist():
+                places.append(places[parent + 1] + 1)
+            offsets.append(len(picks))
+            picks += [text[place] if place < len(text) else self.end_id for place in places]
+        return picks, offsets
 
-    def argmax(self, logits: torch.Tensor) -> list[int]:
-        return logits.tolist()
+    def argmax(self, logits: Any) -> list[int]:
+        return logits

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import LogitsProcessorList
 
+from ..candidates import FusedCandidates
 from ..candidates.base import TreeCandidateGenerator
 from ..goodput.cost import DraftCost
 from ..tree import DraftTree
@@ -96,7 +97,7 @@ class TimedCandidates(TreeCandidateGenerator):
     def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
         self.source, self.clock, self.cost = source, clock, cost
         self.default_num_nodes, self.width = source.default_num_nodes, source.width
-        self.is_autoregressive = source.is_autoregressive
+        self.is_autoregressive, self.drafter = source.is_autoregressive, source.drafter
         self._num_seen: dict[Hashable, int] = {}
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
@@ -110,7 +111,25 @@ class TimedCandidates(TreeCandidateGenerator):
         self.source.start(request_id, prompt)
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        trees = self.source.propose(request_ids, max_nodes)
+        return self._timed(self.source.propose(request_ids, max_nodes))
+
+    # What the loop asks of sources with a drafter. The drafter's time is its own affair.
+
+    def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        return self._timed(self._fused.propose_merged(request_ids, max_nodes))
+
+    def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
+        return self._fused.promises_little(request_ids, trees)
+
+    def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        return self._fused.redraft(request_ids, max_nodes)
+
+    @property
+    def _fused(self) -> FusedCandidates:
+        assert isinstance(self.source, FusedCandidates), "only these have a drafter"
+        return self.source
+
+    def _timed(self, trees: list[DraftTree]) -> list[DraftTree]:
         levels = [int(tree.depths.max(initial=0)) for tree in trees] if self.is_autoregressive else [1] * len(trees)
         calls, in_calls = self.cost.calls(np.array(levels))
         self.clock.advance(self.cost.per_call * calls + self.cost.per_row * in_calls)

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import DraftModelCandidates, DraftTree, Engine, SmartSpecConfig, SuffixTreeCandidates
+from hf_smartspec import (
+    DraftModelCandidates,
+    DraftTree,
+    Engine,
+    SmartSpecConfig,
+    SuffixTreeCandidates,
+)
+from hf_smartspec.candidates import FusedCandidates
 from hf_smartspec.goodput import GoodputAuction
 
 from ..conftest import UnmovedCost
@@ -117,3 +124,61 @@ def test_probabilities_out_of_bounds(model, value):
     speculate(model, Odd())
     with Engine(model, Odd()) as engine:
         check_all(engine, model, random_requests(3))
+
+
+# --- Two sources, of which one costs more -----------------------------------------------------------------------------
+
+
+def hybrid(model, first, drafter):
+    """Both with what they were asked for."""
+    first, drafter = Spy(first), Spy(drafter)
+    return FusedCandidates([first], drafter=drafter), first, drafter
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_the_drafter_speaks_where_the_first_source_is_silent(model, is_adaptive):
+    arguments = prompts([3, 9, 5, 7])
+    known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)
+    source, first, drafter = hybrid(model, Silent(), Oracle(known, arguments["attention_mask"]))
+    statistics = speculate(model, SmartSpecConfig(source, num_nodes=None if is_adaptive else 4))
+    assert first.drafted == 0 and drafter.accepted == statistics.accepted_tokens
+    assert statistics.mean_accepted_length > 3
+
+
+def test_the_drafter_is_silent_where_the_first_source_knows(model):
+    arguments = prompts([3, 9, 5, 7])
+    known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)
+    draft = DraftModelCandidates(noisy_copy(model))
+    source, first, drafter = hybrid(model, Oracle(known, arguments["attention_mask"]), draft)
+    speculate(model, source)
+    assert first.accepted > 100 and drafter.drafted < 20
+
+
+def test_what_a_drafter_that_is_always_wrong_drafts_is_hardly_verified(model):
+    source, _, drafter = hybrid(model, Silent(), Wrong())
+    policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-3, delta=1e-2))
+    statistics = speculate(model, SmartSpecConfig(source, policy=policy), max_new_tokens=400)
+    assert drafter.drafted > 0 and statistics.drafted_tokens < 0.1 * statistics.generated_tokens
+
+
+@pytest.mark.parametrize("fails", ["first", "drafter"])
+def test_a_source_that_fails_leaves_the_other_one(model, fails):
+    class Failing(Silent):
+        def propose(self, request_ids, max_nodes):
+            raise RuntimeError("no idea")
+
+    draft = DraftModelCandidates(noisy_copy(model))
+    first, drafter = (Failing(), Spy(draft)) if fails == "first" else (Spy(SuffixTreeCandidates()), Failing())
+    source = FusedCandidates([first], drafter=drafter)
+    with Engine(model, source, max_batch_size=3) as engine:
+        check_all(engine, model, random_requests(12))
+    assert engine.statistics.accepted_tokens > 0
+    assert (drafter if fails == "first" else first).accepted > 0
+
+
+class Silent(Oracle):
+    def __init__(self):
+        super().__init__(torch.zeros(1, 1, dtype=torch.long))
+
+    def _propose(self, text, limit):
+        return DraftTree.empty()
