@@ -1,16 +1,18 @@
 """One call on its way through the decoding loop: its rows, and what picks and drafts for them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .candidates.base import TreeCandidateGenerator
 from .decoding import DecodingBatch
+from .goodput.selector import StepRows, StepSeconds
 from .layout import CacheRow, RowInput
 from .processors import TokenPicker
 from .request import GenerationStatistics, Request
+from .tree import DraftTree
 
 
 class ModelForward(Protocol):
@@ -74,3 +76,34 @@ class DecodingCall:
     def waits_for_more(self, ready: Sequence[Request]) -> bool:
         """Whether some row's logits are missing that its processors must see together with those of the ready rows."""
         return self.picker.needs_lockstep and not set(self.batch.active) <= set(ready)
+
+
+class StepDrafts(NamedTuple):
+    """What one step drafts, and what it verifies of that."""
+
+    policy_rows: StepRows
+    rows: list[Request]
+    proposed: list[DraftTree]
+    trees: list[DraftTree]
+    start: StepSeconds  # spent before the step
+    drafter_seconds: float  # of the step's drafting
+
+    def seconds_until(self, end: StepSeconds) -> StepSeconds:
+        draft, forward, other, _ = (after - before for before, after in zip(self.start, end))
+        return StepSeconds(draft - self.drafter_seconds, forward, other, self.drafter_seconds)
+
+
+def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]:
+    """The rows of each forward: mostly there is one."""
+    groups: dict[ModelForward, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(request.call.forward, []).append(request)
+    return groups
+
+
+def alike(rows: Sequence[Request]) -> list[list[Request]]:
+    """The rows whose tokens are picked in the same way, together."""
+    groups: dict[Hashable, list[Request]] = {}
+    for request in rows:
+        groups.setdefault(request.call.picks_like, []).append(request)
+    return list(groups.values())

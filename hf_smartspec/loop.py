@@ -132,7 +132,7 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
         with self._timed("seconds_draft"):
             proposals = self.sources.propose(_wanted(rows, limits, step.caps))
-        drafter_seconds = self._redraft(step, rows, proposals) if step.drafter is not None else 0.0
+        drafter_seconds = self._redraft(step, rows, limits, proposals) if step.drafter is not None else 0.0
         with self._timed("seconds_select"):
             drafted = {request: proposals.get(request, _EMPTY) for request in rows}
             self.sources.count(drafted)
@@ -142,16 +142,22 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
         return StepDrafts(step, rows, proposed, trees, start, drafter_seconds)
 
-    def _redraft(self, step: StepRows, rows: Sequence[Request], proposals: dict[Request, DraftTree]) -> float:
+    def _redraft(
+        self,
+        step: StepRows,
+        rows: Sequence[Request],
+        limits: Sequence[int] | np.ndarray,
+        proposals: dict[Request, DraftTree],
+    ) -> float:
         """Costlier sources draft for rows whose drafts promise little; returns what that took, in seconds."""
         first = {request: proposals.get(request, _EMPTY) for request in rows}
         with self._timed("seconds_select"):
-            limits = self.policy.drafter_nodes(step, list(first.values()))
-            if limits is None:
-                limits = self.sources.drafter_nodes(first)
+            asked = self.policy.drafter_nodes(step, list(first.values()))
+            if asked is None:
+                asked = np.minimum(self.sources.drafter_nodes(first), limits)
         before = self.statistics.seconds_draft
         with self._timed("seconds_draft"):
-            again = self.sources.redraft(_wanted(rows, limits, step.caps))
+            again = self.sources.redraft(_wanted(rows, asked, step.caps))
         proposals |= again
         step.is_redrafted = np.array([request in again for request in rows], bool)
         drafters = [request.call.source.drafter if request in again else None for request in rows]

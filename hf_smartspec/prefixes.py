@@ -53,7 +53,10 @@ class PrefixRows:
         least the prompt's last token is left to be fed.
         """
         best: SharedPrefix | None = None
+        beginning = prompt[:_MIN_SHARED].tobytes()
         for row, tokens in [*self._rows.items(), *running]:
+            if tokens[:_MIN_SHARED].tobytes() != beginning:
+                continue
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
             if length >= _MIN_SHARED and (best is None or length > best.length):
                 best = SharedPrefix(row, length)

@@ -67,7 +67,7 @@ class DraftTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        return self.parents.tolist() == list(range(-1, len(self) - 1))  # lists: numpy is slow on few elements
 
     @cached_property
     def depths(self) -> np.ndarray:
@@ -106,7 +106,7 @@ class DraftTree:
     def _children(self) -> dict[tuple[int, int], int]:
         # Reversed, so that of two equal siblings the first one is found.
         nodes = range(len(self) - 1, -1, -1)
-        return {(int(self.parents[node]), int(self.tokens[node])): node for node in nodes}
+        return dict(zip(zip(self.parents.tolist()[::-1], self.tokens.tolist()[::-1]), nodes))
 
     def child(self, parent: int, token: int) -> int | None:
         """The child of `parent` (-1: of the last committed token) that holds `token`, if there is one."""

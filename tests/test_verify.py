@@ -10,6 +10,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -18,10 +20,11 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.processors import add_gumbel_noise, argmax, draft_seed
 from hf_smartspec.request import Request
-from hf_smartspec.verify import coupled_picks, rejection_picks
+from hf_smartspec.verify import accepted_path, coupled_picks, rejection_picks
 
 from .models import new_model
 from .sources import Random, Recording
+from .strategies import trees
 
 FALSE_ALARM = 1e-6
 
@@ -45,6 +48,18 @@ def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
         assert counts[-1] < 40
         counts, expected = counts[:-1], expected[:-1] * (counts[:-1].sum() / expected[:-1].sum())
     return float(stats.chisquare(counts, expected * (counts.sum() / expected.sum())).pvalue)
+
+
+# --- The accepted path ------------------------------------------------------------------------------------------------
+
+
+@given(trees(vocab_size=3), st.data())
+def test_the_accepted_path_is_that_of_one_look_up_after_the_other(tree, data):
+    picks = data.draw(st.lists(st.integers(0, 2), min_size=len(tree) + 1, max_size=len(tree) + 1))
+    expected, node = [], -1
+    while (node := tree.child(node, picks[node + 1])) is not None:
+        expected.append(node)
+    assert accepted_path(tree, picks) == expected
 
 
 # --- One pick ---------------------------------------------------------------------------------------------------------

@@ -15,9 +15,12 @@ from rich.markup import escape
 from transformers import ContinuousBatchingConfig
 from transformers.utils.logging import tqdm
 
-from ..engine import Engine
-from .load_setup import Setup, add_model_arguments, check_outputs, command_of, load_setup
+from ..candidates.base import NoCandidates
+from ..goodput import NoSpeculation
+from .load_setup import Setup, add_model_arguments, add_text_arguments, check_outputs, command_of, load_setup
+from .load_sources import SOURCES, WITH_DRAFT_MODEL
 from .loading import UsageError, left_padded
+from .recorded import RecordedText
 from .replay_plots import saved_figure
 from .report import make_console, table
 from .runs import eos_ids, up_to_end
@@ -33,9 +36,10 @@ Outputs = list[list[int]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.set_defaults(limit=200, replay=False, remember=0)
+    add_text_arguments(parser)
+    parser.set_defaults(limit=200)
     parser.add_argument(
-        "--assistant", nargs="+", default=["none", "suffix"], choices=["none", "draft", "prompt_lookup", "suffix"],
+        "--assistant", nargs="+", default=["none", "suffix"], choices=["none", *SOURCES],
         help="what drafts in the engine (default: none suffix)",
     )  # fmt: skip
     parser.add_argument(
@@ -47,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     setup = load_setup(args)
-    if "draft" in args.assistant and setup.draft is None:
-        raise UsageError("--assistant: draft needs --draft, a draft model")
+    missing = [name for name in args.assistant if name in WITH_DRAFT_MODEL]
+    if missing and setup.draft is None:
+        raise UsageError(f"--assistant: {missing[0]} needs --draft, a draft model")
     methods = _methods(setup, args)
     console = make_console()
     report: dict[str, Any] = {"command": command_of(args), "parameters": setup.model.num_parameters()}
@@ -91,7 +96,11 @@ def _static(setup: Setup, queue: Prompts) -> Outputs:
     outputs: Outputs = []
     pad_id, ends = setup.model.generation_config.pad_token_id, set(eos_ids(setup.model))
     for first in range(0, len(queue), setup.max_batch_size):
-        inputs = left_padded(queue[first : first + setup.max_batch_size], pad_id, setup.model.device)
+        prompts = queue[first : first + setup.max_batch_size]
+        inputs: dict[str, Any] = left_padded(prompts, pad_id, setup.model.device)
+        if setup.replays:
+            texts = [_responses(setup)[prompt.tobytes()] for prompt in prompts]
+            inputs["logits_processor"] = [RecordedText(inputs["input_ids"], texts, setup.end_id)]
         found = setup.model.generate(**inputs, max_new_tokens=setup.max_new_tokens)
         outputs += [up_to_end(row, ends) for row in found[:, inputs["input_ids"].shape[1] :].tolist()]
     return outputs
@@ -99,7 +108,7 @@ def _static(setup: Setup, queue: Prompts) -> Outputs:
 
 def _continuous(setup: Setup, queue: Prompts) -> Outputs:
     """
-    With room for as many rows as the others have.
+    With room for as many rows as the others have. It cannot be made to say what was recorded, but to say as much.
 
     Raises:
         UsageError: if transformers, which only logs what goes wrong, leaves requests out or unfinished.
@@ -110,11 +119,14 @@ def _continuous(setup: Setup, queue: Prompts) -> Outputs:
         num_blocks=setup.max_batch_size * -(-longest // _PAGE),
         max_batch_tokens=512,
     )
-    found = setup.model.generate_batch(
-        [prompt.tolist() for prompt in queue],
-        max_new_tokens=setup.max_new_tokens,
-        continuous_batching_config=config,
-    )
+    if setup.replays:
+        found = _continuous_of_lengths(setup, queue, config)
+    else:
+        found = setup.model.generate_batch(
+            [prompt.tolist() for prompt in queue],
+            max_new_tokens=setup.max_new_tokens,
+            continuous_batching_config=config,
+        )
     errors = [output.error for output in found.values() if output.error is not None]
     if errors or len(found) != len(queue):
         reason = f" ({errors[0]})" if errors else ""
@@ -125,12 +137,37 @@ def _continuous(setup: Setup, queue: Prompts) -> Outputs:
     return [output.generated_tokens for output in found.values()]
 
 
+def _continuous_of_lengths(setup: Setup, queue: Prompts, config: ContinuousBatchingConfig) -> dict[str, Any]:
+    """What `generate_batch` does, with a length of its own for every request."""
+    responses, ends = _responses(setup), set(eos_ids(setup.model))
+    found: dict[str, Any] = {}
+    with setup.model.continuous_batching_context_manager(continuous_batching_config=config, timeout=5) as manager:
+        names = []
+        for prompt in queue:
+            length = len(up_to_end([*responses[prompt.tobytes()].tolist(), setup.end_id], ends))
+            limit = min(length, setup.max_new_tokens)
+            names.append(manager.add_request(prompt.tolist(), max_new_tokens=limit, eos_token_id=-1))
+        while len(found) < len(queue):
+            output = manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                found[output.request_id] = output
+            elif output is None and not manager.is_running():
+                break
+    return {name: found[name] for name in names if name in found}
+
+
 def _engine(setup: Setup, name: str, queue: Prompts) -> Outputs:
-    """A new engine, whose source has learnt nothing yet."""
-    source = "none" if name == "none" else setup.new_source(name)
-    engine = Engine(setup.model, source, max_batch_size=setup.max_batch_size)
+    """A new engine, whose source has learnt nothing yet but what is remembered."""
+    source = NoCandidates() if name == "none" else setup.new_source(name)
+    engine = setup.new_engine(source, NoSpeculation() if name == "none" else None)
     outputs = engine.generate(queue, max_new_tokens=setup.max_new_tokens)
     return [output.generated_tokens for output in outputs]
+
+
+def _responses(setup: Setup) -> dict[bytes, np.ndarray]:
+    """What was recorded, by prompt; nothing where that is not replayed."""
+    responses = setup.responses if setup.replays else None
+    return {prompt.tobytes(): response for prompt, response in zip(setup.prompts, responses or ())}
 
 
 def _summaries(seconds: dict[str, list[float]], outputs: dict[str, Outputs]) -> dict[str, dict[str, Any]]:

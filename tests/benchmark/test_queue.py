@@ -56,6 +56,16 @@ def test_all_methods_agree_in_float32(folder, tmp_path, capsys):
     assert "8 prompts" in out and out.count("8 / 8") == len(methods)
 
 
+def test_recorded_responses_of_all_lengths(folder, tmp_path):
+    """The target says what was recorded, or, in transformers' continuous batches, as much."""
+    path = tmp_path / "queue.json"
+    assert call(folder, "--replay", "--remember", "2", "--assistant", "none", "auto", "--json", path) == 0
+    methods = json.loads(path.read_text())["methods"]
+    numbers = {name: row["tokens"] for name, row in methods.items()}
+    assert len(set(numbers.values())) == 1 and numbers[STATIC] < 6 * 12
+    assert {row["same_outputs"] for name, row in methods.items() if name != CONTINUOUS} == {6}
+
+
 def test_transformers_methods_can_be_left_out(folder, tmp_path):
     path = tmp_path / "queue.json"
     assert call(folder, "--skip", "static", "continuous", "--assistant", "none", "--json", path) == 0

@@ -321,6 +321,19 @@ def warnings(caplog):
     return collected
 
 
+class Scribbler(Spy):
+    """Writes into the tokens that it is shown."""
+
+    def observe(self, request_id, tokens):
+        super().observe(request_id, tokens.copy())
+        tokens[:] = 3
+
+
+def test_a_source_that_overwrites_what_it_is_shown(model):
+    """Processors read the text too."""
+    check_same(model, BATCH | {"max_new_tokens": 12, "repetition_penalty": 1.5}, source=Scribbler(draft_source(model)))
+
+
 SPOILT_TREES = ["cycle", "self", "parent", "too_high", "negative", "lengths", "floats", "none", "list", "lists"]
 
 

@@ -10,6 +10,7 @@ from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation
 from hf_smartspec.goodput.length import expected_length, expected_tree_length
 from hf_smartspec.goodput.policies import Oracle
+from hf_smartspec.loop import DecodingLoop, ModelLimits
 from hf_smartspec.simulator import (
     LoadRequest,
     LoadResult,
@@ -192,6 +193,22 @@ def test_policies_see_the_same_as_in_the_real_engine():
     assert simulated.seen == real.seen
     assert simulated.outcomes == real.outcomes
     assert [said[request] for request in requests] == [output.generated_tokens for output in outputs]
+
+
+def test_rows_that_run_move_to_the_first_slots_when_others_leave():
+    engine = SimulatedEngine(COST, NoCandidates(), max_batch_size=4)
+    loop = DecodingLoop(NoSpeculation(), ModelLimits(10, None), release=engine.memory.release, clock=engine.clock)
+    calls = [engine.new_call(request) for request in same_requests([0.0] * 4)]
+    for call in calls:
+        engine.memory.place(call.requests[0], loop.running)
+        engine.forward.set_text(call.requests[0].cache_row, np.ones(100, np.int64))
+        loop.add(call)
+    loop.step()
+    loop.remove(calls[0])  # cancelled: its row is kept, for prompts that begin alike
+    loop.remove(calls[2])
+    loop.step()
+    assert {call.requests[0].cache_row.slot for call in calls[1::2]} == {0, 1}
+    assert loop.running == [calls[1].requests[0], calls[3].requests[0]]
 
 
 def test_the_oracle_drafts_nothing_in_vain():
