@@ -24,14 +24,16 @@ from .suffix_draft import (
 )
 from .suffix_growth import extend
 from .suffix_model import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
+from .suffix_places import FROM, MAX_MATCH, WALK
 from .suffix_pointers import ahead, float32_at, float64_at, int32_at, int64_at
 from .suffix_score import draft_by_score
-from .suffix_store import Store
+from .suffix_store import REMOVALS, Store
 
 # Fields of `Slots.state`
-START, END, NUM_POINTS, NUM_PENDING, NAMESPACE, HAS_DRAFT = range(6)
+START, END, NUM_POINTS, NUM_PENDING, NAMESPACE, HAS_DRAFT, REMOVALS_SEEN = range(7)
 STATE = 8
 MAX_PENDING = 64
+NUM_WALK_FIELDS = (MAX_TREES - 1) * MAX_MATCH * WALK
 
 
 class Slots(NamedTuple):
@@ -40,15 +42,18 @@ class Slots(NamedTuple):
 
     Args:
         state (`np.ndarray` of shape `[slots, 8]`, int64): Where the text begins and ends, number of points, number of
-            committed tokens that are not in the tree yet, line of the model, whether there is a draft to learn from.
+            committed tokens that are not in the tree yet, line of the model, whether there is a draft to learn from,
+            number of removals that the walks know of (-1: there are no walks).
         trees (`np.ndarray` of shape `[slots, 4]`, int32): Roots: the request's own tree, then namespaces; -1: none.
         points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
+        walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `suffix_places`.
         pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int64): The tokens that are not in the tree yet.
     """
 
     state: np.ndarray
     trees: np.ndarray
     points: np.ndarray
+    walks: np.ndarray
     pending: np.ndarray
 
 
@@ -57,6 +62,7 @@ def new_slots(num_slots: int, max_depth: int) -> Slots:
         state=np.zeros((num_slots, STATE), np.int64),
         trees=np.full((num_slots, MAX_TREES), -1, np.int32),
         points=np.zeros((num_slots, (max_depth + 1) * 2), np.int32),
+        walks=np.zeros((num_slots, NUM_WALK_FIELDS), np.int32),
         pending=np.zeros((num_slots, MAX_PENDING), np.int64),
     )
 
@@ -93,7 +99,7 @@ def new_batch(num_rows: int) -> Batch:
 
 # The table of addresses: the fields of `Store`, `Model`, `Slots`, `Scratch` and `Batch`, then settings, owners of text
 # blocks and when outputs were used.
-NUM_ADDRESSES = 25
+NUM_ADDRESSES = 26
 
 
 @compiled
@@ -112,23 +118,24 @@ def _model(table, line):
 
 @compiled
 def _slot(table, slot):
-    max_depth = int(float64_at(table[22])[DEPTH_LIMIT])
+    max_depth = int(float64_at(table[23])[DEPTH_LIMIT])
     return Slots(
         ahead(int64_at(table[7]), slot * STATE),
         ahead(int32_at(table[8]), slot * MAX_TREES),
         ahead(int32_at(table[9]), slot * (max_depth + 1) * 2),
-        ahead(int64_at(table[10]), slot * MAX_PENDING),
+        ahead(int32_at(table[10]), slot * NUM_WALK_FIELDS),
+        ahead(int64_at(table[11]), slot * MAX_PENDING),
     )
 
 
 @compiled
 def _scratch(table, slot):
     return Scratch(
-        ahead(int32_at(table[11]), slot * NUM_PLACE_FIELDS),
-        ahead(int32_at(table[12]), slot * MAX_NODES * NODE_FIELDS),
-        ahead(int32_at(table[13]), slot * MAX_CANDIDATES * CANDIDATE),
-        ahead(float32_at(table[14]), slot * MAX_CANDIDATES),
+        ahead(int32_at(table[12]), slot * NUM_PLACE_FIELDS),
+        ahead(int32_at(table[13]), slot * MAX_NODES * NODE_FIELDS),
+        ahead(int32_at(table[14]), slot * MAX_CANDIDATES * CANDIDATE),
         ahead(float32_at(table[15]), slot * MAX_CANDIDATES),
+        ahead(float32_at(table[16]), slot * MAX_CANDIDATES),
     )
 
 
@@ -145,18 +152,18 @@ def _grow(s, slot, settings, tokens, num_tokens):
 def begin(address, k, tokens):
     """Appends the prompt's tokens (int32 `[n]`) to the text and tree of slot `k`."""
     table = int64_at(address)
-    _grow(_store(table), _slot(table, k), float64_at(table[22]), int32_at(tokens.ctypes.data), len(tokens))
+    _grow(_store(table), _slot(table, k), float64_at(table[23]), int32_at(tokens.ctypes.data), len(tokens))
 
 
 @compiled
 def absorb(address, k, clock):
     """Learns from the tokens that were committed since the last draft of slot `k`, and appends them."""
     table = int64_at(address)
-    s, slot, settings = _store(table), _slot(table, k), float64_at(table[22])
+    s, slot, settings = _store(table), _slot(table, k), float64_at(table[23])
     state = slot.state
     if state[HAS_DRAFT]:
         model = _model(table, state[NAMESPACE])
-        owners, used = int32_at(table[23]), int64_at(table[24])
+        owners, used = int32_at(table[24]), int64_at(table[25])
         scratch = _scratch(table, k)
         learn_from(s, scratch, model, slot.pending, state[NUM_PENDING], settings, owners, used, clock)
         state[HAS_DRAFT] = 0
@@ -165,11 +172,20 @@ def absorb(address, k, clock):
 
 
 @compiled
+def _forget_walks(s, slot):
+    """Texts were removed since the last draft: nodes may be gone."""
+    if slot.state[REMOVALS_SEEN] != s.heads[REMOVALS]:
+        slot.state[REMOVALS_SEEN] = s.heads[REMOVALS]
+        for walk in range(0, NUM_WALK_FIELDS, WALK):
+            slot.walks[walk + FROM] = -1
+
+
+@compiled
 def draft_batch(address, num_rows, clock):
     """Absorbs what was committed and drafts, for the slots that `Batch` names."""
     table = int64_at(address)
     s, settings, slots, limits, ends = (
-        _store(table), float64_at(table[22]), int64_at(table[16]), int64_at(table[17]), int64_at(table[18]),
+        _store(table), float64_at(table[23]), int64_at(table[17]), int64_at(table[18]), int64_at(table[19]),
     )  # fmt: skip
     for row in range(num_rows):
         absorb(address, slots[row], clock)
@@ -178,17 +194,18 @@ def draft_batch(address, num_rows, clock):
         slot = _slot(table, slots[row])
         state = slot.state
         limit = min(limits[row], MAX_NODES - 1)
-        tokens, parents = ahead(int64_at(table[19]), end), ahead(int64_at(table[20]), end)
-        probs = ahead(float32_at(table[21]), end)
+        _forget_walks(s, slot)
+        tokens, parents = ahead(int64_at(table[20]), end), ahead(int64_at(table[21]), end)
+        probs = ahead(float32_at(table[22]), end)
         if settings[BY_COUNTS] > 0:
             end += draft_by_score(
-                s, slot.trees, slot.points, state[NUM_POINTS], state[START], state[END], limit, settings,
-                tokens, parents, probs,
+                s, slot.trees, slot.points, slot.walks, state[NUM_POINTS], state[START], state[END], limit,
+                settings, tokens, parents, probs,
             )  # fmt: skip
         else:
             end += make_draft(
                 s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points,
-                state[NUM_POINTS], state[START], state[END], limit, settings, tokens, parents, probs,
+                slot.walks, state[NUM_POINTS], state[START], state[END], limit, settings, tokens, parents, probs,
             )  # fmt: skip
             state[HAS_DRAFT] = 1
         ends[row] = end

@@ -13,7 +13,8 @@ import numpy as np
 
 from .compiled import compiled
 from .suffix_model import CANDIDATE, GROWN, PARENT, TOKEN, begin_candidate, describe, estimate, learn
-from .suffix_places import AT, DEPTH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
+from .suffix_places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
+from .suffix_pointers import prefetch
 from .suffix_store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find
 
 MAX_TREES = 4  # the request's own and those of three namespaces
@@ -21,7 +22,6 @@ MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
 MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
 MAX_CANDIDATES = 256
-MAX_MATCH = 32
 
 # Numbers of a source (`settings`)
 LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET = range(9)
@@ -70,13 +70,17 @@ def new_scratch(num_slots: int) -> Scratch:
 
 
 @compiled
-def _set_place(places, at, tree, depth, node, following, stop, number):
+def _set_place(s, places, at, tree, depth, node, following, stop, number):
     places[at + TREE], places[at + DEPTH], places[at + SUPPORT] = tree, depth, number
     places[at + AT], places[at + NEXT], places[at + STOP] = node, following, stop
+    if following < 0:
+        prefetch(s.rows, s.nodes[node + KIDS])
+    else:
+        prefetch(s.text, following)
 
 
 @compiled
-def _root_places(s, d, trees, points, num_points, start, end, longest):
+def _root_places(s, d, trees, points, walks, num_points, start, end, longest):
     """
     The contexts of the text `text[start:end]`: per tree the longest one, and each shorter one that occurs more often
     than the one kept before. Returns where they end.
@@ -87,10 +91,10 @@ def _root_places(s, d, trees, points, num_points, start, end, longest):
             continue
         found = _FOUND
         for depth in range(1, min(num_points if t == 0 else end - start, longest) + 1):
-            is_found, node, following, stop = place_of(s, trees, t, points, end, depth)
+            is_found, node, following, stop = place_of(s, trees, t, points, walks, end, depth)
             if not is_found:
                 break
-            _set_place(places, found, t, depth, node, following, stop, support(s, node, following))
+            _set_place(s, places, found, t, depth, node, following, stop, support(s, node, following))
             found += PLACE
         before, limit = 0, kept + MAX_CONTEXTS * PLACE
         while found > _FOUND and kept < limit:
@@ -117,7 +121,7 @@ def _child_places(s, d, parent, kept, token):
             tree, before = places[at + TREE], 0
         number = support(s, node, following)
         if number > before:
-            _set_place(places, kept, tree, places[at + DEPTH] + 1, node, following, stop, number)
+            _set_place(s, places, kept, tree, places[at + DEPTH] + 1, node, following, stop, number)
             kept += PLACE
             before = number
     return kept
@@ -196,13 +200,13 @@ def _estimate(s, d, model, g, own_root, path):
 
 
 @compiled
-def make_draft(s, d, model, trees, points, num_points, start, end, limit, settings, tokens, parents, probs):
+def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
     """Drafts for one slot, best path first. Returns the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
     grown = d.grown
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
-    grown[PLACES_END] = _root_places(s, d, trees, points, num_points, start, end, int(settings[LONGEST]))
+    grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
     _find_candidates(s, d, 0, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
     n = g = first = 0

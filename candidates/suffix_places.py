@@ -18,6 +18,15 @@ node; text position where the edge ends; how many occurrences of the context go 
 PLACE = 6
 _NEVER = 2**31 - 1  # where leaves' edges end
 
+MAX_MATCH = 32  # longest context; a power of two
+
+# Fields of a walk: how far the text from a position on, one of the last `MAX_MATCH`, was followed in a tree. As the
+# text grows, it is followed on from there: in large trees, long ways from the root would miss the cache at every node.
+# New nodes may join the way; when nodes go, all walks are forgotten.
+FROM, LAST, REACHED = range(3)
+"""Text position where it begins (-1: there is none); last node on the way; text position behind what leads there."""
+WALK = 4
+
 
 @compiled
 def edge_of(s, child):
@@ -38,34 +47,43 @@ def support(s, at, following):
 
 
 @compiled
-def locate(s, root, first, end):
-    """Where `text[first:end]` leads from the root: (whether it does, AT, NEXT, STOP)."""
-    node, position = np.int64(root), first
+def locate(s, node, position, end):
+    """
+    Where `text[position:end]` leads from a node: (whether it does, AT, NEXT, STOP, last node on the way, text position
+    behind what leads to it).
+    """
     while position < end:
         entry = find(s, node, s.text[position])
         if entry < 0:
-            return False, node, position, position
+            return False, node, position, position, node, position
         child = np.int64(s.rows[entry + CHILD])
         label, stop = edge_of(s, child)
         length = min(stop - label, end - position)
         for k in range(1, length):
             if s.text[label + k] != s.text[position + k]:
-                return False, node, position, position
-        position += length
+                return False, node, position, position, node, position
         if label + length < stop:
-            return True, max(child, np.int64(-1)), label + length, stop
+            return True, max(child, np.int64(-1)), label + length, stop, node, position
         node = child
-    return True, node, np.int64(-1), np.int64(-1)
+        position += length
+    return True, node, np.int64(-1), np.int64(-1), node, position
 
 
 @compiled
-def place_of(s, trees, t, points, end, depth):
+def place_of(s, trees, t, points, walks, end, depth):
     """
     Where the last `depth` tokens before `end` stand in tree `t`: (whether they do, AT, NEXT, STOP). In the text's own
-    tree, its points tell; in others they are looked up.
+    tree, its points tell; in others they are looked up, from where they led before.
     """
     if t > 0:
-        return locate(s, trees[t], end - depth, end)
+        first = end - depth
+        walk = ((t - 1) * MAX_MATCH + (first & (MAX_MATCH - 1))) * WALK
+        node, position = np.int64(trees[t]), first
+        if walks[walk + FROM] == first:
+            node, position = np.int64(walks[walk + LAST]), np.int64(walks[walk + REACHED])
+        is_found, at, following, stop, node, position = locate(s, node, position, end)
+        walks[walk + FROM], walks[walk + LAST], walks[walk + REACHED] = first, node, position
+        return is_found, at, following, stop
     node, offset, entry = settle(s, trees[0], np.int64(points[2 * depth]), np.int64(points[2 * depth + 1]), end)
     points[2 * depth], points[2 * depth + 1] = node, offset
     if offset == 0:

@@ -6,6 +6,7 @@ its array alive.
 
 from typing import Any
 
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
@@ -33,3 +34,19 @@ def ahead(typing_context, pointer, distance):
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context, pointer, distance):
+    """Fetches the cache line of entry `distance`, while other work goes on. Any address will do, even a foreign one."""
+
+    def generate(context, builder, signature, args):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        fetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        address = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
+        builder.call(fetch, [address, number(0), number(3), number(1)])  # for reading, to stay in the cache, data
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate

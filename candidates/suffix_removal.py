@@ -13,6 +13,7 @@ from .suffix_store import (
     LABEL,
     LEN,
     NUM,
+    REMOVALS,
     ROW,
     TOTAL,
     border,
@@ -33,6 +34,7 @@ def remove(store, root, start, end, max_depth):
     edge that still lies in it.
     """
     s, path = pointers(store), np.empty(max_depth + 1, np.int32)
+    s.heads[REMOVALS] += 1
     for first in range(start, end):
         limit = min(end, first + max_depth)
         node, at, steps = root, first, 0

@@ -11,7 +11,7 @@ _QUEUE = 4 * MAX_NODES
 
 
 @compiled
-def draft_by_score(s, trees, points, num_points, start, end, limit, settings, tokens, parents, probs):
+def draft_by_score(s, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
     """
     EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes. The draft of the
     highest SCORE, the sum of its path probabilities, wins, the longer match in a tie. Returns its number of nodes.
@@ -24,7 +24,7 @@ def draft_by_score(s, trees, points, num_points, start, end, limit, settings, to
         if trees[t] < 0:
             continue
         for length in range(1, min(num_points if t == 0 else end - start, int(settings[LONGEST])) + 1):
-            is_found, node, following, stop = place_of(s, trees, t, points, end, length)
+            is_found, node, following, stop = place_of(s, trees, t, points, walks, end, length)
             if not is_found:
                 break
             size = min(limit, int(settings[FACTOR] * length + settings[OFFSET]))

@@ -11,6 +11,7 @@ from .suffix_batch import (
     MAX_PENDING,
     NUM_ADDRESSES,
     NUM_PENDING,
+    REMOVALS_SEEN,
     START,
     STATE,
     Batch,
@@ -81,7 +82,7 @@ class SuffixSlots:
         slot = self._free_slots.pop()
         self._slots.trees[slot] = [*roots, *[-1] * (MAX_TREES - len(roots))]
         self._slots.points[slot, :2] = roots[0], 0
-        self._slots.state[slot] = start, start, 0, 0, line, 0, 0, 0
+        self._slots.state[slot] = start, start, 0, 0, line, 0, -1, 0
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -99,6 +100,7 @@ class SuffixSlots:
     def move(self, slot: int, distance: int) -> None:
         """The text lies elsewhere now."""
         self._slots.state[slot, [START, END]] += distance
+        self._slots.state[slot, REMOVALS_SEEN] = -1  # walks name text positions
 
     def reads(self, root: int) -> bool:
         """Whether a request drafts from this tree."""
@@ -139,8 +141,12 @@ class SuffixSlots:
         tokens, parents, probs = batch.tokens[:total].copy(), batch.parents[:total].copy(), batch.probs[:total].copy()
         trees, start = [], 0
         for end in row_ends[:num_rows]:
-            trees.append(DraftTree.of(tokens[start:end], parents[start:end], probs[start:end]))
-            start = end
+            if start < end:
+                nodes = slice(start, end)
+                trees.append(DraftTree.of(tokens[nodes], parents[nodes], probs[nodes]))
+                start = end
+            else:
+                trees.append(DraftTree.empty())
         return trees
 
     # What was learnt

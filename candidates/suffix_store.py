@@ -30,7 +30,8 @@ position of its latest occurrence."""
 ROW = 4
 
 # Allocator state
-NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, BLOCKS_FREE = range(6)
+NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, BLOCKS_FREE = range(7)
+"""Tops and free lists by name; `REMOVALS`: texts that were taken out of trees, whose nodes may be gone."""
 NUM_HEADS = 48
 
 _INDEXED = 4  # classes above (more than 16 children) have an index
@@ -75,7 +76,7 @@ def _aligned(size: int) -> np.ndarray:
 def clear_store(store: Store) -> None:
     """Forgets all trees."""
     store.heads[:] = -1
-    store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE]] = 0
+    store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS]] = 0
 
 
 @compiled
