@@ -221,6 +221,7 @@ def test_interrupted_benches_show_what_is_there(folder, tmp_path, monkeypatch, c
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(load_runs.Engine, "add_request", interrupted)
+    monkeypatch.setenv("COLUMNS", "200")  # one request in no time makes large figures
     asked = ["--sources", "prompt_lookup", "--policies", "none", "--rates", "50", "--seconds", "0.2", "--json", out]
     assert call("load", *models(folder), *asked) == 130
     (row,) = json.loads(out.read_text())["results"]
