@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,14 +30,11 @@ class TreeCandidateGenerator(CandidateGenerator):
         is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
             asked for where these do not pay.
         width (`int`): Nodes per level that it drafts, if so.
-        drafter (`TreeCandidateGenerator`, *optional*): A costlier source that `propose` asks where its own drafts
-            promise little. The engine does so in steps of its own, see `FusedCandidates`.
     """
 
     default_num_nodes: int = 5
     is_autoregressive: bool = False
     width: int = 1
-    drafter: "TreeCandidateGenerator | None" = None
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """
@@ -113,6 +110,25 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: what was accepted is seen by comparing sequences."""
+
+
+@runtime_checkable
+class HybridSource(Protocol):
+    """
+    A source that asks a second, costlier one where its own drafts promise little, as `FusedCandidates` with a `drafter`
+    does. The engine takes its `propose` apart, so that the length policy can decide in between.
+    """
+
+    drafter: TreeCandidateGenerator | None
+
+    def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        """What `propose` proposes before the drafter is asked."""
+
+    def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
+        """For which requests `propose` asks the drafter."""
+
+    def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        """The drafter's trees; empty ones for 0 nodes, and where it has none."""
 
 
 class NoCandidates(TreeCandidateGenerator):

@@ -90,12 +90,10 @@ class _Tables(dict[int, array]):
         self.calibrator, self.key = calibrator, key
 
     def __missing__(self, length: int) -> array:
-        if length > _LONGEST:
-            table = self[_LONGEST]
-        else:
-            probs = self.calibrator.calibrate(self.key, _TABLE_SCORES, _TABLE_DEPTHS, length)
-            table = array("f", probs.astype(np.float32).tobytes())
-        self[length] = table
+        if not 0 <= length <= _LONGEST:
+            return self[min(max(length, 0), _LONGEST)]
+        probs = self.calibrator.calibrate(self.key, _TABLE_SCORES, _TABLE_DEPTHS, length)
+        table = self[length] = array("f", probs.astype(np.float32).tobytes())
         return table
 
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .candidates.base import TreeCandidateGenerator
+from .candidates.base import HybridSource, TreeCandidateGenerator
 from .decoding import DecodingBatch
-from .goodput.selector import StepRows, StepSeconds
+from .goodput.selector import DraftCost, StepRows, StepSeconds
 from .layout import CacheRow, RowInput
 from .processors import TokenPicker
 from .request import GenerationStatistics, Request
@@ -58,6 +58,9 @@ class DecodingCall:
     def __post_init__(self) -> None:
         for request in self.batch.requests:
             request.call = self
+        source = self.source
+        self.hybrid = source if isinstance(source, HybridSource) and source.drafter is not None else None
+        self.drafter = self.hybrid.drafter if self.hybrid is not None else None
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors
@@ -107,3 +110,13 @@ def alike(rows: Sequence[Request]) -> list[list[Request]]:
     for request in rows:
         groups.setdefault(request.call.picks_like, []).append(request)
     return list(groups.values())
+
+
+def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
+    """What is known of a source beforehand: seconds are measured as they come."""
+    return DraftCost(
+        is_autoregressive=source.is_autoregressive,
+        width=source.width,
+        source=type(source).__name__,
+        num_nodes=source.default_num_nodes,
+    )

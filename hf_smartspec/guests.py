@@ -1,12 +1,11 @@
 """What the loop asks of candidate sources, and what happens when they fail."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from transformers.utils import logging
 
-from .candidates import FusedCandidates
 from .candidates.base import TreeCandidateGenerator
 from .goodput.drafting import PrefillGate
 from .request import Request
@@ -70,7 +69,8 @@ class GuestSources:
             else:
                 by_source.setdefault(request.call.source, {})[request] = limit
         for source, limits in by_source.items():
-            call = source.propose if source.drafter is None else cast(FusedCandidates, source).propose_merged
+            hybrid = next(iter(limits)).call.hybrid
+            call = source.propose if hybrid is None else hybrid.propose_merged
             proposals |= self._propose(source, call, limits)
         return proposals
 
@@ -78,22 +78,24 @@ class GuestSources:
         """The nodes that sources would have their drafters propose in place of the rows' trees; 0 where none."""
         limits = []
         for request, tree in trees.items():
-            source, is_weak = request.call.source, [False]
-            if source.drafter is not None and request.is_drafting:
-                is_weak = cast(FusedCandidates, source).promises_little([request.request_id], [tree])
+            hybrid, is_weak = request.call.hybrid, [False]
+            if hybrid is not None and request.is_drafting:
+                is_weak = hybrid.promises_little([request.request_id], [tree])
             limits.append(request.call.max_nodes if is_weak[0] else 0)
         return np.array(limits, np.int64)
 
     def redraft(self, wanted: dict[Request, int]) -> dict[Request, DraftTree]:
         """Proposals of the drafters of the rows' sources, where these have one."""
-        by_source: dict[FusedCandidates, dict[Request, int]] = {}
+        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in wanted.items():
-            source = request.call.source
-            if source.drafter is not None and not request.call.batch.is_padding(request):
-                by_source.setdefault(cast(FusedCandidates, source), {})[request] = limit
+            call = request.call
+            if call.hybrid is not None and request.is_drafting and not call.batch.is_padding(request):
+                by_source.setdefault(call.source, {})[request] = limit
         proposals: dict[Request, DraftTree] = {}
         for source, limits in by_source.items():
-            proposals |= self._propose(source, source.redraft, limits)
+            hybrid = next(iter(limits)).call.hybrid
+            assert hybrid is not None, "the others were left out"
+            proposals |= self._propose(source, hybrid.redraft, limits)
         return {request: tree for request, tree in proposals.items() if len(tree)}
 
     def _propose(

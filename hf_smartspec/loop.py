@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .call import DecodingCall, StepDrafts, alike, by_forward
-from .candidates.base import TreeCandidateGenerator
+from .call import DecodingCall, StepDrafts, alike, by_forward, draft_cost
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
 from .layout import RowInput
@@ -155,29 +154,32 @@ class DecodingLoop:
             asked = self.policy.drafter_nodes(step, list(first.values()))
             if asked is None:
                 asked = np.minimum(self.sources.drafter_nodes(first), limits)
+            if len(asked) != len(rows):
+                raise ValueError(f"{type(self.policy).__name__} gave {len(asked)} limits for {len(rows)} rows.")
         before = self.statistics.seconds_draft
         with self._timed("seconds_draft"):
             again = self.sources.redraft(_wanted(rows, asked, step.caps))
         proposals |= again
         step.is_redrafted = np.array([request in again for request in rows], bool)
-        drafters = [request.call.source.drafter if request in again else None for request in rows]
-        step.sources = [name if drafter is None else type(drafter).__name__
-                        for name, drafter in zip(step.sources, drafters)]  # fmt: skip
+        for row in np.flatnonzero(step.is_redrafted).tolist():
+            step.sources[row] = type(rows[row].call.drafter).__name__
         return self.statistics.seconds_draft - before
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:
         prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
-        drafters = [request.call.source.drafter for request in rows]
+        caps = [self._cap(request) for request in rows]
+        first = next((request.call.source for request, cap in zip(rows, caps) if cap > 0), None)
+        drafter = next((request.call.drafter for request in rows if request.call.drafter is not None), None)
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
-            caps=np.array([self._cap(request) for request in rows], np.int64),
+            caps=np.array(caps, np.int64),
             num_prefill_tokens=sum(map(len, feeds.values())) - len(rows),
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=self.num_waiting,
-            draft=_draft_cost(rows[0].call.source) if rows else DraftCost(),
-            drafter=next((_draft_cost(drafter) for drafter in drafters if drafter is not None), None),
+            draft=DraftCost() if first is None else draft_cost(first),  # in mixed company, for all rows
+            drafter=None if drafter is None else draft_cost(drafter),
             sources=[type(request.call.source).__name__ for request in rows],
         )
 
@@ -381,11 +383,6 @@ class ModelLimits(NamedTuple):
 
     vocab_size: int
     num_positions: int | None
-
-
-def _draft_cost(source: TreeCandidateGenerator) -> DraftCost:
-    """Seconds are measured as they come; in mixed company, the first row's source stands for all."""
-    return DraftCost(is_autoregressive=source.is_autoregressive, width=source.width, source=type(source).__name__)
 
 
 def _wanted(rows: Sequence[Request], limits: np.ndarray | list[int], caps: np.ndarray) -> dict[Request, int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..tree import DraftTree
 from .acceptance import Calibrator
-from .cost import CostModel, DraftTimer, StepSeconds
+from .cost import CostModel, DraftCost, DraftTimer, StepSeconds
 from .estimators import AcceptanceEstimator
 from .forest import Forest
 from .levels import levels_against_rivals
@@ -50,6 +50,8 @@ class _Plan:
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and what the prompts add to it.
         asked (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the source was asked for.
         plain_tokens (`float`): What the step's time would have yielded plainly.
+        has_saved (`bool`): Whether the step's share of time for probes has been put aside.
+        drafter_levels (`np.ndarray` of shape `[rows]`, int, *optional*): What the second source was asked for.
     """
 
     rows: StepRows | None = None
@@ -59,6 +61,8 @@ class _Plan:
     draft_seconds: float = 0.0
     is_baseline: bool = False
     plain_tokens: float = 0.0
+    has_saved: bool = False
+    drafter_levels: np.ndarray | None = None
     forest: Forest | None = None
 
 
@@ -133,7 +137,7 @@ class GoodputAuction(LengthPolicy):
     def _best_levels(self, rows: StepRows) -> np.ndarray:
         """The depth of each row's draft that maximises expected goodput, `[rows]` int64; all 0 if none pays."""
         width = rows.draft.width
-        gains = self._gains(rows, width)
+        gains = self._gains(rows.request_ids, rows.caps, width)
         depths = np.arange(1, gains.shape[1] + 1)
         row, depth = np.divmod(np.argsort(-gains, axis=None, kind="stable"), len(depths))
         is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
@@ -148,10 +152,10 @@ class GoodputAuction(LengthPolicy):
         chosen = is_in[level] & (np.arange(len(row)) <= last)
         return np.bincount(row[chosen], minlength=len(rows))
 
-    def _gains(self, rows: StepRows, width: int) -> np.ndarray:
+    def _gains(self, request_ids: Sequence[Hashable], caps: np.ndarray, width: int) -> np.ndarray:
         """How likely each level of an autoregressive draft comes true, `[rows, depths]` float64; 0 beyond the caps."""
-        most = np.minimum(-(-rows.caps // width), _DEEPEST)
-        gains = np.cumprod(self.acceptance.of_requests(rows.request_ids, int(most.max())), axis=1)
+        most = np.minimum(-(-caps // width), _DEEPEST)
+        gains = np.cumprod(self.acceptance.of_requests(request_ids, int(most.max())), axis=1)
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
         return gains
 
@@ -178,7 +182,7 @@ class GoodputAuction(LengthPolicy):
         bids = np.maximum(forest.along_paths(self._probs(rows, forest)) - node, 0.0)
         rivals = np.bincount(forest.row, bids, minlength=num)
         levels = levels_against_rivals(
-            self._gains(rows, drafter.width),
+            self._gains(rows.request_ids, np.minimum(rows.caps, drafter.num_nodes), drafter.width),
             rivals,
             node * drafter.width + price * per_row,
             price * per_call,
@@ -190,6 +194,7 @@ class GoodputAuction(LengthPolicy):
             levels[idle] = 1
         calls, in_calls = drafter.calls(levels)
         self._plan.draft_seconds += per_call * calls + per_row * in_calls
+        self._plan.drafter_levels = levels
         return np.minimum(levels * drafter.width, rows.caps)
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
@@ -198,7 +203,9 @@ class GoodputAuction(LengthPolicy):
 
     def _affords(self, price: float) -> bool:
         """Whether the time saved for probes has reached `price`, which it then pays."""
-        self._probe_seconds += _PROBE_SHARE * self._plan.plain_seconds
+        if not self._plan.has_saved:
+            self._probe_seconds += _PROBE_SHARE * self._plan.plain_seconds
+            self._plan.has_saved = True
         if self._probe_seconds < price:
             return False
         self._probe_seconds = 0.0
@@ -234,8 +241,11 @@ class GoodputAuction(LengthPolicy):
         if forest.num_nodes and not plan.is_baseline:
             chosen, tokens, seconds = self._winners(rows, forest, gains, (chosen, tokens, seconds))
         self.prediction = Prediction(tokens, seconds + plan.prefill_seconds, plan.draft_seconds)
-        plan.plain_tokens = len(rows) * (seconds + plan.draft_seconds) / plain
-        self._learn_benefit(rows, tokens, seconds - plain)
+        plan.plain_tokens = len(rows) * (seconds + plan.draft_seconds) / plain if len(rows) else 0.0
+        is_own = np.ones(len(chosen), bool) if rows.is_redrafted is None else ~rows.is_redrafted[forest.row[chosen]]
+        added = (seconds - plain) * float(is_own.mean()) if len(chosen) else 0.0
+        self._learn_benefit(rows, float(gains[chosen[is_own]].sum()), added)
+        self._num_since_baseline = self._num_since_baseline + 1 if len(chosen) else 0
         mask = np.zeros(forest.num_nodes, bool)
         mask[chosen] = True
         return forest.keep(mask)
@@ -280,12 +290,11 @@ class GoodputAuction(LengthPolicy):
             probs[nodes] = calibrated * self._drifts[source].ratio
         return np.minimum(probs, 1.0)
 
-    def _learn_benefit(self, rows: StepRows, tokens: float, added: float) -> None:
-        """Seconds that verification of the draft saves: the time its tokens take elsewhere, less what it adds."""
+    def _learn_benefit(self, rows: StepRows, gained: float, added: float) -> None:
+        """Seconds that the first source's drafts save: what its tokens take elsewhere, less what verifying adds."""
         if self._plan.asked is not None:
             per_token = self._plan.plain_seconds / max(len(rows), 1) / self._speedup.ratio
-            self._benefit.add((tokens - len(rows)) * per_token - added)
-        self._num_since_baseline = self._num_since_baseline + 1 if tokens > len(rows) else 0
+            self._benefit.add(gained * per_token - added)
 
     # 3. After verification
 
@@ -312,15 +321,26 @@ class GoodputAuction(LengthPolicy):
             levels[self._plan.asked] = 1
         self.timer.observe(*rows.draft.calls(levels), seconds.draft)
         if rows.drafter is not None and rows.is_redrafted is not None:
-            levels[:] = 0
-            np.maximum.at(levels, forest.row, forest.depths)
-            levels[~rows.is_redrafted] = 0
-            self.drafter_timer.observe(*rows.drafter.calls(levels), seconds.drafter)
+            self._learn_drafter(rows, rows.drafter, rows.is_redrafted, forest, seconds.drafter)
         if not forest.num_nodes:
             return
         if tokens is None:
             forest, tokens = Forest(verified), [_known(tree, num) for tree, num in zip(verified, accepted)]
         self._learn_outcomes(rows, forest, tokens)
+
+    def _learn_drafter(
+        self, rows: StepRows, drafter: DraftCost, is_redrafted: np.ndarray, forest: Forest, seconds: float
+    ) -> None:
+        """What it took, and that nothing came where it has none to propose."""
+        levels = np.zeros(len(rows), np.int64)
+        np.maximum.at(levels, forest.row, forest.depths)
+        levels[~is_redrafted] = 0
+        asked = self._plan.drafter_levels
+        if asked is not None and asked.any() and not levels.any():
+            levels = asked
+            tried = (asked > 0)[:, None]
+            self.acceptance.update(rows.request_ids, tried, np.zeros_like(tried))
+        self.drafter_timer.observe(*drafter.calls(levels), seconds)
 
     def _forest_of(self, trees: Sequence[DraftTree]) -> Forest:
         """The forest that `select` has made of these trees, or a new one."""

@@ -204,6 +204,7 @@ class DraftCost:
         is_autoregressive (`bool`): Whether every level is a call.
         width (`int`): Nodes per level and row of the drafts.
         source (`str`): Whose probabilities they are: sources are calibrated apart.
+        num_nodes (`int`): Nodes of a row's draft, at most, where it is drafted by a second source.
     """
 
     per_call: float = 0.0
@@ -211,6 +212,7 @@ class DraftCost:
     is_autoregressive: bool = False
     width: int = 1
     source: str = ""
+    num_nodes: int = 2**31
 
     @classmethod
     def of_model(cls, cost: CostModel, mean_context: float, width: int = 1, source: str = "") -> "DraftCost":

@@ -123,7 +123,7 @@ class LengthPolicy(ABC):
         Learns from a step; by default, nothing.
 
         Args:
-            rows (`StepRows`): As `max_nodes` got it.
+            rows (`StepRows`): The one that `max_nodes` got; by now with the `sources` of the drafts that were made.
             proposed, verified (sequences of `DraftTree`): What `select` was given, and what was verified in the end.
             accepted (sequence of `int`): Accepted nodes of each row.
             seconds (`StepSeconds`): What the step took.

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import LogitsProcessorList
 
-from ..candidates import FusedCandidates
-from ..candidates.base import TreeCandidateGenerator
+from ..candidates.base import HybridSource, TreeCandidateGenerator
 from ..goodput.cost import DraftCost
 from ..tree import DraftTree
 from .clock import EventClock
@@ -97,7 +96,8 @@ class TimedCandidates(TreeCandidateGenerator):
     def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
         self.source, self.clock, self.cost = source, clock, cost
         self.default_num_nodes, self.width = source.default_num_nodes, source.width
-        self.is_autoregressive, self.drafter = source.is_autoregressive, source.drafter
+        self.is_autoregressive = source.is_autoregressive
+        self.drafter = source.drafter if isinstance(source, HybridSource) else None
         self._num_seen: dict[Hashable, int] = {}
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
@@ -125,8 +125,8 @@ class TimedCandidates(TreeCandidateGenerator):
         return self._fused.redraft(request_ids, max_nodes)
 
     @property
-    def _fused(self) -> FusedCandidates:
-        assert isinstance(self.source, FusedCandidates), "only these have a drafter"
+    def _fused(self) -> HybridSource:
+        assert isinstance(self.source, HybridSource), "only these have a drafter"
         return self.source
 
     def _timed(self, trees: list[DraftTree]) -> list[DraftTree]:

@@ -182,3 +182,37 @@ class Silent(Oracle):
 
     def _propose(self, text, limit):
         return DraftTree.empty()
+
+
+def test_a_source_may_have_a_drafter_of_its_own(model):
+    """An attribute of that name makes no hybrid."""
+    source = SuffixTreeCandidates()
+    source.drafter = noisy_copy(model)
+    speculate(model, source)
+
+
+def test_prompts_in_pieces_where_only_tokens_cost(model):
+    policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-3, delta=0.0))
+    config = SmartSpecConfig(SuffixTreeCandidates(), policy=policy)
+    with Engine(model, config, max_batch_size=3, max_prefill_tokens=4) as engine:
+        check_all(engine, model, random_requests(8))
+
+
+def test_requests_without_speculation_do_not_stand_for_the_others(model):
+    spy = Spy(DraftModelCandidates(noisy_copy(model)))
+    spy.is_autoregressive = True
+    kinds = []
+
+    class Watched(GoodputAuction):
+        def max_nodes(self, rows):
+            if rows.caps.any():
+                kinds.append(rows.draft.is_autoregressive)
+            return super().max_nodes(rows)
+
+    policy = Watched(UnmovedCost(alpha=0.0, gamma=1e-5, delta=1e-2))
+    with Engine(model, SmartSpecConfig(spy, policy=policy), max_batch_size=4) as engine:
+        for index in range(8):
+            assistant = "none" if index % 2 == 0 else None
+            engine.add_request([3, 4, 5 + index], max_new_tokens=12, **({"assistant": assistant} if assistant else {}))
+        list(engine)
+    assert kinds and all(kinds)

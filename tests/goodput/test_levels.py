@@ -92,3 +92,40 @@ def test_by_source_splits_nodes_by_the_source_of_their_row():
     assert {name: part.tolist() for name, part in parts.items()} == {
         "lookup": [True, True, False, True], "model": [False, False, True, False],
     }  # fmt: skip
+
+
+def test_the_drafter_is_asked_for_no_more_than_it_drafts():
+    rows = hybrid_rows(1)
+    rows.drafter = DraftCost(per_call=1e-4, is_autoregressive=True, source="model", num_nodes=3)
+    policy = GoodputAuction(line())
+    policy.max_nodes(rows)
+    assert policy.drafter_nodes(rows, [DraftTree.empty()]).tolist() == [3]
+
+
+def test_a_drafter_without_an_idea_is_soon_asked_no_more_and_what_is_asked_keeps_within_one_percent():
+    policy, seconds = GoodputAuction(line()), []
+    for _ in range(600):
+        rows = hybrid_rows(1)
+        policy.max_nodes(rows)
+        is_asked = bool(policy.drafter_nodes(rows, [DraftTree.empty()])[0])
+        rows.is_redrafted = np.zeros(1, bool)
+        kept = policy.select(rows, [DraftTree.empty()])
+        seconds.append(5e-3 * is_asked)
+        policy.observe(rows, kept, kept, [0], StepSeconds(0.0, 0.021, 0.0, seconds[-1]), [np.array([1])])
+    assert seconds[0] > 0 and sum(seconds[-500:]) < 0.012 * 500 * 0.021
+
+
+def test_the_first_source_is_not_credited_with_the_drafters_tokens():
+    policy = GoodputAuction(line())
+    for _ in range(50):
+        rows = hybrid_rows(1)
+        rows.draft = DraftCost(source="lookup")
+        policy.max_nodes(rows)
+        asked = policy.drafter_nodes(rows, [DraftTree.empty()])
+        rows.is_redrafted = asked > 0
+        tree = STRONG.most_likely(int(asked[0]))
+        kept = policy.select(rows, [tree])
+        forward = float(line().seconds(*rows.forward_size(len(kept[0]))))
+        policy.observe(rows, [tree], kept, [len(kept[0])], StepSeconds(5e-3, forward, 0.0, 1e-3), [STRONG.tokens])
+    limits = [policy.max_nodes(hybrid_rows(1)).any() for _ in range(20)]
+    assert sum(limits) <= 2, "its silence costs 5 ms"
