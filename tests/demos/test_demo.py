@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 from transformers.utils.logging import set_verbosity_error
 
-from hf_smartspec.loop import DecodingLoop
+from hf_smartspec.request import Request
 from tests.folders import save_tiny_models
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
@@ -74,10 +74,8 @@ def test_demo_streams_measures_and_compares(demo, folder, prompts, tmp_path, cap
 
 
 def test_demo_fails_where_ours_differ(demo, folder, prompts, monkeypatch, capsys):
-    advance = DecodingLoop._advance
-    monkeypatch.setattr(
-        DecodingLoop, "_advance", lambda self, row, token: advance(self, row, 7 if row.num_generated == 4 else token)
-    )
+    append = Request.append
+    monkeypatch.setattr(Request, "append", lambda row, token: append(row, 7 if row.num_generated == 4 else token))
     assert demo.main(["--models", str(folder), "--prompts", str(prompts), *SHORT]) == 1
     out = capsys.readouterr().out
     # A row may hold the planted token anyway: which rows differ depends on the random weights.
