@@ -1,17 +1,12 @@
 """Why a load was fast or slow: what the engine's report says about each policy, side by side."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from ..goodput import CostModel, LengthPolicy, StepRows
-from ..goodput.log import LoggedPolicy, SpeculationReport
-from ..goodput.selector import StepSeconds
-from ..tree import DraftTree
+from ..goodput.log import SpeculationReport
 from .report import table
 
 _DEPTHS = 4
@@ -31,26 +26,6 @@ class Explanation(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         return {"wait": self.wait, "best_fixed": self.report.best_fixed} | asdict(self.report)
-
-
-class WaitingLog(LoggedPolicy):
-    """Also adds up how long requests waited, as simulations do not tell."""
-
-    def __init__(self, policy: LengthPolicy, cost: CostModel):
-        super().__init__(policy, cost)
-        self.seconds_waited = 0.0
-
-    def observe(
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        verified: Sequence[DraftTree],
-        accepted: Sequence[int],
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        self.seconds_waited += rows.num_waiting * sum(seconds)
-        super().observe(rows, proposed, verified, accepted, seconds, tokens)
 
 
 def print_explanations(title: str, explanations: dict[str, Explanation], console: Console) -> None:

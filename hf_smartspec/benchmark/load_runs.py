@@ -21,7 +21,7 @@ from ..results import EngineOutput
 from ..simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ..simulator.sources import TimedCandidates
 from .load_costs import Calibration
-from .load_explain import Explanation, WaitingLog
+from .load_explain import Explanation
 from .load_policies import NONE, Policies
 from .load_setup import Drafts, Setup
 from .load_sources import WITH_DRAFT_MODEL
@@ -79,8 +79,8 @@ def serve(
                 result.served.append(Served(request.arrival, *times, len(output.generated_tokens)))
             result.served.sort()
             result.statistics += engine.statistics
-    waits = [output.lifespan[0] - output.created_time for output in outputs.values()]
-    return Explanation(engine.report(), float(np.mean(waits)))
+    result.seconds_waited = sum(output.lifespan[0] - output.created_time for output in outputs.values())
+    return Explanation(engine.report(), result.seconds_waited / max(len(requests), 1))
 
 
 def warm_up(setup: Setup, source: str, policy: LengthPolicy) -> None:
@@ -207,14 +207,14 @@ def simulate_logged(
     setup: Setup, source: str, calibration: Calibration, new_policy: PolicyMaker, requests: Sequence[LoadRequest]
 ) -> tuple[LoadResult, Explanation]:
     """The same, with what an engine would say about it."""
-    logs: list[WaitingLog] = []
+    logs: list[LoggedPolicy] = []
 
     def logged(engine: SimulatedEngine) -> LoggedPolicy:
-        logs.append(WaitingLog(new_policy(engine), copy.deepcopy(calibration.cost)))
+        logs.append(LoggedPolicy(new_policy(engine), copy.deepcopy(calibration.cost)))
         return logs[0]
 
     result = simulate(setup, source, calibration, logged, requests)
-    return result, Explanation(logs[0].report(), logs[0].seconds_waited / max(len(requests), 1))
+    return result, Explanation(logs[0].report(), result.seconds_waited / max(len(requests), 1))
 
 
 def simulate_beside(

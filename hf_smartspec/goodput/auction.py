@@ -135,7 +135,7 @@ class GoodputAuction(LengthPolicy):
         self._plan = _Plan(rows, plain, prefill)
 
     def _best_levels(self, rows: StepRows) -> np.ndarray:
-        """The depth of each row's draft that maximises expected goodput, `[rows]` int64; all 0 if none pays."""
+        """The depth of each row's draft that leaves most tokens, `[rows]` int64; all 0 if none pays."""
         width = rows.draft.width
         gains = self._gains(rows.request_ids, rows.caps, width)
         depths = np.arange(1, gains.shape[1] + 1)
@@ -251,7 +251,7 @@ class GoodputAuction(LengthPolicy):
         return forest.keep(mask)
 
     def _winners(self, rows: StepRows, forest: Forest, gains: np.ndarray, best: _Winners) -> _Winners:
-        """The nodes of the highest goodput; `best`, which speculates not at all, where none is better by the margin."""
+        """The nodes that leave most tokens; `best`, which speculates not at all, where none leave the margin more."""
         # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]

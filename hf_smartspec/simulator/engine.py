@@ -100,7 +100,7 @@ class SimulatedEngine:
         while run.step(on_served):
             pass
         served = [run.served[request] for request in requests]
-        return LoadResult(served, loop.statistics, self.forward.num_batched)
+        return LoadResult(served, loop.statistics, self.forward.num_batched, run.seconds_waited)
 
     def _num_tokens(self, request: LoadRequest) -> int:
         return len(request.prompt) + request.max_new_tokens + self.max_nodes
@@ -124,6 +124,7 @@ class _Run:
         self.first_tokens: dict[DecodingCall, float] = {}
         self.unanswered: list[DecodingCall] = []  # those that run and have no token yet
         self.served: dict[LoadRequest, Served] = {}
+        self.seconds_waited = 0.0
 
     def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> bool:
         """The next step of the loop; False if there is none."""
@@ -151,6 +152,7 @@ class _Run:
             scheduler.add(coming, self.memory.num_tokens(coming))
         while (call := scheduler.next()) is not None:
             request = call.requests[0]
+            self.seconds_waited += self.clock.now - self._queued(_item(request))
             self.memory.place(request, self.loop.running)
             self.engine.forward.set_text(request.cache_row, _text(request))
             self.loop.add(call)

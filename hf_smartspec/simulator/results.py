@@ -30,11 +30,13 @@ class LoadResult:
         served (list of `Served`): The requests that were answered, in the order of their arrival.
         statistics (`GenerationStatistics`): Sums over all steps; times are virtual where the load was simulated.
         batched_tokens (`int`): Tokens in all forwards, prompts included.
+        seconds_waited (`float`): Of all requests in the queue, where that is known.
     """
 
     served: list[Served] = field(default_factory=list)
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
     batched_tokens: int = 0
+    seconds_waited: float = 0.0
 
     @property
     def latencies(self) -> np.ndarray:
@@ -101,5 +103,6 @@ def pooled(results: Sequence[LoadResult]) -> LoadResult:
         ]
         total.statistics += result.statistics
         total.batched_tokens += result.batched_tokens
+        total.seconds_waited += result.seconds_waited
         offset += result.seconds
     return total

@@ -55,8 +55,9 @@ def test_the_drafter_is_asked_where_the_first_drafts_promise_less_than_it_costs(
     policy.max_nodes(rows)
     limits = policy.drafter_nodes(rows, [STRONG, WEAK, DraftTree.empty()])
     assert limits[0] == 0 and limits[1] > 0 and limits[2] > 0
-    for unpayable in (hybrid_rows(3, per_call=10.0), hybrid_rows(3)):
-        unpayable.caps[:] = 0 if unpayable.drafter.per_call < 1 else 8
+    dear, full = hybrid_rows(3, per_call=10.0), hybrid_rows(3)
+    full.caps[:] = 0
+    for unpayable in (dear, full):
         policy.max_nodes(unpayable)
         assert not policy.drafter_nodes(unpayable, [STRONG, WEAK, DraftTree.empty()]).any()
 

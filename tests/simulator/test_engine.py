@@ -53,6 +53,14 @@ def test_a_lone_request_takes_its_prefill_and_one_step_per_token():
     assert result.batched_tokens == 16 + 49 and result.statistics.forwards == 50
     late = SimulatedEngine(COST, NoCandidates(), request_seconds=0.5).run([request], NoSpeculation())
     assert late.mean_latency == pytest.approx(0.5 + sum(step))
+    assert result.seconds_waited == late.seconds_waited == 0, "what it takes to prepare a request is no waiting"
+
+
+def test_requests_wait_while_the_one_slot_is_taken():
+    requests = same_requests([0.0, 0.0, 0.0])
+    result = SimulatedEngine(COST, NoCandidates(), max_batch_size=1).run(requests, NoSpeculation())
+    first, second, _ = result.served
+    assert result.seconds_waited == pytest.approx(first.end + second.end)
 
 
 def test_latency_at_low_load_is_the_service_time_and_rises_with_load():
