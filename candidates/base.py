@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 
 _OWN_REQUEST = "get_candidates"
 
@@ -30,11 +30,24 @@ class TreeCandidateGenerator(CandidateGenerator):
         is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
             asked for where these do not pay.
         width (`int`): Nodes per level that it drafts, if so.
+        heeds_prices (`bool`): Whether it ends drafts by itself where a further level is not worth what `price` says.
     """
 
     default_num_nodes: int = 5
     is_autoregressive: bool = False
     width: int = 1
+    heeds_prices: bool = False
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes per row at most, where goodput decides how many there are."""
+        return self.default_num_nodes
+
+    def price(self, price: LevelPrice | None) -> None:
+        """
+        Comes before `propose` where goodput decides: what a further level must be worth, in expected tokens (the sum of
+        its nodes' path probabilities). None where it does not decide. By default, nothing happens.
+        """
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """
@@ -129,6 +142,9 @@ class HybridSource(Protocol):
 
     def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         """The drafter's trees; empty ones for 0 nodes, and where it has none."""
+
+    def with_drafter(self, request_id: Hashable, first: DraftTree, again: DraftTree, max_nodes: int) -> DraftTree:
+        """The best nodes of the request's tree of `propose_merged` and the drafter's."""
 
 
 class NoCandidates(TreeCandidateGenerator):

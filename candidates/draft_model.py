@@ -11,8 +11,11 @@ from ..checks import is_integer
 from ..forward import PackedForward
 from ..layout import CacheRow, RowInput
 from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 from .base import TreeCandidateGenerator
+
+_USUAL, _MOST = 5, 24  # nodes of a draft; where prices end it
+_WIDEST = 4  # children of a node, and nodes of a level that are grown further, where prices rule
 
 
 @dataclass(eq=False)
@@ -68,13 +71,17 @@ class _Growth:
             distributions,
         )
 
-    def add_children(self, node: int, tokens: list[int], probs: list[float]) -> None:
-        """Further candidates behind candidate `node` (-1: behind the text)."""
+    def add_children(self, node: int, tokens: list[int], probs: list[float], trust: float, least: float) -> None:
+        """Candidates behind candidate `node` (-1: behind the text), the best first, with paths of `least` or more."""
         path_prob = self.path_probs[node] if node >= 0 else 1.0
+        paths = [path_prob * min(prob * trust, 1.0) for prob in probs]
+        num = sum(path >= least for path in paths)
+        num = max(num, node == self.frontier[0])  # every level has a node, so that its costs can be told
+        tokens, probs = tokens[:num], probs[:num]
         self.tokens += tokens
         self.parents += [node] * len(tokens)
         self.probs += probs
-        self.path_probs += [path_prob * prob for prob in probs]
+        self.path_probs += paths[:num]
         self.depths += [self.depths[node] + 1 if node >= 0 else 1] * len(tokens)
 
 
@@ -89,9 +96,12 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     Args:
         model (`PreTrainedModel`): A causal LM whose tokenizer is the target's; must follow the attention interface.
-        num_nodes (`int`): Nodes per draft where the caller names no number.
-        width (`int`): 1 drafts chains. More drafts trees: at every level, the `width` most probable nodes each get
-            their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
+        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 5,
+            and where goodput decides, as many as are worth it, up to 24.
+        width (`int`, *optional*): 1 drafts chains. More drafts trees: at every level, the `width` most probable nodes
+            each get their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
+            Where not given, chains, and where goodput decides, trees whose width at every node is what is worth it,
+            up to 4.
         confidence_threshold (`float`): A chain ends early behind a token that the draft gives a lower probability.
         samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
             distributions on, as verification by rejection needs them. Chains only.
@@ -102,27 +112,40 @@ class DraftModelCandidates(TreeCandidateGenerator):
     def __init__(
         self,
         model: PreTrainedModel,
-        num_nodes: int = 5,
-        width: int = 1,
+        num_nodes: int | None = None,
+        width: int | None = None,
         confidence_threshold: float = 0.0,
         samples: bool = False,
     ):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
         for name, value in (("num_nodes", num_nodes), ("width", width)):
-            if not is_integer(value) or value < 1:
+            if value is not None and (not is_integer(value) or value < 1):
                 raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
         if not 0 <= confidence_threshold <= 1:
             raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
-        if samples and width > 1:
+        if samples and (width or 1) > 1:
             raise ValueError("Sampled drafts are chains: `samples=True` needs `width=1`.")
-        self.model, self.default_num_nodes, self.width = model, num_nodes, width
+        self.model, self.default_num_nodes, self.width = model, num_nodes or _USUAL, width or 1
+        # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
+        self.heeds_prices = not samples
+        self._most_nodes = num_nodes or (_USUAL if samples else _MOST)
+        self._widest = width or _WIDEST
+        self._price: LevelPrice | None = None
         self.confidence_threshold, self.samples = confidence_threshold, samples
         config = model.config.get_text_config(decoder=True)
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._forward: PackedForward | None = None
         self._states: dict[Hashable, _DraftState] = {}
         self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_nodes
+
+    def price(self, price: LevelPrice | None) -> None:
+        """Drafts end where a level promises less than it costs, and branch where that promises more than it costs."""
+        self._price = price if self.heeds_prices else None
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         self._coupling[request_id] = (score_processors(processors), seed)
@@ -172,7 +195,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
             self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
         while growing:
             self._grow_level(growing)
-            growing = [growth for growth in growing if self._choose_frontier(growth)]
+            growing = self._worth_growing(growing)
         for growth in growths:
             growth.state.nodes = growth.cached
         return [growth.tree() for growth in growths]
@@ -192,9 +215,10 @@ class DraftModelCandidates(TreeCandidateGenerator):
         if lines != list(range(len(logits))):  # also where rows have changed slots, and lines their order
             logits = logits[torch.tensor(lines, device=logits.device)]
         tokens, probs, distributions = self._best_children(growths, logits)
+        trust, least = (1.0, 0.0) if self._price is None else (self._price.trust, self._price.node)
         owners = ((growth, node) for growth in growths for node in growth.frontier)
         for line, (growth, node) in enumerate(owners):
-            growth.add_children(node, tokens[line], probs[line])
+            growth.add_children(node, tokens[line], probs[line], trust, least)
             if distributions is not None and growth.state.seed is not None:
                 growth.distributions.append(distributions[line])
 
@@ -219,13 +243,32 @@ class DraftModelCandidates(TreeCandidateGenerator):
             scores = torch.cat(processed)
             distributions = scores.softmax(dim=-1) if self.samples else None
             scores = add_gumbel_noise(scores, seeds, positions)
-        if self.width == 1:
+        width = self.width if self._price is None else self._widest
+        if width == 1:
             tokens = torch.tensor(argmax(scores), device=scores.device)[:, None]
         else:
-            tokens = top_tokens(scores, self.width)
+            tokens = top_tokens(scores, width)
         # Cheaper than the two scores and a log-sum-exp: torch has one fused kernel for this.
         probs = scores.softmax(dim=-1).gather(1, tokens)
         return tokens.tolist(), probs.tolist(), distributions
+
+    def _worth_growing(self, growths: list[_Growth]) -> list[_Growth]:
+        """Those that get a further level, with the nodes that it hangs on."""
+        price = self._price
+        if price is None:
+            return [growth for growth in growths if self._choose_frontier(growth)]
+        going_on, profit = [], -price.call
+        for growth in growths:
+            newest = range(growth.depths.index(growth.depths[-1]), len(growth.depths))
+            paths = growth.path_probs
+            best = sorted(newest, key=lambda node: -paths[node])[: self._widest]
+            frontier = [node for node in best if paths[node] >= price.node]
+            gain = sum(paths[node] for node in frontier) - price.row
+            if gain > 0 and growth.depths[-1] < self._max_depth(growth):
+                growth.frontier = frontier
+                going_on.append(growth)
+                profit += gain
+        return going_on if profit > 0 else []
 
     def _choose_frontier(self, growth: _Growth) -> bool:
         """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
@@ -243,5 +286,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         room = growth.limit
         if self._num_positions is not None:
             room = self._num_positions - len(growth.state.tokens) + 1
+        if self._price is not None:
+            return min(growth.limit, room)
         num_levels = -(-growth.limit // self.width) + (self.width > 1)
         return min(growth.limit, num_levels, room)

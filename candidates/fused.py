@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.utils import logging
 
 from ..checks import is_integer
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 from .base import TreeCandidateGenerator
 from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 
@@ -57,7 +57,8 @@ class FusedCandidates(TreeCandidateGenerator):
     per namespace (see `assign`).
 
     With a `drafter`, SuffixDecoding's hybrid: where the merged tree promises too few tokens (SCORE, the sum of its path
-    probabilities, is at most τ), the drafter is asked in its place.
+    probabilities, is at most τ), the drafter is asked as well. The paper then verifies the drafter's draft in place of
+    the tree's; here its nodes join the tree.
 
     Args:
         sources (sequence of `TreeCandidateGenerator`): What is merged.
@@ -106,15 +107,29 @@ class FusedCandidates(TreeCandidateGenerator):
         self.sources, self.drafter = list(sources), drafter
         self.discounts = _discounts([1.0] * len(sources) if discounts is None else discounts, len(sources))
         self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in everyone)
+        self._most_nodes = num_nodes or max(source.most_nodes for source in everyone)
         self._everyone, self._fixed_threshold = everyone, threshold
         types = [type(source).__name__ for source in sources]
         names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]
+        if drafter is not None:
+            names.append(f"{type(drafter).__name__}, drafter")
         self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
         self._accepted = accepted or AcceptedLengths()
         self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_nodes
+
+    def price(self, price: LevelPrice | None) -> None:
+        if self.drafter is None:
+            return
+        if price is not None and self._calibrations is not None:
+            price = price._replace(trust=self._calibrations.trust("", len(self.sources)))
+        self.drafter.price(price)
 
     def warm_up(self) -> None:
         """Has every source compile what it compiles at its first use."""
@@ -183,7 +198,10 @@ class FusedCandidates(TreeCandidateGenerator):
         weak = self.promises_little(request_ids, merged)
         limits = [limit if is_weak else 0 for limit, is_weak in zip(max_nodes, weak)]
         again = self.redraft(request_ids, limits)
-        return [tree if len(tree) else first for tree, first in zip(again, merged)]
+        return [
+            self.with_drafter(name, first, tree, limit) if len(tree) else first
+            for name, first, tree, limit in zip(request_ids, merged, again, max_nodes)
+        ]
 
     def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         """What `propose` proposes before the drafter is asked."""
@@ -210,16 +228,26 @@ class FusedCandidates(TreeCandidateGenerator):
         rows = [row for row, limit in enumerate(max_nodes) if limit > 0]
         if self.drafter is None or not rows:
             return trees
-        most = [min(max_nodes[row], self.drafter.default_num_nodes) for row in rows]  # it may cost by the node
+        most = [min(max_nodes[row], self.drafter.most_nodes) for row in rows]  # it may cost by the node
         for row, tree in zip(rows, self._ask(self.drafter, [request_ids[row] for row in rows], most)):
             if len(tree):
                 trees[row] = self._modelled[request_ids[row]] = tree
         return trees
 
+    def with_drafter(self, request_id: Hashable, first: DraftTree, again: DraftTree, max_nodes: int) -> DraftTree:
+        """The most probable nodes of the request's tree of `propose_merged` and the drafter's."""
+        draft = Draft.of(again)
+        if self._calibrations is not None:
+            namespace = self._namespaces.get(request_id, "")
+            (draft,) = self._calibrations.calibrated(namespace, [draft], len(self.sources))
+        return merge([Draft.of(first), draft], max_nodes)
+
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         drafts, modelled = self._drafts.pop(request_id, None), self._modelled.pop(request_id, None)
         namespace = self._namespaces.get(request_id, "")
         if self._calibrations is not None and drafts is not None:
+            if modelled is not None:
+                drafts = [*drafts, Draft.of(modelled)]
             self._calibrations.learn(namespace, drafts, tokens)
         if modelled is not None:
             self._accepted.add(_num_accepted(modelled, tokens), namespace)

@@ -14,6 +14,7 @@ from ..tree import DraftTree
 
 _NUM_SCORES, _NUM_DEPTHS = 128, 9  # of a table; what lies deeper counts as the last
 _LONGEST = 17  # match length with a table of its own; longer ones count as this one
+_HIGH = 0.8  # a probability by which a source is judged as a whole
 _MOST_PENDING = 512  # observations that wait; tables are made anew when they are learnt
 _MOST_SOURCES = 256  # whose tables are kept, of 5 kB for each match length that occurs
 
@@ -166,8 +167,15 @@ class Calibrations:
         self._learners.move_to_end(namespace)
         return self._learners[namespace]
 
-    def calibrated(self, namespace: Hashable, drafts: Sequence[Draft]) -> list[Draft]:
-        return [draft._replace(probs=learner.look_up(draft)) for learner, draft in zip(self._of(namespace), drafts)]
+    def calibrated(self, namespace: Hashable, drafts: Sequence[Draft], first: int = 0) -> list[Draft]:
+        """The drafts of all sources, or of those from number `first` on, with calibrated probabilities."""
+        learners = self._of(namespace)[first:]
+        return [draft._replace(probs=learner.look_up(draft)) for learner, draft in zip(learners, drafts)]
+
+    def trust(self, namespace: Hashable, source: int) -> float:
+        """By how much a source's high probabilities are too low or too high."""
+        learner = self._of(namespace)[source]
+        return float(self.calibrator.calibrate(learner.key, [_HIGH], [2], [0])[0]) / _HIGH
 
     def learn(self, namespace: Hashable, drafts: Sequence[Draft], tokens: np.ndarray) -> None:
         """Learns from the sources' drafts, with raw probabilities, and the tokens that were committed behind them."""

@@ -27,6 +27,7 @@ class ModelForward(Protocol):
     def remove(self, row: CacheRow) -> None: ...
     def compact(self, rows: Sequence[CacheRow]) -> None: ...
     def cut(self, row: CacheRow, length: int) -> None: ...
+    def padded_context(self, rows: Sequence[CacheRow]) -> int: ...
 
 
 @dataclass(eq=False)
@@ -104,6 +105,12 @@ def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]
     return groups
 
 
+def padded_context(requests: Iterable[Request]) -> int:
+    """N_context of a step in which each of these rows brings one token."""
+    groups = by_forward(requests).items()
+    return sum(forward.padded_context([request.cache_row for request in group]) for forward, group in groups)
+
+
 def alike(rows: Sequence[Request]) -> list[list[Request]]:
     """The rows whose tokens are picked in the same way, together."""
     groups: dict[Hashable, list[Request]] = {}
@@ -118,5 +125,6 @@ def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
         is_autoregressive=source.is_autoregressive,
         width=source.width,
         source=type(source).__name__,
-        num_nodes=source.default_num_nodes,
+        num_nodes=source.most_nodes,
+        heeds_prices=source.heeds_prices,
     )

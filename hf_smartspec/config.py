@@ -57,7 +57,8 @@ class SmartSpecConfig:
             its suffix trees are the model's own for this file.
         num_nodes (`int`, *optional*): Draft nodes per row at every step. Where not given, a `GoodputAuction` decides at
             every step how many of those that the source drafts by default are worth it.
-        width (`int`): For draft models: 1 drafts chains, more drafts trees (see `DraftModelCandidates`).
+        width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. Where not given, chains, and
+            where goodput decides, trees where these pay (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
             same distribution; draft models only).
         policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of both.
@@ -71,7 +72,7 @@ class SmartSpecConfig:
 
     assistant: Any = "prompt_lookup"
     num_nodes: int | None = None
-    width: int = 1
+    width: int | None = None
     verification: str = "coupled"
     policy: LengthPolicy | None = None
     namespace: str = ""
@@ -83,14 +84,14 @@ class SmartSpecConfig:
             raise ValueError(f"`verification` must be one of {sorted(METHODS)}, got {self.verification!r}.")
         if self.num_nodes is not None and (not is_integer(self.num_nodes) or self.num_nodes < 0):
             raise ValueError(f"`num_nodes` must be an integer of at least 0 or None, got {self.num_nodes!r}.")
-        if not is_integer(self.width) or self.width < 1:
+        if self.width is not None and (not is_integer(self.width) or self.width < 1):
             raise ValueError(f"`width` must be a positive integer, got {self.width!r}.")
         if self.policy is not None and not isinstance(self.policy, LengthPolicy):
             raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")
         if self.num_nodes is not None and self.policy is not None:
             raise ValueError("`num_nodes` and `policy` both say how much to draft: pass one of them.")
         is_source = isinstance(self.assistant, str | CandidateGenerator)
-        if self.width > 1 and (is_source or self.verification == "rejection"):
+        if (self.width or 1) > 1 and (is_source or self.verification == "rejection"):
             raise ValueError(
                 f"`width={self.width}` has an effect on draft models verified by 'coupled' only. Leave it out, or give "
                 "it to the source itself."
@@ -134,7 +135,9 @@ class SmartSpecConfig:
         """Draft nodes per row and step, at most."""
         if isinstance(self.policy, FixedLength):
             return self.policy.num_nodes
-        return source.default_num_nodes if self.num_nodes is None else self.num_nodes
+        if self.num_nodes is not None:
+            return self.num_nodes
+        return source.most_nodes if self.verification == "coupled" else source.default_num_nodes
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
         """The policy that was asked for, by itself or by a number of nodes; None where goodput is to decide."""
@@ -145,7 +148,7 @@ class SmartSpecConfig:
         return self.fixed_policy_for(source)
 
     def fixed_policy_for(self, source: TreeCandidateGenerator) -> FixedLength:
-        return FixedLength(self.max_nodes_for(source))
+        return FixedLength(source.default_num_nodes if self.num_nodes is None else self.num_nodes)
 
 
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
@@ -183,7 +186,7 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGen
     items, discounts, options = _expanded(config.assistant, target)
     if not items:
         raise ValueError("`assistant` must name at least one source, got an empty list.")
-    widths = [1 if isinstance(item, str | CandidateGenerator) else config.width for item in items]  # for draft models
+    widths = [None if isinstance(item, str | CandidateGenerator) else config.width for item in items]  # of draft models
     sources = [
         _as_source(replace(config, assistant=item, width=width, references=()), target)
         for item, width in zip(items, widths)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,6 +47,9 @@ class Engine:
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
 
+    `stop()` it, or use it in a `with` block. An engine that nobody refers to any more stops by itself; what still runs
+    then is cancelled.
+
     Example:
 
         >>> with hf_smartspec.Engine(model, assistant="auto") as engine:
@@ -82,6 +86,7 @@ class Engine:
         self._results = Results()
         self._policy = self._make_policy()
         self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
+        weakref.finalize(self, EngineRunner.end, self._runner)
         self._names = 0
         self._drafters: dict[int, TreeCandidateGenerator] = {}  # by draft model
         self._lock, self._offline = threading.Lock(), threading.Lock()
@@ -180,7 +185,7 @@ class Engine:
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
         kwargs = {**kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        config: Any = replace(self.config, assistant=self._source, width=1) if assistant is None else assistant
+        config: Any = replace(self.config, assistant=self._source, width=None) if assistant is None else assistant
         if isinstance(config, PreTrainedModel):  # one source for all that draft with it: they share its forwards
             config = self._drafters.setdefault(id(config), SmartSpecConfig(config).source_for(self.model))
         original = MethodType(GenerationMixin.generate, self.model)
@@ -237,12 +242,21 @@ class Engine:
             RuntimeError: if the engine does not run and the output is not there: who waits then waits forever.
         """
         self._check_runs(request_id)
-        return self._results.stream(request_id)
+        return self._held(self._results.stream(request_id))
 
     def request_id_aiter(self, request_id: str) -> AsyncIterator[EngineOutput]:
         """`request_id_iter` for `async for`."""
         self._check_runs(request_id)
-        return self._results.stream_async(request_id)
+        return self._held_async(self._results.stream_async(request_id))
+
+    # Who reads holds the engine, which otherwise might stop.
+
+    def _held(self, outputs: Iterator[EngineOutput]) -> Iterator[EngineOutput]:
+        yield from outputs
+
+    async def _held_async(self, outputs: AsyncIterator[EngineOutput]) -> AsyncIterator[EngineOutput]:
+        async for output in outputs:
+            yield output
 
     def _check_runs(self, request_id: str | None = None) -> None:
         self._runner.check_thread()

@@ -90,6 +90,10 @@ class RowwiseForward:
     def compact(self, rows: Sequence[CacheRow]) -> None:
         """Nothing to do: every row has memory of its own."""
 
+    def padded_context(self, rows: Sequence[CacheRow]) -> int:
+        """The columns that attention reads in a step of one token a row: nothing is padded."""
+        return sum(row.length for row in rows)
+
     def cut(self, row: CacheRow, length: int) -> None:
         """
         Takes a row back to its first `length` tokens, by running it anew: sliding windows have dropped what they would

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from .attention import attention_configs, tree_attention_step
 from .cache import SlotCache
-from .layout import CacheRow, RowInput, arrange, build_layout
+from .layout import CacheRow, RowInput, arrange, build_layout, padded_context
+from .parts import call_columns
 from .processors import argmax
 
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
@@ -35,6 +36,7 @@ class PackedForward:
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         self._groups = max(heads // (getattr(config, "num_key_value_heads", None) or heads), 1)
+        self._call = call_columns(config, model.device.type)
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def add(self) -> CacheRow:
@@ -50,6 +52,10 @@ class PackedForward:
         """Takes a row back to its first `length` tokens."""
         row.length, row.num_nodes = length, 0
 
+    def padded_context(self, rows: Sequence[CacheRow]) -> int:
+        """The columns that attention reads in a step of one token a row; see `layout.padded_context`."""
+        return padded_context(rows, self._call)
+
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)
 
@@ -64,7 +70,7 @@ class PackedForward:
             Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
-        groups = arrange(self._run_long_feeds(list(inputs)))
+        groups = arrange(self._run_long_feeds(list(inputs)), self._call)
         order = [item for group in groups for item in group]
         self.cache.reserve(max(item.row.length + len(item.feed) + len(item.tree) for item in order))
 
@@ -89,7 +95,7 @@ class PackedForward:
             long = [item for item in inputs if len(item.feed) > chunk]
             chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
             self.cache.reserve(max(item.row.length for item in chunks) + chunk)
-            self._run(arrange(chunks), keep=[0])
+            self._run(arrange(chunks, self._call), keep=[0])
             rest = {}
             for item in long:
                 rest[id(item)] = RowInput(item.row, item.feed[chunk:], item.tree, item.first_node)

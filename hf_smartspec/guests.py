@@ -9,7 +9,7 @@ from transformers.utils import logging
 from .candidates.base import TreeCandidateGenerator
 from .goodput.drafting import PrefillGate
 from .request import Request
-from .tree import DraftTree
+from .tree import DraftTree, LevelPrice
 
 logger = logging.get_logger(__name__)
 
@@ -58,8 +58,11 @@ class GuestSources:
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         self._guarded(request, request.call.source.observe, request.request_id, tokens)
 
-    def propose(self, wanted: dict[Request, int]) -> dict[Request, DraftTree]:
-        """One call of each source that serves some of the rows; rows that run on, on padding, need none."""
+    def propose(self, wanted: dict[Request, int], price: LevelPrice | None = None) -> dict[Request, DraftTree]:
+        """
+        One call of each source that serves some of the rows; rows that run on, on padding, need none. `price` is what
+        sources that draft level by level are to go by.
+        """
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in wanted.items():
@@ -71,7 +74,7 @@ class GuestSources:
         for source, limits in by_source.items():
             hybrid = next(iter(limits)).call.hybrid
             call = source.propose if hybrid is None else hybrid.propose_merged
-            proposals |= self._propose(source, call, limits)
+            proposals |= self._propose(source, call, limits, price)
         return proposals
 
     def drafter_nodes(self, trees: dict[Request, DraftTree]) -> np.ndarray:
@@ -84,8 +87,12 @@ class GuestSources:
             limits.append(request.call.max_nodes if is_weak[0] else 0)
         return np.array(limits, np.int64)
 
-    def redraft(self, wanted: dict[Request, int]) -> dict[Request, DraftTree]:
-        """Proposals of the drafters of the rows' sources, where these have one."""
+    def redraft(
+        self, wanted: dict[Request, int], trees: dict[Request, DraftTree], price: LevelPrice | None = None
+    ) -> tuple[dict[Request, DraftTree], dict[Request, DraftTree]]:
+        """
+        Proposals of the drafters of the rows' sources, where these have one, and the rows' `trees` with these nodes.
+        """
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in wanted.items():
             call = request.call
@@ -95,18 +102,35 @@ class GuestSources:
         for source, limits in by_source.items():
             hybrid = next(iter(limits)).call.hybrid
             assert hybrid is not None, "the others were left out"
-            proposals |= self._propose(source, hybrid.redraft, limits)
-        return {request: tree for request, tree in proposals.items() if len(tree)}
+            proposals |= self._propose(source, hybrid.redraft, limits, price)
+        again = {request: tree for request, tree in proposals.items() if len(tree)}
+        joined = {
+            request: self._joined(request, trees[request], tree, wanted[request]) for request, tree in again.items()
+        }
+        return again, joined
+
+    def _joined(self, request: Request, first: DraftTree, again: DraftTree, limit: int) -> DraftTree:
+        hybrid = request.call.hybrid
+        assert hybrid is not None, "the others were left out"
+        try:
+            tree = hybrid.with_drafter(request.request_id, first, again, limit)
+            tree.check_integrity(self.vocab_size)
+            return tree.most_likely(limit)
+        except Exception as error:
+            self._drop(request, error)
+            return DraftTree.empty()
 
     def _propose(
         self,
         source: TreeCandidateGenerator,
         call: Callable[[list[Hashable], list[int]], list[DraftTree]],
         wanted: dict[Request, int],
+        price: LevelPrice | None,
         first_error: Exception | None = None,
     ) -> dict[Request, DraftTree]:
         """Checked proposals; a source that fails is asked row by row, to spare the rows it can serve."""
         try:
+            source.price(price)
             trees = call([request.request_id for request in wanted], list(wanted.values()))
             if len(trees) != len(wanted):
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
@@ -120,7 +144,7 @@ class GuestSources:
                 return {}
         proposals: dict[Request, DraftTree] = {}
         for request, limit in wanted.items():
-            proposals |= self._propose(source, call, {request: limit}, first_error)
+            proposals |= self._propose(source, call, {request: limit}, price, first_error)
         return proposals
 
     def _guarded(self, request: Request, call: Callable, *args: Any) -> None:

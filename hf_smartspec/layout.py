@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from .parts import split
 from .tree import DraftTree
 
 
@@ -56,8 +57,8 @@ class StepLayout:
         tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
         slots, columns (`np.ndarray` of shape `[N]`): Where each token's key and value are written.
         num_rows, num_columns (`int`): R and K.
-        parts (list of `PaddedPart`): The rows as attention sees them. All rows make one part, unless a few bring many
-            more tokens than the others (prompts beside rows that decode): these are parts of their own.
+        parts (list of `PaddedPart`): The rows as attention sees them, cut where padding would cost more than one more
+            call of attention: between short contexts and long ones, and around prompts beside rows that decode.
     """
 
     tokens: torch.Tensor
@@ -129,22 +130,26 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-_WIDE, _WIDER = 8, 4  # tokens, and times the median, above which a row may be a part of its own
-_WORTH = 2**13  # of queries times columns that padding would add: what one more call of attention costs
-
-
-def arrange(rows: Sequence[RowInput]) -> list[list[RowInput]]:
-    """The rows of each part, in ascending order of their slots: the many first, then every wide one by itself."""
+def arrange(rows: Sequence[RowInput], call: int) -> list[list[RowInput]]:
+    """The rows of each part, in ascending order of their slots; `call` is what one more part costs (`call_columns`)."""
     rows = sorted(rows, key=lambda item: item.row.slot)
-    counts = [item.num_tokens for item in rows]
-    bound = max(_WIDE, _WIDER * sorted(counts)[(len(counts) - 1) // 2])
-    if max(counts) <= bound:
-        return [rows]
-    wide = [item for item in rows if item.num_tokens > bound]
-    num_columns = max(item.row.length for item in rows) + max(counts)
-    if (len(rows) - len(wide)) * (max(counts) - bound) * num_columns < _WORTH * len(wide):
-        return [rows]
-    return [[item for item in rows if item.num_tokens <= bound], *([item] for item in wide)]
+    columns = [item.row.length + item.first_node + item.num_tokens for item in rows]
+    runs = split([item.row.slot for item in rows], columns, [item.num_tokens for item in rows], call)
+    return [rows[run] for run in runs]
+
+
+def padded_context(rows: Sequence[CacheRow], call: int) -> int:
+    """
+    N_context of a step in which each row brings one token: the committed tokens that its parts read, padding included,
+    and `call` for every part but the first.
+    """
+    if not rows:
+        return 0
+    rows = sorted(rows, key=lambda row: row.slot)
+    runs = split([row.slot for row in rows], [row.length + 1 for row in rows], [1] * len(rows), call)
+    parts = [rows[run] for run in runs]
+    context = sum((part[-1].slot - part[0].slot + 1) * max(row.length for row in part) for part in parts)
+    return context + call * (len(parts) - 1)
 
 
 def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> StepLayout:
@@ -160,9 +165,7 @@ def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> 
     parts, start = [], 0
     for group in groups:
         end = start + sum(row.num_tokens for row in group)
-        first_slot = group[0].row.slot if len(groups) > 1 and len(group) == 1 else 0
-        part = slice(start, end)
-        parts.append(_build_part(group, part, first_slot, slots, query, columns, positions, device))
+        parts.append(_build_part(group, slice(start, end), slots, query, columns, positions, device))
         start = end
     packed = _tensor(np.stack([tokens, positions]), device)
     return StepLayout(
@@ -179,7 +182,6 @@ def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> 
 def _build_part(
     rows: Sequence[RowInput],
     tokens: slice,
-    first_slot: int,
     slots: np.ndarray,
     query: np.ndarray,
     columns: np.ndarray,
@@ -187,6 +189,7 @@ def _build_part(
     device: torch.device,
 ) -> PaddedPart:
     """One part, from where its tokens stand (`[N]` each); corrects the positions of nodes of trees."""
+    first_slot = rows[0].row.slot
     slots, query, columns, positions = slots[tokens] - first_slot, query[tokens], columns[tokens], positions[tokens]
     num_rows, width, num_columns = int(slots[-1]) + 1, int(query.max()) + 1, int(columns.max()) + 1
     limits = columns + 1  # every token sees all columns up to its own

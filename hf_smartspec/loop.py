@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .call import DecodingCall, StepDrafts, alike, by_forward, draft_cost
+from .call import DecodingCall, StepDrafts, alike, by_forward, draft_cost, padded_context
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
 from .layout import RowInput
@@ -130,7 +130,8 @@ class DecodingLoop:
             if len(limits) != len(rows):
                 raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
         with self._timed("seconds_draft"):
-            proposals = self.sources.propose(_wanted(rows, limits, step.caps))
+            price = self.policy.level_price(step.draft)
+            proposals = self.sources.propose(_wanted(rows, limits, step.caps), price)
         drafter_seconds = self._redraft(step, rows, limits, proposals) if step.drafter is not None else 0.0
         with self._timed("seconds_select"):
             drafted = {request: proposals.get(request, _EMPTY) for request in rows}
@@ -142,11 +143,7 @@ class DecodingLoop:
         return StepDrafts(step, rows, proposed, trees, start, drafter_seconds)
 
     def _redraft(
-        self,
-        step: StepRows,
-        rows: Sequence[Request],
-        limits: Sequence[int] | np.ndarray,
-        proposals: dict[Request, DraftTree],
+        self, step: StepRows, rows: list[Request], limits: list[int] | np.ndarray, proposals: dict[Request, DraftTree]
     ) -> float:
         """Costlier sources draft for rows whose drafts promise little; returns what that took, in seconds."""
         first = {request: proposals.get(request, _EMPTY) for request in rows}
@@ -158,11 +155,13 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} gave {len(asked)} limits for {len(rows)} rows.")
         before = self.statistics.seconds_draft
         with self._timed("seconds_draft"):
-            again = self.sources.redraft(_wanted(rows, asked, step.caps))
-        proposals |= again
-        step.is_redrafted = np.array([request in again for request in rows], bool)
-        for row in np.flatnonzero(step.is_redrafted).tolist():
-            step.sources[row] = type(rows[row].call.drafter).__name__
+            price = None if step.drafter is None else self.policy.level_price(step.drafter)
+            again, joined = self.sources.redraft(_wanted(rows, asked, step.caps), first, price)
+        proposals |= joined
+        step.again = [again.get(request, _EMPTY) for request in rows]
+        for row, request in enumerate(rows):
+            if request in again:
+                step.sources[row] += f" + {type(request.call.drafter).__name__}"
         return self.statistics.seconds_draft - before
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:
@@ -181,6 +180,7 @@ class DecodingLoop:
             draft=DraftCost() if first is None else draft_cost(first),  # in mixed company, for all rows
             drafter=None if drafter is None else draft_cost(drafter),
             sources=[type(request.call.source).__name__ for request in rows],
+            padded_context=padded_context(request for request in rows if len(feeds[request]) == 1),
         )
 
     def _cap(self, request: Request) -> int:

@@ -87,10 +87,14 @@ class EngineRunner:
                 self._thread = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
                 self._thread.start()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """The thread is to end, at once and without anybody waiting for it."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        self.end()
         if self._thread is not None:
             self._thread.join()
         with self._changed:

@@ -3,9 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class LevelPrice(NamedTuple):
+    """
+    What growing a draft by a further level costs, in tokens that its time would yield otherwise, and what the drafter's
+    word is worth.
+    """
+
+    call: float  # for all rows together
+    row: float  # for each row that grows
+    node: float  # to have one node verified
+    trust: float = 1.0  # by which its probabilities have turned out higher or lower than it says
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Tree attention is switched on for one thread's forward at a time and leaves no trace."""
 
 import threading
+from contextvars import copy_context
 
 import pytest
 import torch
@@ -32,11 +33,12 @@ def test_implementation_stays_until_the_last_of_overlapping_steps_has_ended(mode
     before = model.config._attn_implementation
     configs, layout = attention_configs(model), a_layout()
     first, second = tree_attention_step(configs, layout), tree_attention_step(configs, layout)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    threads = copy_context(), copy_context()  # as two threads would have them
+    threads[0].run(first.__enter__)
+    threads[1].run(second.__enter__)
+    threads[0].run(first.__exit__, None, None, None)
     assert model.config._attn_implementation != before
-    second.__exit__(None, None, None)
+    threads[1].run(second.__exit__, None, None, None)
     assert model.config._attn_implementation == before
 
 

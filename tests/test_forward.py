@@ -147,6 +147,36 @@ def test_random_rows_and_trees_over_many_steps(architecture):
     assert state.packed.cache.capacity > 4 * 2 and state.packed.cache.num_slots >= 4
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3_text"])
+def test_parts_change_no_logits(architecture, monkeypatch):
+    """Very ragged rows, one of them left out, with trees, chains and a long prompt: apart, and padded together."""
+    rng = np.random.default_rng(2)
+    lengths = [3, 90, 40, 7, 60, 8, 30]
+    trees = [*EXAMPLE_TREES, DraftTree.empty(), *EXAMPLE_TREES]
+    prompts = [rng.integers(3, VOCAB_SIZE, length) for length in lengths]
+    feeds = [rng.integers(3, VOCAB_SIZE, num) for num in (1, 1, 2, 50, 1, 3, 1)]
+    results = {}
+    for call in (0, 10**9):
+        monkeypatch.setattr("hf_smartspec.forward.call_columns", lambda *_, call=call: call)
+        packed = PackedForward(shared_model(architecture))
+        rows = [packed.add() for _ in lengths]
+        packed.forward([RowInput(row, prompt) for row, prompt in zip(rows, prompts)])
+        inputs = [RowInput(*item) for item in zip(rows, feeds, trees)]
+        del inputs[5]
+        logits, offsets = packed.forward(inputs)
+        assert packed.cache.layout is not None
+        assert len(packed.cache.layout.parts) == (6 if call == 0 else 1)
+        results[call] = torch.cat([logits[start : start + len(x.tree) + 1] for x, start in zip(inputs, offsets)])
+    torch.testing.assert_close(results[0], results[10**9], atol=1e-5 * float(results[0].std()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+def test_ragged_rows_apart_have_the_plain_logits(architecture, monkeypatch):
+    monkeypatch.setattr("hf_smartspec.forward.call_columns", lambda *_: 0)
+    run_two_steps(shared_model(architecture))
+    run_two_steps(shared_model(architecture), prefill_chunk=3)
+
+
 def test_rows_keep_their_memory_when_they_change_slots_under_a_tree():
     """The engine moves rows whose drafts are still under verification (custom processors in a batch)."""
     model = shared_model("llama")

@@ -1,6 +1,7 @@
 """Positions, masks and packing of a step, against a twin that asks of every pair of tokens who sees whom."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.layout import CacheRow, RowInput, arrange, build_layout
+from hf_smartspec.layout import CacheRow, RowInput, arrange, build_layout, padded_context
 
 from .strategies import path_to, trees
 
@@ -43,11 +44,10 @@ def steps(draw, max_rows: int = 4) -> list[RowInput]:
 
 @st.composite
 def grouped_steps(draw) -> list[list[RowInput]]:
-    """Some of the rows in parts of their own."""
+    """Runs of neighbouring rows as parts."""
     rows = draw(steps())
-    alone = draw(st.sets(st.sampled_from(range(len(rows)))))
-    many = [row for index, row in enumerate(rows) if index not in alone]
-    return [*([many] if many else []), *([rows[index]] for index in sorted(alone))]
+    cuts = sorted(draw(st.sets(st.integers(1, len(rows) - 1)))) if len(rows) > 1 else []
+    return [rows[start:end] for start, end in pairwise([0, *cuts, len(rows)])]
 
 
 def twin(rows: list[RowInput]) -> list[Token]:
@@ -131,17 +131,53 @@ def test_padding_and_packing_are_inverse(groups):
         assert slots_of_padded[part.scatter].tolist() == slots.tolist()
 
 
+def rows_of(widths, lengths) -> list[RowInput]:
+    return [RowInput(CacheRow(slot, length), np.arange(num)) for slot, (num, length) in enumerate(zip(widths, lengths))]
+
+
+def slots_of(groups) -> list[list[int]]:
+    return [[item.row.slot for item in group] for group in groups]
+
+
 def test_long_prompts_among_decoding_rows_are_parts_of_their_own():
     """Otherwise every row would be padded to the prompt's length."""
-    lengths = [1, 200, 5, 1, 33, 2]
-    rows = [RowInput(CacheRow(slot, length=500), np.arange(length)) for slot, length in enumerate(lengths)]
-    groups = arrange(rows[::-1])
-    assert [[item.row.slot for item in group] for group in groups] == [[0, 2, 3, 5], [1], [4]]
-    short = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate([1, 12, 2])]
-    assert arrange(short) == [short], "there is little to save"
-    assert arrange(rows[1:2]) == [rows[1:2]]
-    prompts = [RowInput(CacheRow(slot), np.arange(length)) for slot, length in enumerate([60, 200, 100])]
-    assert arrange(prompts) == [prompts], "prompts of similar lengths are padded"
+    rows = rows_of([1, 1, 200, 3, 1, 33, 2], [500] * 7)
+    assert slots_of(arrange(rows[::-1], 170)) == [[0, 1], [2], [3, 4], [5], [6]]
+    short = rows_of([1, 12, 2], [0] * 3)
+    assert arrange(short, 170) == [short], "there is little to save"
+    assert arrange(rows[2:3], 0) == [rows[2:3]]
+    prompts = rows_of([199, 200, 200], [0] * 3)
+    assert slots_of(arrange(prompts, 170)) == [[0, 1, 2]]
+
+
+def test_short_contexts_are_not_padded_to_long_ones():
+    rows = rows_of([1] * 6, [900, 880, 60, 80, 70, 500])
+    assert slots_of(arrange(rows, 170)) == [[0, 1], [2, 3, 4], [5]]
+    assert slots_of(arrange(rows, 10**6)) == [[0, 1, 2, 3, 4, 5]], "calls may cost more than any padding"
+    waiting = [rows[0], rows[2], rows[4]]
+    assert slots_of(arrange(waiting, 170)) == [[0], [2, 4]], "a slot in between is padding"
+    cached_tree = RowInput(CacheRow(1, 60), np.empty(0, np.int64), DraftTree.chain(range(100)), first_node=99)
+    assert slots_of(arrange([RowInput(CacheRow(0, 300), np.arange(1)), cached_tree], 141)) == [[0, 1]]
+    assert slots_of(arrange([RowInput(CacheRow(0, 300), np.arange(1)), cached_tree], 140)) == [[0], [1]]
+
+
+@given(steps(), st.integers(0, 20))
+def test_parts_hold_every_row_once_in_the_order_of_slots(rows, call):
+    groups = arrange(rows[::-1], call)
+    assert all(groups)
+    assert [item for group in groups for item in group] == rows
+    for group, part in zip(groups, build_layout(groups, torch.device("cpu")).parts):
+        assert part.first_slot == group[0].row.slot
+        assert part.first_slot + part.num_rows - 1 == group[-1].row.slot
+
+
+@given(steps(), st.integers(0, 20))
+def test_context_is_that_of_the_parts(rows, call):
+    rows = [RowInput(item.row, np.arange(1)) for item in rows]
+    parts = build_layout(arrange(rows, call), torch.device("cpu")).parts
+    expected = sum(part.num_rows * (part.num_columns - 1) for part in parts) + call * (len(parts) - 1)
+    assert padded_context([item.row for item in rows], call) == expected
+    assert padded_context([], call) == 0
 
 
 @given(grouped_steps())

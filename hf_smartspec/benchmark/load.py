@@ -23,8 +23,8 @@ from .load_runs import (
     new_requests,
     serve,
     simulate,
-    simulate_beside,
     simulate_logged,
+    slowness,
     warm_up,
 )
 from .load_setup import (
@@ -46,6 +46,7 @@ from .verify import positive
 
 _POLICIES = (NONE, "k=1", "k=3", "k=5", "table", "step", "auction")
 _SHARES = (0.3, 0.6, 0.9)  # of what the engine can serve without speculation: the default rates
+_REHEARSAL = 0.5  # of a load's seconds: of the short ones before and after, by which its simulation is timed
 _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 
 
@@ -76,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulated",
         action="store_true",
-        help="show the same loads in virtual time beside them, on a machine as fast as it was at each",
+        help="show the same loads in virtual time beside them, on a machine as fast as in short rehearsals with other "
+        "arrivals right before and after each",
     )
     parser.add_argument(
         "--virtual", action="store_true",
@@ -189,9 +191,15 @@ class LoadBench:
             rng = np.random.default_rng([setup.seed, repeat])
             times = poisson(point.rate, max(round(point.rate * self.args.seconds), 1), rng)
             requests = new_requests(setup, times, rng)
+            times = poisson(point.rate, max(round(point.rate * self.args.seconds * _REHEARSAL), 2), rng)
+            rehearsed = new_requests(setup, times, rng)
             order = list(cells.items())
             for name, cell in order if repeat % 2 == 0 else reversed(order):
-                self._run(setup, point.source, calibration, partial(policies.new, name), requests, cell)
+                world = setup, point.source, calibration, partial(policies.new, name)
+                if self.args.simulated:
+                    self._run_beside(*world, requests, rehearsed, cell)
+                else:
+                    self._run(*world, requests, cell)
                 progress.update()
 
     def _run(
@@ -208,7 +216,22 @@ class LoadBench:
             explanation = serve(setup, source, new_policy(), requests, result)
             if self.args.explain:
                 cell.explanations.append(explanation)
-            if self.args.simulated:
-                twin, factor = simulate_beside(setup, source, calibration, new_policy, requests, result)
-                cell.simulated.append(twin)
-                cell.factors.append(factor)
+
+    def _run_beside(
+        self,
+        setup: Setup,
+        source: str,
+        calibration: Calibration,
+        new_policy: Any,
+        requests: Any,
+        rehearsed: Any,
+        cell: Cell,
+    ) -> None:
+        """The load on the real engine between two rehearsals; then in virtual time, timed by these."""
+        rehearsals = [LoadResult(), LoadResult()]
+        serve(setup, source, new_policy(), rehearsed, rehearsals[0])
+        self._run(setup, source, calibration, new_policy, requests, cell)
+        serve(setup, source, new_policy(), rehearsed, rehearsals[1])
+        factor = slowness(setup, source, calibration, new_policy, rehearsed, rehearsals)
+        cell.factors.append(factor)
+        cell.simulated.append(simulate(setup, source, calibration.scaled(factor), new_policy, requests))

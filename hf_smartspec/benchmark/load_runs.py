@@ -19,6 +19,7 @@ from ..goodput.policies import BatchLookupTable, StepGoodput
 from ..profiling import load_or_profile
 from ..results import EngineOutput
 from ..simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
+from ..simulator.results import pooled
 from ..simulator.sources import TimedCandidates
 from .load_costs import Calibration
 from .load_explain import Explanation
@@ -29,7 +30,7 @@ from .load_sources import WITH_DRAFT_MODEL
 LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
 _TABLE_BATCHES = 32  # the largest batch of the look-up table
 _TABLE_LENGTH = 8
-_SCALINGS = 2  # rounds in which the simulated machine is made as fast as the real one was
+_SCALINGS = 2  # rounds in which the simulated machine is made as fast as the real one
 _NUM_ALONE = 8  # prompts of the calibration that run alone
 
 
@@ -166,8 +167,8 @@ def new_engine(
     drafter: TableCandidates | TimedDrafter | None = None
     if source in WITH_DRAFT_MODEL:
         assert setup.draft is not None, "asked for where there is a draft only"
-        num_levels = DraftModelCandidates(setup.draft).default_num_nodes
-        drafter = TableCandidates((1,) * num_levels, is_autoregressive=True)
+        model = DraftModelCandidates(setup.draft)
+        drafter = TableCandidates((1,) * model.most_nodes, is_autoregressive=True, heeds_prices=model.heeds_prices)
     if drafter is not None and calibration.drafter is not None:
         drafter = TimedDrafter(drafter, EventClock(), calibration.drafter)
     engine = SimulatedEngine(
@@ -208,36 +209,44 @@ def simulate_logged(
 ) -> tuple[LoadResult, Explanation]:
     """The same, with what an engine would say about it."""
     logs: list[LoggedPolicy] = []
+    names: dict[str, str] = {}
 
     def logged(engine: SimulatedEngine) -> LoggedPolicy:
         logs.append(LoggedPolicy(new_policy(engine), copy.deepcopy(calibration.cost)))
+        timed = [item for item in (engine.source, engine.source.drafter) if isinstance(item, TimedCandidates)]
+        names.update({type(item).__name__: type(item.source).__name__ for item in timed})
         return logs[0]
 
     result = simulate(setup, source, calibration, logged, requests)
-    return result, Explanation(logs[0].report(), result.seconds_waited / max(len(requests), 1))
+    report = logs[0].report()
+    report.acceptance = {
+        " + ".join(names.get(part, part) for part in name.split(" + ")): levels
+        for name, levels in report.acceptance.items()
+    }
+    return result, Explanation(report, result.seconds_waited / max(len(requests), 1))
 
 
-def simulate_beside(
+def slowness(
     setup: Setup,
     source: str,
     calibration: Calibration,
     new_policy: PolicyMaker,
     requests: Sequence[LoadRequest],
-    real: LoadResult,
-) -> tuple[LoadResult, float]:
+    rehearsals: Sequence[LoadResult],
+) -> float:
     """
-    The same load in virtual time, on a machine as fast as it was during the real run: machines drift by more than
-    simulations err. All costs are scaled by one factor, by which a mean step takes as long. How many steps there are,
-    how many requests share them, and who waits, is up to the simulation.
+    By which factor a mean step takes longer than the calibration says, judged by rehearsals: short loads on the real
+    engine, right before and after the one that is to be simulated. Machines drift by more than simulations err.
 
-    Returns:
-        The result, and the factor.
+    Args:
+        requests (sequence of `LoadRequest`): What was served in each rehearsal.
+        rehearsals (sequence of `LoadResult`): What came of it.
     """
-    factor = 1.0
+    real, factor = _step_seconds(pooled(rehearsals)), 1.0
     for _ in range(_SCALINGS):
-        result = simulate(setup, source, calibration.scaled(factor), new_policy, requests)
-        factor *= _step_seconds(real) / _step_seconds(result)
-    return simulate(setup, source, calibration.scaled(factor), new_policy, requests), factor
+        twin = simulate(setup, source, calibration.scaled(factor), new_policy, requests)
+        factor *= real / _step_seconds(twin)
+    return factor
 
 
 def _step_seconds(result: LoadResult) -> float:

@@ -56,12 +56,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     parser.add_argument("--draft", metavar="MODEL", help="draft model (default: the demo's for the demo's target)")
     parser.add_argument(
-        "--limit", type=positive, default=64, metavar="N", help="different prompts per FILE (default: 64)"
+        "--limit", type=positive, default=64, metavar="N", help="different prompts per FILE (default: %(default)s)"
     )
     parser.add_argument(
         "--max-prompt", type=positive, default=256, metavar="N", help="tokens of a prompt, its end (default: 256)"
     )
-    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: 48")
+    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-batch-size", type=positive, default=16, metavar="N", help="default: 16")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default: 0)")
     add_output_arguments(parser)
@@ -166,6 +166,16 @@ class Setup:
             return Engine(self.model, config, max_batch_size=self.max_batch_size)
         assert self.responses is not None, "they are recorded"
         return ReplayEngine(self.model, config, self.max_batch_size, self.prompts, self.responses, self.end_id)
+
+    def shuffled(self) -> "Setup":
+        """The same with its prompts in random order, by the seed."""
+        order = np.random.default_rng(self.seed).permutation(len(self.prompts)).tolist()
+        responses = self.responses
+        return replace(
+            self,
+            prompts=[self.prompts[index] for index in order],
+            responses=None if responses is None else [responses[index] for index in order],
+        )
 
     def sample(self, num_prompts: int) -> "Setup":
         """The same with some of the prompts, from all parts of the data set."""

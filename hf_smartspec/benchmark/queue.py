@@ -37,10 +37,10 @@ Outputs = list[list[int]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
-    parser.set_defaults(limit=200)
+    parser.set_defaults(limit=200, max_new_tokens=256)  # outputs that end where they end: batches become ragged
     parser.add_argument(
-        "--assistant", nargs="+", default=["none", "suffix"], choices=["none", *SOURCES],
-        help="what drafts in the engine (default: none suffix)",
+        "--assistant", nargs="+", default=["none", "auto"], choices=["none", *SOURCES],
+        help="what drafts in the engine (default: none auto)",
     )  # fmt: skip
     parser.add_argument(
         "--skip", nargs="+", default=[], choices=["static", "continuous"], help="leave out transformers' own"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
-    setup = load_setup(args)
+    setup = load_setup(args).shuffled()  # one data set after the other would hide how ragged batches are
     missing = [name for name in args.assistant if name in WITH_DRAFT_MODEL]
     if missing and setup.draft is None:
         raise UsageError(f"--assistant: {missing[0]} needs --draft, a draft model")

@@ -13,9 +13,9 @@ from transformers.utils.logging import tqdm
 from ..simulator import LoadResult, alternating
 from .ablation_plots import draw, from_zero, shared_legend
 from .load_costs import Calibrations
-from .load_explain import LEGEND, Explanation, print_explanations
-from .load_policies import NONE, ORACLE, Policies, policy_name
-from .load_report import best_fixed
+from .load_explain import LEGEND, print_explanations
+from .load_policies import AUCTION, NONE, ORACLE, Policies, is_fixed, policy_name
+from .load_report import Cell, Point, latency_ratios, summaries
 from .load_runs import calibrate, capacity, lookup_table, new_requests, serve, simulate_logged, warm_up
 from .load_setup import (
     Setup,
@@ -35,6 +35,7 @@ from .verify import positive
 
 _POLICIES = (NONE, "k=2", "k=4", "table", "auction")
 _BUSY, _QUIET = 0.8, 0.2  # of what can be served without speculation
+_LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over mixed traffic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", choices=SOURCES, default="draft", help="default: draft")
     parser.add_argument(
         "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
-        help=f"default: {' '.join(_POLICIES)}",
+        help=f"{NONE} is always measured (default: {' '.join(_POLICIES)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=positive, default=1, metavar="N",
+        help="runs of every policy, in turns, with new arrivals; ratios are medians over them (default: 1)",
     )  # fmt: skip
     parser.add_argument("--group", type=positive, default=10, metavar="N", help="requests per point (default: 10)")
     parser.add_argument("--simulated", action="store_true", help="in virtual time, after a calibration in real time")
@@ -64,63 +69,71 @@ def run(args: argparse.Namespace) -> int:
     args.sources = [args.source]
     check_sources(args, setup)
     console = make_console()
-    results: dict[str, LoadResult] = {}
-    explanations: dict[str, Explanation] = {}
+    cells: dict[str, Cell] = {name: Cell() for name in dict.fromkeys([NONE, *args.policies])}
     try:
-        measure(setup, args, results, explanations)
+        measure(setup, args, cells)
     finally:  # interrupted, what was measured so far is still worth reading
-        results = {name: result for name, result in results.items() if result.served}
-        if results:
-            _print(results, args, console)
+        rows = summarized(setup, args, cells)
+        if rows:
+            _print(rows, args, console)
+            explanations = {name: cell.explanations[-1] for name, cell in cells.items() if cell.explanations}
             if args.explain and explanations:
                 print_explanations("Why", explanations, console)
                 console.print(LEGEND, highlight=False)
             if args.json:
                 system = environment(setup.model.device, setup.model.dtype)
-                report = {"command": command_of(args), "environment": system}
-                report["results"] = {name: _row(name, result, explanations, args) for name, result in results.items()}
+                report = {"command": command_of(args), "environment": system, "results": rows}
                 args.json.write_text(json.dumps(report, indent=2) + "\n")
             if args.plot:
-                plot(results, args, args.plot)
+                plot(rows, args, args.plot)
     return 0
 
 
-def _row(
-    name: str, result: LoadResult, explanations: dict[str, Explanation], args: argparse.Namespace
-) -> dict[str, Any]:
-    row: dict[str, Any] = result.as_dict() | {"groups": groups(result, args.group)}
-    return row | ({"explanation": explanations[name].as_dict()} if args.explain and name in explanations else {})
-
-
-def measure(
-    setup: Setup, args: argparse.Namespace, results: dict[str, LoadResult], explanations: dict[str, Explanation]
-) -> None:
-    """One sequence of requests for all policies; fills in what came of it, and the engine's explanations."""
-    names = list(dict.fromkeys(args.policies))
-    with tqdm(total=1 + len(names), desc="serving", disable=None, leave=False) as progress:
+def measure(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> None:
+    """In every repetition one sequence of requests for all policies, in turns; fills in what came of it."""
+    with tqdm(total=1 + args.repeats * len(cells), desc="serving", disable=None, leave=False) as progress:
         calibration = Calibrations(partial(calibrate, setup))[args.source]
         progress.update()
         if args.rates is None:
             most = capacity(setup, args.source, calibration)
             args.rates = [float(f"{share * most:.2g}") for share in (_BUSY, _QUIET)]
         policies = Policies(calibration.cost)
-        if "table" in names:
+        if "table" in cells:
             policies.table = lookup_table(setup, args.source, calibration)
-        rng = np.random.default_rng(setup.seed)
         phases = [args.rates[phase % 2] for phase in range(args.phases)]
-        times = alternating(phases, args.period, round(sum(phases) * args.period), rng)
-        requests = new_requests(setup, times, rng)
         if not args.simulated:
-            warm_up(setup, args.source, policies.new(names[-1]))
-        for name in names:
-            if args.simulated:
-                results[name], explanations[name] = simulate_logged(
-                    setup, args.source, calibration, partial(policies.new, name), requests
-                )
-            else:
-                result = results.setdefault(name, LoadResult())
-                explanations[name] = serve(setup, args.source, policies.new(name), requests, result)
-            progress.update()
+            warm_up(setup, args.source, policies.new(list(cells)[-1]))
+        for repeat in range(args.repeats):
+            rng = np.random.default_rng([setup.seed, repeat])
+            times = alternating(phases, args.period, round(sum(phases) * args.period), rng)
+            requests = new_requests(setup, times, rng)
+            order = list(cells.items())
+            for name, cell in order if repeat % 2 == 0 else reversed(order):
+                if args.simulated:
+                    new_policy = partial(policies.new, name)
+                    result, explanation = simulate_logged(setup, args.source, calibration, new_policy, requests)
+                    cell.results.append(result)
+                else:
+                    cell.results.append(result := LoadResult())
+                    explanation = serve(setup, args.source, policies.new(name), requests, result)
+                if args.explain:
+                    cell.explanations.append(explanation)
+                progress.update()
+
+
+def summarized(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> dict[str, dict[str, Any]]:
+    """One row per policy; `gain`: the best fixed choice's mean latency by its own, median over the repetitions."""
+    rows = {row["policy"]: row for row in summaries({Point(setup.name, args.source, 0.0): cells})}
+    best = next((name for name, row in rows.items() if row["is_best_fixed"]), NONE)
+    for name, row in rows.items():
+        results = cells[name].results
+        served = sorted(item for result in results for item in result.served)  # phases are the same in all
+        busy, quiet = phase_latencies(LoadResult(served), args.period)
+        gains = latency_ratios(cells[best].results, results)
+        row |= {"busy": busy, "quiet": quiet, "gain": float(np.median(gains)) if gains else None, "gains": gains}
+        row["groups"] = groups(LoadResult(served), args.group * len(results))
+        del row["rate"], row["is_too_slow"]  # of one load, and this is a mixture
+    return rows
 
 
 def groups(result: LoadResult, size: int) -> list[tuple[float, float]]:
@@ -138,27 +151,39 @@ def phase_latencies(result: LoadResult, period: float) -> tuple[float, float]:
     return busy, quiet
 
 
-def _print(results: dict[str, LoadResult], args: argparse.Namespace, console: Console) -> None:
+def _print(rows: dict[str, dict[str, Any]], args: argparse.Namespace, console: Console) -> None:
     kind = "simulated" if args.simulated else "real"
     title = (
         f"{args.source}, {kind} engine, {args.rates[0]:g} and {args.rates[1]:g} requests/s in turn, every "
         f"{args.period:g} s: mean latency, s"
     )
-    best = best_fixed({name: result.as_dict() for name, result in results.items()}) if NONE in results else ""
-    lines = table(title, "policy", "busy", "quiet", "all", "p90", "tokens/s")
-    for name, result in results.items():
-        busy, quiet = phase_latencies(result, args.period)
-        values = (busy, quiet, result.mean_latency, result.latency(90))
-        label = f"{name} *" if name == best else name
-        lines.add_row(label, *(f"{value:.3f}" for value in values), f"{result.goodput:.1f}")
+    lines = table(title, "policy", "busy", "quiet", "all", "p90", "tokens/s", "lat. x", "x best fixed")
+    for name, row in rows.items():
+        values = (row[key] for key in ("busy", "quiet", "mean_latency", "p90_latency"))
+        ratios = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("speedup", "gain"))
+        label = f"{name} *" if row["is_best_fixed"] else name
+        lines.add_row(label, *(f"{value:.3f}" for value in values), f"{row['goodput']:.1f}", *ratios)
     console.print(lines)
-    console.print("*: best fixed choice in hindsight.", highlight=False)
+    console.print(
+        "*: best fixed choice in hindsight. lat. x, x best fixed: how many times better than no speculation, and than "
+        "*; medians over the repetitions.",
+        highlight=False,
+    )
+    auction = rows.get(AUCTION)
+    if auction is not None and auction["gain"] is not None and any(is_fixed(name) for name in rows if name != NONE):
+        each = ", ".join(f"{gain:.2f}" for gain in auction["gains"])
+        holds = "yes" if auction["gain"] >= _LEAST_GAIN else "NO"
+        console.print(
+            f"Auction's latency at least {_LEAST_GAIN:.2f} times better than the best fixed length's over mixed "
+            f"traffic: {holds}, {auction['gain']:.2f} (by repetition: {each}).",
+            highlight=False,
+        )
 
 
-def plot(results: dict[str, LoadResult], args: argparse.Namespace, path: Path) -> None:
+def plot(rows: dict[str, dict[str, Any]], args: argparse.Namespace, path: Path) -> None:
     def paint(figure: Any, axes: list[Any]) -> None:
-        for name, result in results.items():
-            axes[0].plot(*zip(*groups(result, args.group)), marker="o", label=name)
+        for name, row in rows.items():
+            axes[0].plot(*zip(*row["groups"]), marker="o", label=name)
         for phase in range(0, args.phases, 2):
             axes[0].axvspan(phase * args.period, (phase + 1) * args.period, color="0.9")
         axes[0].set_xlabel(f"arrival of the first of {args.group} requests, s")

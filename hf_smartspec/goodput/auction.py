@@ -1,31 +1,27 @@
 """The default length policy: all rows' draft nodes bid for places in the forward."""
 
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from ..tree import DraftTree
-from .acceptance import Calibrator
+from ..tree import DraftTree, LevelPrice
 from .cost import CostModel, DraftCost, DraftTimer, StepSeconds
+from .drafter import DrafterGain, Newcomers
 from .estimators import AcceptanceEstimator
-from .forest import Forest
-from .levels import levels_against_rivals
-from .running import Drift, Running, Speedup
+from .forest import Forest, ranks_in_rows
+from .running import Running, Speedup
 from .selector import LengthPolicy, StepRows
+from .trust import Trust
 
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
-_HALF_LIFE = 1000.0  # of an observed node, in nodes
-_STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _USUAL = 4  # nodes of a row, for what a further one costs
-_LITTLE = 0.3  # tokens that a draft may promise at most where a second source is tried in its place
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
 
 
@@ -51,7 +47,9 @@ class _Plan:
         asked (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the source was asked for.
         plain_tokens (`float`): What the step's time would have yielded plainly.
         has_saved (`bool`): Whether the step's share of time for probes has been put aside.
-        drafter_levels (`np.ndarray` of shape `[rows]`, int, *optional*): What the second source was asked for.
+        first (`Forest`, *optional*): The drafts that were there before a second source was asked.
+        promises (`np.ndarray` of shape `[rows]`, float64): What they promise, in tokens.
+        asked_again (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the second source was asked for.
     """
 
     rows: StepRows | None = None
@@ -62,7 +60,9 @@ class _Plan:
     is_baseline: bool = False
     plain_tokens: float = 0.0
     has_saved: bool = False
-    drafter_levels: np.ndarray | None = None
+    first: Forest | None = None
+    promises: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    asked_again: np.ndarray | None = None
     forest: Forest | None = None
 
 
@@ -78,13 +78,14 @@ class GoodputAuction(LengthPolicy):
     is highest (Dinkelbach's theorem on ratios); the highest goodput of every single step would draft too little where
     drafts are good, and too much where they are poor. Prompts in the forward are not for speculation to pay.
 
-    Path probabilities are products of the drafts' own probabilities, corrected by a `Calibrator` and, where acceptance
-    changes, by how its predictions have fared lately.
+    Path probabilities are products of the drafts' own probabilities, corrected by what came true of them (`Trust`).
 
     Drafting is chosen too. An autoregressive drafter, which costs by the level, gets each row's depth beforehand, by
-    the same auction over expected acceptance (SmartSpec, algorithm 2 with Eq. 5). Any other source is asked for all
-    that it may propose, unless its call costs more than it brings. Rows and sources that do not pay are tried again
-    within 1 % of the time.
+    the same auction over expected acceptance (SmartSpec, algorithm 2 with Eq. 5); one that heeds prices (`level_price`)
+    is told what a further level must be worth, and ends drafts by its own confidence in them (algorithm 3, whose
+    threshold is then where drafting breaks even). A second, costlier source is asked where it gains more tokens than it
+    costs (`DrafterGain`). Any other source is asked for all that it may propose, unless its call costs more than it
+    brings. Rows and sources that do not pay are tried again within 1 % of the time.
 
     Args:
         cost (`CostModel`): Of the target's forward. It is corrected by what steps really took.
@@ -99,11 +100,11 @@ class GoodputAuction(LengthPolicy):
         if not np.isfinite(margin) or margin < 0:
             raise ValueError(f"`margin` must be a number of at least 0, got {margin!r}.")
         self.cost, self.margin = cost, margin
-        self.calibrator = Calibrator(_HALF_LIFE, _STRENGTH) if calibrates else None
+        self.trust = Trust() if calibrates else None
         self.acceptance, self.timer, self.drafter_timer = AcceptanceEstimator(), DraftTimer(), DraftTimer()
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = _Plan()
-        self._drifts: defaultdict[str, Drift] = defaultdict(Drift)  # by source
+        self._drafter_gain, self._newcomers = DrafterGain(), Newcomers()
         self._speedup = Speedup()
         self._benefit = Running()
         self._probe_seconds = 0.0  # saved for the next probe
@@ -120,8 +121,11 @@ class GoodputAuction(LengthPolicy):
             self._plan.is_baseline = True
             return np.zeros_like(caps)
         if rows.draft.is_autoregressive:
-            levels = self._with_probes(rows, self._best_levels(rows))
+            best = self._best_levels(rows)
+            levels = self._with_probes(rows, best)
             limits = np.minimum(levels * rows.draft.width, caps)
+            if rows.draft.heeds_prices:  # it sees better than averages do how deep the draft should be
+                limits = np.where(best > 0, caps, limits)
         else:
             levels = (caps > 0).astype(np.int64)
             limits = caps if self._pays(rows, levels) else np.zeros_like(caps)
@@ -169,33 +173,45 @@ class GoodputAuction(LengthPolicy):
         return probed if self._affords(price) else levels
 
     def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray:
-        drafter = rows.drafter
+        drafter, plan = rows.drafter, self._plan
         assert drafter is not None, "asked for where there is one only"
-        if self._plan.is_baseline or not rows.caps.any():
+        if plan.is_baseline or not rows.caps.any():
             return np.zeros(len(rows), np.int64)
-        num, plain = len(rows), self._plan.plain_seconds
-        price = self._speedup.ratio * num / plain  # tokens per second
+        price, node = self._price(rows), self._node_price(rows)
         per_call, per_row = self.drafter_timer.seconds(drafter)
-        usual = self._seconds(rows, _USUAL * num, np.array([_USUAL]))[0, -1]
-        node = price * max(float(usual) - plain, 0.0) / (_USUAL * num)  # what verifying one costs, in tokens
         forest = Forest(trees)
         bids = np.maximum(forest.along_paths(self._probs(rows, forest)) - node, 0.0)
-        rivals = np.bincount(forest.row, bids, minlength=num)
-        levels = levels_against_rivals(
-            self._gains(rows.request_ids, np.minimum(rows.caps, drafter.num_nodes), drafter.width),
-            rivals,
-            node * drafter.width + price * per_row,
-            price * per_call,
-            self.margin * num,
-        )
-        idle = (levels == 0) & (rows.caps > 0) & (rivals < _LITTLE)
-        lost = rivals[idle].sum() / price + per_row * np.count_nonzero(idle) + per_call * (not levels.any())
-        if idle.any() and self._affords(lost):
-            levels[idle] = 1
-        calls, in_calls = drafter.calls(levels)
-        self._plan.draft_seconds += per_call * calls + per_row * in_calls
-        self._plan.drafter_levels = levels
-        return np.minimum(levels * drafter.width, rows.caps)
+        plan.first, plan.promises = forest, np.bincount(forest.row, bids, minlength=len(rows))
+        gains, levels = self._drafter_gain.expected(rows.request_ids, plan.promises)
+        left = np.where(rows.caps > 0, gains - levels * (node + price * per_row), 0.0)
+        asked = left > 0
+        if left[asked].sum() - price * per_call * levels[asked].max(initial=0.0) <= self.margin * len(rows):
+            asked[:] = False
+        idle = ~asked & (rows.caps > 0)
+        deeper = max(levels[idle].max(initial=0.0) - levels[asked].max(initial=0.0), 0.0)
+        if idle.any() and self._affords(per_call * deeper + per_row * levels[idle].sum()):
+            asked |= idle
+        plan.asked_again = asked
+        plan.draft_seconds += per_call * levels[asked].max(initial=0.0) + per_row * levels[asked].sum()
+        return np.where(asked, np.minimum(rows.caps, drafter.num_nodes), 0)
+
+    def level_price(self, draft: DraftCost) -> LevelPrice | None:
+        rows = self._plan.rows
+        if rows is None or not len(rows) or not draft.heeds_prices:
+            return None
+        timer = self.drafter_timer if draft is rows.drafter else self.timer
+        price, (per_call, per_row) = self._price(rows), timer.seconds(draft)
+        trust = 1.0 if self.trust is None else self.trust.of_source(draft.source)
+        return LevelPrice(price * per_call, price * per_row, self._node_price(rows), trust)
+
+    def _price(self, rows: StepRows) -> float:
+        """What a second yields in this step, in tokens: plain decoding's goodput, times what speculation gained."""
+        return self._speedup.ratio * len(rows) / self._plan.plain_seconds
+
+    def _node_price(self, rows: StepRows) -> float:
+        """What verifying a node costs, in tokens, where rows have a few each."""
+        usual = float(self._seconds(rows, _USUAL * len(rows), np.array([_USUAL]))[0, -1])
+        return self._price(rows) * max(usual - self._plan.plain_seconds, 0.0) / (_USUAL * len(rows))
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
         price = self._draft_seconds(rows, levels)
@@ -242,7 +258,7 @@ class GoodputAuction(LengthPolicy):
             chosen, tokens, seconds = self._winners(rows, forest, gains, (chosen, tokens, seconds))
         self.prediction = Prediction(tokens, seconds + plan.prefill_seconds, plan.draft_seconds)
         plan.plain_tokens = len(rows) * (seconds + plan.draft_seconds) / plain if len(rows) else 0.0
-        is_own = np.ones(len(chosen), bool) if rows.is_redrafted is None else ~rows.is_redrafted[forest.row[chosen]]
+        is_own = ~_is_again(rows)[forest.row[chosen]]
         added = (seconds - plain) * float(is_own.mean()) if len(chosen) else 0.0
         self._learn_benefit(rows, float(gains[chosen[is_own]].sum()), added)
         self._num_since_baseline = self._num_since_baseline + 1 if len(chosen) else 0
@@ -255,7 +271,7 @@ class GoodputAuction(LengthPolicy):
         # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
-        gains, ranks = gains[order], _ranks(forest.row[order])
+        gains, ranks = gains[order], ranks_in_rows(forest.row[order])
         widths = _widths(int(ranks.max(initial=-1)) + 1, len(rows))
         best_profit, highest = self._least_profit(rows), -np.inf
         for width, seconds in zip(widths.tolist(), self._seconds(rows, len(order), widths)):
@@ -273,7 +289,7 @@ class GoodputAuction(LengthPolicy):
 
     def _profit(self, rows: StepRows, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Tokens, less what their time would yield at other steps."""
-        return tokens - self._speedup.ratio * len(rows) / self._plan.plain_seconds * seconds
+        return tokens - self._price(rows) * seconds
 
     def _least_profit(self, rows: StepRows) -> float:
         """Of a step that speculates: that of plain decoding, and the margin."""
@@ -281,14 +297,7 @@ class GoodputAuction(LengthPolicy):
 
     def _probs(self, rows: StepRows, forest: Forest) -> np.ndarray:
         """Probabilities that each node comes true if its parent does, `[n]`."""
-        if self.calibrator is None or not forest.num_nodes:
-            return forest.probs
-        probs = np.empty(forest.num_nodes)
-        for source, nodes in rows.by_source(forest.row):
-            lengths = forest.match_lengths[nodes]
-            calibrated = self.calibrator.calibrate(source, forest.probs[nodes], forest.depths[nodes], lengths)
-            probs[nodes] = calibrated * self._drifts[source].ratio
-        return np.minimum(probs, 1.0)
+        return forest.probs if self.trust is None else self.trust.probs(rows, forest)
 
     def _learn_benefit(self, rows: StepRows, gained: float, added: float) -> None:
         """Seconds that the first source's drafts save: what its tokens take elsewhere, less what verifying adds."""
@@ -319,9 +328,12 @@ class GoodputAuction(LengthPolicy):
             np.maximum.at(levels, forest.row, forest.depths)
         elif self._plan.asked is not None and len(self._plan.asked) == len(rows):
             levels[self._plan.asked] = 1
-        self.timer.observe(*rows.draft.calls(levels), seconds.draft)
-        if rows.drafter is not None and rows.is_redrafted is not None:
-            self._learn_drafter(rows, rows.drafter, rows.is_redrafted, forest, seconds.drafter)
+        if rows.draft.is_autoregressive and levels.any():
+            self._newcomers.time(self.timer, rows.request_ids, rows.draft.calls(levels), seconds.draft)
+        else:
+            self.timer.observe(*rows.draft.calls(levels), seconds.draft)
+        if rows.drafter is not None and rows.again:
+            self._learn_drafter(rows, rows.drafter, forest, tokens, seconds.drafter)
         if not forest.num_nodes:
             return
         if tokens is None:
@@ -329,18 +341,21 @@ class GoodputAuction(LengthPolicy):
         self._learn_outcomes(rows, forest, tokens)
 
     def _learn_drafter(
-        self, rows: StepRows, drafter: DraftCost, is_redrafted: np.ndarray, forest: Forest, seconds: float
+        self, rows: StepRows, drafter: DraftCost, forest: Forest, tokens: Sequence[np.ndarray] | None, seconds: float
     ) -> None:
-        """What it took, and that nothing came where it has none to propose."""
-        levels = np.zeros(len(rows), np.int64)
-        np.maximum.at(levels, forest.row, forest.depths)
-        levels[~is_redrafted] = 0
-        asked = self._plan.drafter_levels
-        if asked is not None and asked.any() and not levels.any():
-            levels = asked
-            tried = (asked > 0)[:, None]
-            self.acceptance.update(rows.request_ids, tried, np.zeros_like(tried))
-        self.drafter_timer.observe(*drafter.calls(levels), seconds)
+        """What it took, and what came true with its nodes that would not have without."""
+        plan = self._plan
+        levels = np.array([tree.depths.max(initial=0) for tree in rows.again], np.int64)
+        if plan.asked_again is not None:
+            levels = np.maximum(levels, plan.asked_again)  # silence took a call, too
+        names = [name for name, level in zip(rows.request_ids, levels.tolist()) if level]
+        self._newcomers.time(self.drafter_timer, names, drafter.calls(levels), seconds)
+        if tokens is None or plan.first is None or plan.asked_again is None or not plan.asked_again.any():
+            return
+        gains = forest.depths_reached(tokens) - plan.first.depths_reached(tokens)
+        asked = np.flatnonzero(plan.asked_again)
+        names = [rows.request_ids[row] for row in asked.tolist()]
+        self._drafter_gain.update(names, plan.promises[asked], gains[asked], levels[asked])
 
     def _forest_of(self, trees: Sequence[DraftTree]) -> Forest:
         """The forest that `select` has made of these trees, or a new one."""
@@ -352,30 +367,23 @@ class GoodputAuction(LengthPolicy):
     def _learn_outcomes(self, rows: StepRows, forest: Forest, tokens: Sequence[np.ndarray]) -> None:
         nodes, hits = forest.outcomes(tokens)
         row, depth = forest.row[nodes], forest.depths[nodes]
-        if self.calibrator is not None and len(nodes):
-            probs, lengths = forest.probs[nodes], forest.match_lengths[nodes]
-            for source, part in rows.by_source(row):
-                expected = self.calibrator.calibrate(source, probs[part], depth[part], lengths[part]).sum()
-                self._drifts[source].add(expected, hits[part].sum())
-                self.calibrator.update(source, probs[part], depth[part], lengths[part], hits[part])
+        if self.trust is not None:
+            self.trust.learn(rows, forest, nodes, hits)
         tried = np.zeros((len(rows), int(depth.max(initial=1))), bool)
-        tried[row, depth - 1] = True if rows.is_redrafted is None else rows.is_redrafted[row]
+        tried[row, depth - 1] = True
         succeeded = np.zeros_like(tried)
         succeeded[row[hits], depth[hits] - 1] = True
-        succeeded &= tried
         self.acceptance.update(rows.request_ids, tried, succeeded)
 
     def forget(self, request_id: Hashable) -> None:
         self.acceptance.forget(request_id)
+        self._drafter_gain.forget(request_id)
+        self._newcomers.forget(request_id)
 
 
-def _ranks(row: np.ndarray) -> np.ndarray:
-    """How many earlier entries hold the same row, `[n]` int64."""
-    by_row = np.argsort(row.astype(np.uint16), kind="stable")  # 16 bits: sorted by radix
-    counts = np.bincount(row)
-    ranks = np.empty(len(row), np.int64)
-    ranks[by_row] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return ranks
+def _is_again(rows: StepRows) -> np.ndarray:
+    """Which rows' drafts hold nodes of the second source, `[rows]` bool."""
+    return np.array([len(tree) > 0 for tree in rows.again] or [False] * len(rows), bool)
 
 
 def _widths(most: int, num_rows: int) -> np.ndarray:

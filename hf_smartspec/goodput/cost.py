@@ -205,6 +205,8 @@ class DraftCost:
         width (`int`): Nodes per level and row of the drafts.
         source (`str`): Whose probabilities they are: sources are calibrated apart.
         num_nodes (`int`): Nodes of a row's draft, at most, where it is drafted by a second source.
+        heeds_prices (`bool`): Whether an autoregressive drafter ends drafts by itself where a further level costs more
+            than it promises.
     """
 
     per_call: float = 0.0
@@ -213,6 +215,7 @@ class DraftCost:
     width: int = 1
     source: str = ""
     num_nodes: int = 2**31
+    heeds_prices: bool = False
 
     @classmethod
     def of_model(cls, cost: CostModel, mean_context: float, width: int = 1, source: str = "") -> "DraftCost":

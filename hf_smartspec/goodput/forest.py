@@ -91,6 +91,13 @@ class Forest:
         nodes = np.flatnonzero(is_known & on_path[self.parents])
         return nodes, on_path[nodes]
 
+    def depths_reached(self, tokens: Sequence[np.ndarray]) -> np.ndarray:
+        """How many tokens of each row's continuation (`tokens`, as for `outcomes`) its tree holds, `[rows]` int64."""
+        nodes, hits = self.outcomes(tokens)
+        reached = np.zeros(len(self.trees), np.int64)
+        np.maximum.at(reached, self.row[nodes[hits]], self.depths[nodes[hits]])
+        return reached
+
     def ranks(self) -> np.ndarray:
         """How many nodes of its tree `DraftTree.most_likely` prefers to each node, `[n]` int64."""
         numbers = np.arange(self.num_nodes)
@@ -124,3 +131,12 @@ class Forest:
                     lengths = lengths[nodes[start : start + size]]
                 kept.append(DraftTree.of(tokens[part], parents[part], probs[part], lengths))
         return kept
+
+
+def ranks_in_rows(row: np.ndarray) -> np.ndarray:
+    """How many earlier entries hold the same row, `[n]` int64."""
+    by_row = np.argsort(row.astype(np.uint16), kind="stable")  # 16 bits: sorted by radix
+    counts = np.bincount(row)
+    ranks = np.empty(len(row), np.int64)
+    ranks[by_row] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..tree import DraftTree
-from .cost import CostModel, StepSeconds
+from ..tree import DraftTree, LevelPrice
+from .cost import CostModel, DraftCost, StepSeconds
 from .forest import Forest
 from .selector import LengthPolicy, StepRows
 
@@ -106,6 +106,9 @@ class LoggedPolicy(LengthPolicy):
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return self.policy.select(rows, trees)
+
+    def level_price(self, draft: DraftCost) -> LevelPrice | None:
+        return self.policy.level_price(draft)
 
     def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray | None:
         return self.policy.drafter_nodes(rows, trees)

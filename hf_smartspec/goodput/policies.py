@@ -1,7 +1,6 @@
 """The papers' length policies, for comparison with the auction."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -173,10 +172,7 @@ class StepGoodput(_SmartSpec):
         """Algorithm 1 for every length. (As printed, its line 4 has the number of requests twice.)"""
         lengths = np.arange(min(self.max_length, int(np.max(rows.caps[:num_requests]))) + 1)
         tokens = num_requests * expected_length(self.acceptance.rate, lengths)
-        first = replace(
-            rows, request_ids=rows.request_ids[:num_requests], context_lens=rows.context_lens[:num_requests]
-        )
-        seconds = self.cost.seconds(*first.forward_size(num_requests * lengths, 1 + lengths))
+        seconds = self.cost.seconds(*rows.first(num_requests).forward_size(num_requests * lengths, 1 + lengths))
         draft = [self._draft_seconds(rows, np.full(num_requests, length)) for length in lengths]
         return lengths, tokens / (seconds + draft)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 from .cost import DraftCost, StepSeconds
 
 __all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "StepRows", "StepSeconds"]
@@ -29,7 +29,10 @@ class StepRows:
         draft (`DraftCost`): What drafting costs.
         drafter (`DraftCost`, *optional*): What a second, costlier source costs, where there is one to ask.
         sources (list of `str`): Whose probabilities each row's draft holds; those of `draft` where not given.
-        is_redrafted (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows' drafts are the second source's.
+        again (list of `DraftTree`): What the second source has drafted, by row, where it was asked; these nodes are
+            among those of the rows' drafts.
+        padded_context (`int`, *optional*): Columns that attention reads of the rows, prompts aside. Where not given, as
+            many of every row as the longest has.
     """
 
     request_ids: Sequence[Hashable]
@@ -42,7 +45,8 @@ class StepRows:
     draft: DraftCost = field(default_factory=DraftCost)
     drafter: DraftCost | None = None
     sources: list[str] = field(default_factory=list)
-    is_redrafted: np.ndarray | None = None
+    again: list[DraftTree] = field(default_factory=list)
+    padded_context: int | None = None
 
     def __post_init__(self) -> None:
         self.sources = self.sources or [self.draft.source] * len(self)
@@ -52,7 +56,9 @@ class StepRows:
 
     @property
     def num_context(self) -> int:
-        """N_context: padded attention reads as many columns of every row as the longest has."""
+        """N_context: attention is padded, if not to the longest of all rows."""
+        if self.padded_context is not None:
+            return self.padded_context
         return len(self) * int(np.max(self.context_lens, initial=0))
 
     @property
@@ -82,6 +88,13 @@ class StepRows:
         for name in names:
             yield name, slice(None) if len(names) == 1 else np.array([other == name for other in self.sources])[row]
 
+    def first(self, num_rows: int) -> "StepRows":
+        """The context of the first rows alone."""
+        if num_rows == len(self):
+            return self
+        ids, lens = self.request_ids[:num_rows], self.context_lens[:num_rows]
+        return replace(self, request_ids=ids, context_lens=lens, padded_context=None)
+
     def without_prefill(self) -> "StepRows":
         """The same step without the prompts that ride in it."""
         return replace(self, num_prefill_tokens=0, prefill_context=0, prefill_pairs=0)
@@ -99,10 +112,17 @@ class LengthPolicy(ABC):
     def max_nodes(self, rows: StepRows) -> np.ndarray | list[int]:
         """The number of nodes that sources may propose for each row; no more than its cap."""
 
+    def level_price(self, draft: DraftCost) -> LevelPrice | None:
+        """
+        What a further level of an autoregressive draft must be worth in this step, for drafters that end drafts by
+        themselves. `draft` is one of `rows.draft` and `rows.drafter`. None, the default, has drafts of full length.
+        """
+        return None
+
     def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray | None:
         """
-        Where `rows.drafter` is a second source: the number of nodes that it may propose in place of each row's tree; 0
-        where the tree stays. None, the default, leaves it to the source.
+        Where `rows.drafter` is a second source: the number of nodes that it may add to each row's tree; 0 where it is
+        not asked. None, the default, leaves it to the source.
         """
         return None
 

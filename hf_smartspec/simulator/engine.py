@@ -66,7 +66,7 @@ class SimulatedEngine:
         self.clock = EventClock()
         self.forward = SimulatedForward(copy.deepcopy(cost), self.clock, end_id)
         self.source = TimedCandidates(source, self.clock, draft_cost or DraftCost())
-        self.max_nodes = source.default_num_nodes if max_nodes is None else max_nodes
+        self.max_nodes = source.most_nodes if max_nodes is None else max_nodes
         self.max_prefill_tokens = max_prefill_tokens
         self.step_seconds, self.request_seconds = step_seconds, request_seconds
         self.memory = _SimulatedMemory(self.forward, Scheduler(max_batch_size, max_tokens))
@@ -107,11 +107,34 @@ class SimulatedEngine:
 
     def new_call(self, item: LoadRequest) -> DecodingCall:
         """What `prepare_call` makes of a greedy request."""
-        prompt = torch.from_numpy(item.prompt)
-        request = Request(item, 0, prompt, torch.ones(len(prompt), dtype=torch.bool), item.max_new_tokens)
+        request = _KnownRequest.of(item, self.forward.end_id)
         batch = DecodingBatch([request], self._criteria, None)
-        picker = TokenPicker(LogitsProcessorList(), 1, len(prompt))
+        picker = TokenPicker(LogitsProcessorList(), 1, len(item.prompt))
         return DecodingCall(self.forward, batch, picker, coupled_picks, self.source, self.max_nodes)
+
+
+class _KnownRequest(Request):
+    """A request whose text is known to its end, and need not be put together while it grows."""
+
+    @classmethod
+    def of(cls, item: LoadRequest, end_id: int) -> "_KnownRequest":
+        prompt = torch.from_numpy(item.prompt)
+        request = cls(item, 0, prompt, torch.ones_like(prompt, dtype=torch.bool), item.max_new_tokens)
+        request._padded = np.concatenate([item.prompt, item.response, [end_id]])
+        return request
+
+    def __post_init__(self) -> None:
+        self.prompt = _item(self).prompt
+        self._start = len(self.prompt)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def uncached(self) -> np.ndarray:
+        return self._padded[self.cache_row.length : self.length]
+
+    def text(self) -> np.ndarray:
+        return self._padded[: self.length]
 
 
 class _Run:

@@ -7,7 +7,8 @@ import numpy as np
 
 from ..cache import SlotCache
 from ..goodput.cost import CostModel
-from ..layout import CacheRow, RowInput, arrange
+from ..layout import CacheRow, RowInput, arrange, padded_context
+from ..parts import TYPICAL_CALL
 from .clock import EventClock
 
 
@@ -19,14 +20,16 @@ class ForwardSize(NamedTuple):
     width: float  # mean over the parts of the forward, weighted by their context
 
     @classmethod
-    def of(cls, inputs: Sequence[RowInput]) -> "ForwardSize":
+    def of(cls, inputs: Sequence[RowInput], call: int = TYPICAL_CALL) -> "ForwardSize":
         """
-        As `PackedForward` would run it: every part is padded to its longest context and its widest row; long prompts
-        are parts of their own, so that they do not widen the others.
+        As `PackedForward` would run it: every part is padded to its longest context and its widest row, and every part
+        but the first costs a call of attention more, worth `call` columns.
         """
-        context = pairs = 0
-        for group in arrange(inputs):
-            size = len(group) * max([item.row.length for item in group])
+        groups = arrange(inputs, call)
+        context = pairs = call * (len(groups) - 1)
+        for group in groups:
+            num_rows = group[-1].row.slot - group[0].row.slot + 1
+            size = num_rows * max([item.row.length for item in group])
             context, pairs = context + size, pairs + size * max([item.num_tokens for item in group])
         return cls(context, sum([item.num_tokens for item in inputs]), pairs / context if context else 1.0)
 
@@ -40,12 +43,13 @@ class SimulatedForward:
         cost (`CostModel`): Of the target.
         clock (`EventClock`): Is advanced.
         end_id (`int`): The token behind the end of every text.
+        call (`int`): What one more call of the target's attention costs, in columns of a row.
     """
 
     trees = True
 
-    def __init__(self, cost: CostModel, clock: EventClock, end_id: int):
-        self.cost, self.clock, self.end_id = cost, clock, end_id
+    def __init__(self, cost: CostModel, clock: EventClock, end_id: int, call: int = TYPICAL_CALL):
+        self.cost, self.clock, self.end_id, self.call = cost, clock, end_id, call
         self.cache = SlotCache(1, 1)
         self.num_batched = 0
         self._texts: dict[CacheRow, list[int]] = {}
@@ -77,20 +81,22 @@ class SimulatedForward:
             The target's tokens (list of `int`) behind every row's feed and behind every node, and for each row the
             index of its first line. Behind nodes that do not come true stands any token: nobody will ask.
         """
-        size = ForwardSize.of(inputs)
+        size = ForwardSize.of(inputs, self.call)
         self.clock.advance(float(self.cost.seconds(*size)))
         self.num_batched += size.batched
         picks: list[int] = []
         offsets = []
         for item in inputs:
-            item.row.length += len(item.feed)
-            item.row.num_nodes = len(item.tree)
-            text, places = self._texts[item.row], [item.row.length]
-            for parent in item.tree.parents.tolist():
-                places.append(places[parent + 1] + 1)
+            row, tree = item.row, item.tree
+            row.length, row.num_nodes = row.length + len(item.feed), len(tree.tokens)
             offsets.append(len(picks))
-            picks += [text[place] if place < len(text) else self.end_id for place in places]
+            line = self._texts[row][row.length : row.length + len(tree.tokens) + 1]
+            line += [self.end_id] * (len(tree.tokens) + 1 - len(line))
+            picks += line if tree.is_chain else [line[depth] for depth in (0, *tree.depths.tolist())]
         return picks, offsets
+
+    def padded_context(self, rows: Sequence[CacheRow]) -> int:
+        return padded_context(rows, self.call)
 
     def argmax(self, logits: Any) -> list[int]:
         return logits

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 
 from ..candidates.base import HybridSource, TreeCandidateGenerator
 from ..goodput.cost import DraftCost
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 from .clock import EventClock
 from .requests import LoadRequest
 
@@ -23,12 +23,16 @@ class TableCandidates(TreeCandidateGenerator):
         widths (sequence of `int`): Candidates at each depth, below every node of the depth before; (1, 1, 1) is a chain
             of three.
         is_autoregressive (`bool`): Whether every level costs a forward of the drafter.
+        heeds_prices (`bool`): Whether chains end where a further level is not worth its price, as a draft model's do.
+            (That model's also branch where this is worth it, which these do not.)
     """
 
-    def __init__(self, widths: Sequence[int], is_autoregressive: bool):
+    def __init__(self, widths: Sequence[int], is_autoregressive: bool, heeds_prices: bool = False):
         if not widths or min(widths) < 1:
             raise ValueError(f"`widths` must be numbers of at least 1, got {widths!r}.")
         self.widths, self.is_autoregressive = tuple(widths), is_autoregressive
+        self.heeds_prices = heeds_prices and max(widths) == 1
+        self._price: LevelPrice | None = None
         self.default_num_nodes, self.width = tree_size(widths), max(widths)
         parents: list[int] = []
         levels: list[int] = []
@@ -43,22 +47,31 @@ class TableCandidates(TreeCandidateGenerator):
                     for level, width in enumerate(widths)]  # fmt: skip
         self._siblings = np.concatenate(siblings)
         self._num_seen: dict[Hashable, int] = {}
+        self._chains: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}  # first candidates and their `probs`, by place
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        self._num_seen[request_id] = 0
-
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        return [self._propose(name, limit) for name, limit in zip(request_ids, max_nodes)]
-
-    def _propose(self, request_id: Hashable, limit: int) -> DraftTree:
         assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
         ranks, probs = request_id.ranks, request_id.probs
         assert ranks is not None and probs is not None, "`with_acceptance` gives requests their drafts"
-        first = self._num_seen[request_id]
+        self._num_seen[request_id] = 0
         # A wrong candidate is any other token, each sibling another one.
-        if self.width == 1:
-            part = slice(first, first + min(limit, len(self.widths)))
-            return DraftTree.chain(request_id.response[part] + (ranks[part] != 0), probs[part, 0])
+        self._chains[request_id] = request_id.response + (ranks != 0), np.ascontiguousarray(probs[:, 0], np.float32)
+
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        make = self._chain if self.width == 1 else self._tree
+        trees = [make(name, limit) for name, limit in zip(request_ids, max_nodes)]
+        return trees if self._price is None else _worth(trees, self._price)
+
+    def price(self, price: LevelPrice | None) -> None:
+        self._price = price if self.heeds_prices else None
+
+    def _chain(self, request_id: Hashable, limit: int) -> DraftTree:
+        first, (tokens, probs) = self._num_seen[request_id], self._chains[request_id]
+        tokens = tokens[first : first + min(limit, len(self.widths))]
+        return DraftTree.of(tokens, self._parents[: len(tokens)], probs[first : first + len(tokens)])
+
+    def _tree(self, request_id: Any, limit: int) -> DraftTree:
+        ranks, probs, first = request_id.ranks, request_id.probs, self._num_seen[request_id]
         levels = self._levels[self._levels < len(ranks) - first]
         siblings, at = self._siblings[: len(levels)], levels + first
         tokens = request_id.response[at] + np.where(ranks[at] == siblings, 0, siblings + 1)
@@ -76,11 +89,35 @@ class TableCandidates(TreeCandidateGenerator):
 
     def stop(self, request_id: Hashable) -> None:
         self._num_seen.pop(request_id, None)
+        self._chains.pop(request_id, None)
+
+
+def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
+    """The beginnings of chains that grow together, level by level, as long as a further one is worth its price."""
+    paths = [chain.path_probs for chain in chains]
+    depths = [min(len(chain), 1) for chain in chains]
+    depth, growing = 1, [row for row, chain in enumerate(chains) if len(chain)]
+    while growing:
+        growing = [
+            row for row in growing if paths[row][depth - 1] > max(price.node, price.row) and depth < len(paths[row])
+        ]
+        if sum(paths[row][depth - 1] - price.row for row in growing) <= price.call:
+            break
+        depth += 1
+        for row in growing:
+            depths[row] = depth
+    return [
+        DraftTree.of(chain.tokens[:num], chain.parents[:num], chain.probs[:num]) for chain, num in zip(chains, depths)
+    ]
 
 
 def tree_size(widths: Sequence[int]) -> int:
     """Nodes of a full tree with so many children at each depth (SmartSpec, section 4.3)."""
     return int(np.cumprod(widths).sum())
+
+
+def _depth(tree: DraftTree) -> int:
+    return len(tree) if tree.is_chain else int(tree.depths.max())
 
 
 class TimedCandidates(TreeCandidateGenerator):
@@ -96,9 +133,16 @@ class TimedCandidates(TreeCandidateGenerator):
     def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
         self.source, self.clock, self.cost = source, clock, cost
         self.default_num_nodes, self.width = source.default_num_nodes, source.width
-        self.is_autoregressive = source.is_autoregressive
+        self.is_autoregressive, self.heeds_prices = source.is_autoregressive, source.heeds_prices
         self.drafter = source.drafter if isinstance(source, HybridSource) else None
         self._num_seen: dict[Hashable, int] = {}
+
+    @property
+    def most_nodes(self) -> int:
+        return self.source.most_nodes
+
+    def price(self, price: LevelPrice | None) -> None:
+        self.source.price(price)
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         self.source.couple(request_id, processors, seed)
@@ -124,13 +168,16 @@ class TimedCandidates(TreeCandidateGenerator):
     def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         return self._fused.redraft(request_ids, max_nodes)
 
+    def with_drafter(self, request_id: Hashable, first: DraftTree, again: DraftTree, max_nodes: int) -> DraftTree:
+        return self._fused.with_drafter(request_id, first, again, max_nodes)
+
     @property
     def _fused(self) -> HybridSource:
         assert isinstance(self.source, HybridSource), "only these have a drafter"
         return self.source
 
     def _timed(self, trees: list[DraftTree]) -> list[DraftTree]:
-        levels = [int(tree.depths.max(initial=0)) for tree in trees] if self.is_autoregressive else [1] * len(trees)
+        levels = [_depth(tree) for tree in trees] if self.is_autoregressive else [1] * len(trees)
         calls, in_calls = self.cost.calls(np.array(levels))
         self.clock.advance(self.cost.per_call * calls + self.cost.per_row * in_calls)
         return trees

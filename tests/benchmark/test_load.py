@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from hf_smartspec import cli
 from hf_smartspec.benchmark import load as load_bench
-from hf_smartspec.benchmark import load_runs
+from hf_smartspec.benchmark import load_runs, timeline
 from hf_smartspec.benchmark.batch import best_length
 from hf_smartspec.benchmark.load_report import Cell, Point, summaries, verdicts
 from hf_smartspec.benchmark.load_sources import SOURCES
@@ -65,6 +65,7 @@ def test_load_measures_every_source_rate_and_policy(folder, tmp_path, capsys):
         assert row["requests"] == 2 * round(rate * 0.05) and row["mean_latency"] > 0 and row["simulated_latency"] > 0
         assert 0 < row["first_token"] <= row["mean_latency"] <= row["p99_latency"]
         assert row["drafted_per_step"] == 0 or name != "none"
+        assert len(row["simulation_errors"]) == len(row["simulation_factors"]) == 2
     for source, rate in ((s, r) for s in ("draft", "suffix") for r in (40, 80)):
         same = [row for key, row in rows.items() if key[:2] == (source, rate)]
         assert len({row["tokens"] for row in same}) == 1, "no policy changes what is generated"
@@ -153,7 +154,35 @@ def test_timeline_tells_busy_from_quiet(folder, tmp_path, capsys, simulated):
     assert all(row["requests"] == 16 and len(row["groups"]) == 8 for row in results.values())
     text = capsys.readouterr().out
     assert "busy" in text and "comes true" in text and out[1].stat().st_size > 0
-    assert all(row["explanation"]["seconds"]["verify"] > 0 for row in results.values())
+    assert "over mixed traffic: " in text
+    for row in results.values():
+        (explanation,) = row["explanations"]
+        assert explanation["seconds"]["verify"] > 0
+        assert set(explanation["acceptance"]) <= {"PromptLookupCandidates"}, "virtual or not"
+    assert results["k=4"]["explanations"][0]["acceptance"]
+
+
+def test_timeline_policies_take_turns_in_every_repetition(folder, tmp_path, monkeypatch):
+    """Later repetitions have other arrivals; what becomes slower from run to run does not favour a policy."""
+    order, latencies = [], iter([1.0, 0.8, 0.5, 0.75, 1.2, 1.5])
+
+    def noted(setup, source, policy, requests, result):
+        order.append((type(policy).__name__, [item.arrival for item in requests]))
+        result.served += result_of(next(latencies)).served
+
+    monkeypatch.setattr(timeline, "serve", noted)
+    monkeypatch.setattr(timeline, "warm_up", lambda *_: None)
+    out = tmp_path / "time.json"
+    asked = ["--rates", "60", "20", "--period", "0.1", "--source", "prompt_lookup", "--policies", "k=1", "auction"]
+    assert call("timeline", *models(folder), *asked, "--repeats", "2", "--json", out) == 0
+    names = ["NoSpeculation", "FixedLength", "GoodputAuction"]
+    assert [name for name, _ in order] == names + names[::-1]
+    arrivals = [times for _, times in order]
+    assert arrivals[0] == arrivals[2] and arrivals[3] == arrivals[5] != arrivals[0]
+    results = json.loads(out.read_text())["results"]
+    assert [name for name, row in results.items() if row["is_best_fixed"]] == ["k=1"]
+    assert results["auction"]["gains"] == pytest.approx([0.8 / 0.5, 1.2 / 0.75])
+    assert results["none"]["gain"] == pytest.approx((0.8 / 1.0 + 1.2 / 1.5) / 2)
 
 
 def test_simulate_plays_figures_and_traces(folder, tmp_path, capsys):
@@ -239,7 +268,7 @@ def result_of(latency, num_tokens=10, count=3):
 def test_the_auction_is_marked_where_it_is_slower_than_no_speculation():
     cells = {
         Point("a.jsonl", "draft", 1.0): {"none": Cell([result_of(1.0)]), "k=1": Cell([result_of(0.8)]),
-                              "auction": Cell([result_of(1.03)], simulated=[result_of(1.0)])},
+                              "auction": Cell([result_of(1.03)], simulated=[result_of(1.0)], factors=[1.0])},
         Point("a.jsonl", "draft", 2.0): {"none": Cell([result_of(1.0)]), "auction": Cell([result_of(1.01)])},
         Point("a.jsonl", "draft", 3.0): {"none": Cell([LoadResult()])},
     }  # fmt: skip
@@ -252,6 +281,23 @@ def test_the_auction_is_marked_where_it_is_slower_than_no_speculation():
     assert rows[2]["simulation_error"] == pytest.approx(1.0 / 1.03 - 1)
     text = "\n".join(verdicts(rows))
     assert "at 1 of 2 loads" in text and "worst 1.29" in text and "within 10% of the engine's in 1 of 1 rows" in text
+
+
+def test_simulations_are_judged_run_by_run_below_saturation():
+    queued = result_of(1.0)
+    queued.seconds_waited = 0.5
+    rows = summaries({
+        Point("a", "draft", 1.0): {"none": Cell([result_of(1.0), result_of(2.0), result_of(1.0)],
+                                                simulated=[result_of(1.05), result_of(1.0), result_of(1.02)],
+                                                factors=[0.9, 1.0, 1.1])},
+        Point("a", "draft", 9.0): {"none": Cell([queued], simulated=[result_of(3.0)], factors=[1.0])},
+    })  # fmt: skip
+    assert rows[0]["simulation_errors"] == pytest.approx([0.05, -0.5, 0.02])
+    assert rows[0]["simulation_error"] == pytest.approx(0.02), "one run out of three does not count"
+    assert [row["is_saturated"] for row in rows] == [False, True]
+    text = "\n".join(verdicts(rows))
+    assert "in 1 of 1 rows below saturation" in text and "worst of single runs 50.0%" in text
+    assert "took 0.90 to 1.10 times" in text
 
 
 def test_ratios_are_medians_over_neighbouring_repetitions():

@@ -54,6 +54,18 @@ def test_the_wrong_source_is_sure_of_what_nobody_says():
     )
 
 
+def test_shuffled_prompts_keep_their_responses():
+    setup = new_setup(responses=[np.array([index]) for index in range(4)], replays=True)
+    known = {prompt.tobytes(): response for prompt, response in zip(setup.prompts, setup.responses)}
+    orders = set()
+    for seed in range(8):
+        mixed = replace(setup, seed=seed).shuffled()
+        orders.add(tuple(item.item() for item in mixed.responses))
+        assert all(known[prompt.tobytes()] is response for prompt, response in zip(mixed.prompts, mixed.responses))
+        assert orders >= {tuple(item.item() for item in replace(setup, seed=seed).shuffled().responses)}
+    assert len(orders) > 2 and all(sorted(order) == [0, 1, 2, 3] for order in orders)
+
+
 def test_samples_and_merged_data_sets():
     first = new_setup(responses=[np.array([index]) for index in range(4)], replays=True)
     second = replace(first, prompts=[*first.prompts[2:], np.array([9])], responses=[np.array([7])] * 3)
@@ -85,9 +97,21 @@ def test_a_hybrid_is_simulated_with_the_time_of_both():
         for item in (hybrid, replace(hybrid, drafter=replace(draft.draft, per_call=0.0)))
     ])  # fmt: skip
     counts = [result.statistics for result in results]
-    assert len(explanations[0].report.acceptance) == 2, "each source's drafts by themselves"
+    names = list(explanations[0].report.acceptance)
+    assert len(names) == 2, "each source's drafts by themselves"
+    assert {part for name in names for part in name.split(" + ")} == {"FusedCandidates", "TableCandidates"}
     assert counts[0].drafted_tokens == counts[1].drafted_tokens > 0
     assert counts[0].seconds_draft > counts[1].seconds_draft + 3 * 5e-3
+
+
+def test_rehearsals_tell_how_slow_the_machine_is():
+    """Whatever the rehearsed requests are, the factor is that of the steps."""
+    setup = new_setup(responses=[np.tile(np.arange(20, 30), 3)] * 4, replays=True)
+    requests = new_requests(setup, np.array([0.0, 0.3]), np.random.default_rng(0))
+    calibration = Calibration(COST, DraftCost(1e-3), 0.0, 0.0, 16)
+    world = (setup, "prompt_lookup", calibration, lambda _: FixedLength(2), requests)
+    slow = [simulate(setup, "prompt_lookup", calibration.scaled(factor), world[3], requests) for factor in (1.6, 1.8)]
+    assert load_runs.slowness(*world, slow) == pytest.approx(1.7, rel=0.01)
 
 
 def test_policies_by_name_have_costs_of_their_own():

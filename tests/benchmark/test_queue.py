@@ -1,5 +1,6 @@
 """`smartspec bench queue`: run end to end on a tiny model, and what it does where a method fails."""
 
+import argparse
 import json
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_smartspec import cli
+from hf_smartspec.benchmark import queue as queue_bench
 from hf_smartspec.benchmark.runs import up_to_end
 from tests.folders import save_tiny_models
 
@@ -64,6 +66,29 @@ def test_recorded_responses_of_all_lengths(folder, tmp_path):
     numbers = {name: row["tokens"] for name, row in methods.items()}
     assert len(set(numbers.values())) == 1 and numbers[STATIC] < 6 * 12
     assert {row["same_outputs"] for name, row in methods.items() if name != CONTINUOUS} == {6}
+
+
+def test_queues_are_served_in_the_order_of_the_seed(folder, tmp_path, monkeypatch):
+    served = []
+
+    def noted(setup, name, queue):
+        served.append([prompt.tolist() for prompt in queue])
+        return [[5]] * len(queue)
+
+    monkeypatch.setattr(queue_bench, "_engine", noted)
+    asked = ["--skip", "static", "continuous", "--assistant", "none"]
+    for seed in ("1", "1", "2"):
+        assert call(folder, *asked, "--seed", seed) == 0
+    queues = [queue for queue in served if len(queue) == 8]
+    assert queues[0] == queues[1] != queues[2] and sorted(queues[0]) == sorted(queues[2]) != queues[0]
+
+
+def test_by_default_the_queue_is_long_and_ragged():
+    parser = argparse.ArgumentParser()
+    queue_bench.add_arguments(parser)
+    args = parser.parse_args([])
+    assert (args.limit, args.max_new_tokens, args.assistant) == (200, 256, ["none", "auto"])
+    assert "default: 256" in parser.format_help() and "default: 200" in parser.format_help()
 
 
 def test_transformers_methods_can_be_left_out(folder, tmp_path):

@@ -8,6 +8,7 @@ from transformers.generation import logits_process as hf
 
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.processors import add_gumbel_noise, draft_seed
+from hf_smartspec.tree import LevelPrice
 
 from ..models import VOCAB_SIZE, new_model, shared_model
 from ..strategies import path_to
@@ -24,6 +25,13 @@ def start(source: DraftModelCandidates, seed: int | None = None, processors=()) 
 
 def next_scores(model, text: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([text])).logits[0, -1]
+
+
+def sharp_model():
+    """Whose probabilities are far from equal."""
+    model = new_model("llama", seed=5)
+    model.lm_head.weight.data *= 12
+    return model
 
 
 def check_tree(model, tree, text: list[int], width: int, limit: int) -> None:
@@ -105,6 +113,67 @@ def test_more_nodes_are_more_probable_nodes(width):
             leaves = set(range(limit)) - set(tree.parents.tolist())
             assert tree.path_probs.min() == min(tree.path_probs[leaf] for leaf in leaves)
         source.observe("c", tree.tokens[:1])
+
+
+def priced(model, price, limit=24, name="c", **options):
+    source = DraftModelCandidates(model, **options)
+    texts = start(source)
+    source.price(price)
+    return source.propose([name], [limit])[0], texts[name]
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 2}, {"num_nodes": 3}])
+def test_where_prices_rule_no_node_is_worth_less_than_it_costs(options):
+    """And none that is worth more was left out, as far as its level was drafted."""
+    model = sharp_model()
+    for node_price in (0.02, 0.1, 0.3):
+        tree, text = priced(model, LevelPrice(0.05, 0.0, node_price), **options)
+        width = options.get("width", 4)
+        check_tree(model, tree, text, width, 24)
+        first_of_levels = [np.flatnonzero(tree.depths == depth)[0] for depth in range(1, tree.depths.max() + 1)]
+        others = np.setdiff1d(np.arange(len(tree)), first_of_levels)
+        assert (tree.path_probs[others] >= node_price - 1e-6).all()
+        probs = next_scores(model, text).softmax(0).sort(descending=True).values[:width]
+        assert np.count_nonzero(tree.depths == 1) == max(int((probs >= node_price).sum()), 1)
+
+
+def test_drafts_are_as_deep_as_levels_are_worth_their_price():
+    model = sharp_model()
+    depths = []
+    for call in (0.001, 0.1, 0.3, 0.6, 5.0):
+        tree, _ = priced(model, LevelPrice(call, 0.0, 0.01), limit=400)
+        for depth in range(1, int(tree.depths.max())):
+            assert np.sort(tree.path_probs[tree.depths == depth])[-4:].sum() > call
+        depths.append(int(tree.depths.max()))
+    assert depths == sorted(depths, reverse=True) and depths[0] > depths[2] > depths[-1] == 1
+    shared = DraftModelCandidates(model)
+    names = list(start(shared))
+    shared.price(LevelPrice(0.6, 0.0, 0.01))
+    assert max(int(tree.depths.max()) for tree in shared.propose(names, [24] * 3)) > depths[3], "they share the price"
+
+
+@pytest.mark.parametrize("trust", [0.5, 1.0, 1.5])
+def test_a_drafter_that_is_trusted_more_drafts_more_and_always_trees(trust):
+    model = sharp_model()
+    tree, text = priced(model, LevelPrice(0.2, 0.0, 0.05, trust))
+    check_tree(model, tree, text, 4, 24)
+    usual, _ = priced(model, LevelPrice(0.2, 0.0, 0.05))
+    assert (len(tree) >= len(usual)) if trust >= 1 else (len(tree) < len(usual))
+
+
+def test_prices_of_one_step_are_forgotten_and_sampled_drafts_do_not_heed_them():
+    model = shared_model("llama")
+    source = DraftModelCandidates(model)
+    start(source)
+    source.price(LevelPrice(9.0, 9.0, 9.0))
+    assert len(source.propose(["a"], [6])[0]) == 1
+    source.observe("a", np.array([1]))
+    source.price(None)
+    assert len(source.propose(["a"], [6])[0]) == 6
+    sampled = DraftModelCandidates(model, samples=True)
+    start(sampled, seed=3)
+    sampled.price(LevelPrice(9.0, 9.0, 9.0))
+    assert len(sampled.propose(["a"], [6])[0]) == 6 and not sampled.heeds_prices
 
 
 def test_a_chain_ends_behind_a_token_of_low_confidence():

@@ -133,9 +133,9 @@ def test_drafter_speaks_where_little_is_promised():
     weak, strong = DraftTree.chain([1], [0.4]), DraftTree.chain([1, 2, 3], [0.9, 0.9, 0.9])
     drafter = Scripted(DraftTree.chain([5, 6]))
     for tree, threshold, expected in (
-        (weak, 1.0, [5, 6]),
+        (weak, 1.0, [5, 6, 1]),
         (strong, 1.0, [1, 2, 3]),
-        (strong, 9.0, [5, 6]),
+        (strong, 9.0, [5, 6, 1, 2]),
         (weak, 0.0, [1]),
     ):
         fused = FusedCandidates([Scripted(tree)], drafter=drafter, threshold=threshold)

@@ -1,6 +1,8 @@
 """The engine's life among other threads, interrupts, changing models and callbacks that misbehave."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -198,3 +200,21 @@ def test_pause_during_stop(model):
         pass
     stopper.join(TIMEOUT)
     assert not stopper.is_alive()
+
+
+def test_an_engine_that_nobody_holds_stops(model):
+    engine = Engine(model, suffix()).start()
+    name = engine.add_request(list(range(3, 9)), streaming=True, max_new_tokens=4000, eos_token_id=None)
+    runner, results, reference = engine._runner, engine._results, weakref.ref(engine)
+    outputs = engine.request_id_iter(name)
+    next(outputs)
+    del engine
+    gc.collect()
+    assert reference() is not None and runner.is_running, "somebody reads"
+    next(outputs)
+    del outputs
+    gc.collect()
+    runner._thread.join(TIMEOUT)
+    assert reference() is None and not runner.is_running
+    output = results.get(name, 0)
+    assert output.finish_reason == "cancelled" and 0 < len(output.generated_tokens) < 4000

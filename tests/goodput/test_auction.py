@@ -271,7 +271,7 @@ def test_without_the_tokens_only_verified_chains_teach():
     for _ in range(60):
         kept = policy.select(rows, [chain])
         policy.observe(rows, [chain], kept, [1 if len(kept[0]) else 0], StepSeconds(0.0, 0.02))
-    first, second = policy.calibrator.calibrate("", [0.9, 0.9], [1, 2])
+    first, second = policy.trust.calibrator.calibrate("", [0.9, 0.9], [1, 2])
     assert first > 0.9 and second < 0.5
 
 
@@ -284,7 +284,7 @@ def test_short_matches_are_told_from_long_ones():
         kept = policy.select(rows, [short, long])
         seconds = StepSeconds(0.0, 20e-3 + 4e-3 * (2 + sum(map(len, kept))))
         policy.observe(rows, [short, long], kept, [0, len(kept[1])], seconds, [np.array([9]), np.array([5, 9])])
-    short_prob, long_prob = policy.calibrator.calibrate("", [0.6, 0.6], [1, 1], [1, 8])
+    short_prob, long_prob = policy.trust.calibrator.calibrate("", [0.6, 0.6], [1, 1], [1, 8])
     assert short_prob < 0.1 and long_prob > 0.9
     assert [len(tree) for tree in policy.select(rows, [short, long])] == [0, 1]
 

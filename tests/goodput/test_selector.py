@@ -25,6 +25,14 @@ def test_what_a_step_reads_and_runs():
     assert len(empty) == empty.num_context == empty.num_batched == 0
 
 
+def test_rows_may_be_padded_apart():
+    rows = rows_of([5, 5, 5], num_prefill_tokens=7, prefill_context=10, prefill_pairs=70, padded_context=70)
+    assert rows.num_context == 70
+    assert rows.forward_size(4, 3) == (80, 14, 3.5)
+    assert rows.without_prefill().num_context == rows.first(3).num_context == 70
+    assert rows.first(2).num_context == 60, "how fewer rows would be padded, nobody said"
+
+
 @pytest.mark.parametrize("num_nodes", [0, 1, 5])
 def test_fixed_length_asks_for_as_many_nodes_as_it_keeps(num_nodes):
     policy, rows = FixedLength(num_nodes), rows_of([9, 9, 3])

@@ -1,6 +1,7 @@
 """The simulated engine: closed forms, order, the tokens that were recorded, and what policies see of the real one."""
 
 import copy
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hf_smartspec.goodput.length import expected_length, expected_tree_length
 from hf_smartspec.goodput.policies import Oracle
 from hf_smartspec.loop import DecodingLoop, ModelLimits
 from hf_smartspec.simulator import (
+    EventClock,
     LoadRequest,
     LoadResult,
     Served,
@@ -23,6 +25,8 @@ from hf_smartspec.simulator import (
     with_acceptance,
 )
 from hf_smartspec.simulator.results import pooled
+from hf_smartspec.simulator.sources import TimedCandidates
+from hf_smartspec.tree import LevelPrice
 from tests.generate.helpers import BOS, VOCAB_SIZE, tiny_llama
 
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
@@ -140,6 +144,39 @@ def test_requests_begin_in_the_order_of_their_arrival():
     assert [ends[time] for time in sorted(ends)] == sorted(ends.values())
     with pytest.raises(ValueError, match="may reach 21 tokens"):
         SimulatedEngine(COST, NoCandidates(), max_tokens=20).run(requests, NoSpeculation())
+
+
+def test_timed_sources_pass_on_what_the_loop_asks_of_the_source_itself():
+    class Priced(NoCandidates):
+        heeds_prices, default_num_nodes, most_nodes = True, 3, 9
+        prices: ClassVar[list] = []
+
+        def price(self, price):
+            self.prices.append(price)
+
+    timed = TimedCandidates(Priced(), EventClock(), DraftCost())
+    assert timed.heeds_prices and (timed.default_num_nodes, timed.most_nodes) == (3, 9)
+    timed.price(price := LevelPrice(1.0, 0.1, 0.01))
+    assert Priced.prices == [price]
+
+
+def test_chains_of_a_table_end_where_a_level_is_not_worth_its_price():
+    """A level is drafted for all rows that want it, if together they gain more than a call."""
+    good, bad = same_requests([0.0, 0.0])
+    (good,), (bad,) = with_acceptance([good], 0.9, rng()), with_acceptance([bad], 0.5, rng())
+    source = TableCandidates((1,) * 9, is_autoregressive=True, heeds_prices=True)
+    for request in (good, bad):
+        source.start(request, request.prompt)
+
+    def depths(price, limits=(9, 9)):
+        source.price(price)
+        return [len(tree) for tree in source.propose([good, bad], limits)]
+
+    assert depths(None) == [9, 9] and depths(LevelPrice(0.0, 0.0, 0.0)) == [9, 9]
+    # Paths of 0.9 ** depth and 0.5 ** depth: 0.0625 is not worth 0.1, and 0.9 ** 5 is not worth 0.5 + 0.1.
+    assert depths(LevelPrice(0.5, 0.1, 0.0)) == [5, 4]
+    assert depths(LevelPrice(0.0, 0.0, 0.2)) == [9, 3], "nor is a node that costs more to verify than it promises"
+    assert depths(LevelPrice(9.0, 0.0, 0.0)) == [1, 1] and depths(LevelPrice(0.0, 0.0, 0.0), (4, 0)) == [4, 0]
 
 
 def test_drafting_and_the_rest_of_a_step_take_their_time():

@@ -1,48 +1,40 @@
-"""Draft depths against drafts that are there already."""
-
-from itertools import product
+"""What a second source adds to drafts that are there already, and whether it is asked."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import DraftCost, GoodputAuction, StepRows, StepSeconds
-from hf_smartspec.goodput.levels import levels_against_rivals
+from hf_smartspec.goodput.drafter import DrafterGain
 
 from .simulation import line
 
-RATES = st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=3)
+
+def test_gains_are_learnt_by_what_is_promised_and_by_request():
+    gain, rng = DrafterGain(), np.random.default_rng(0)
+    names = ["suits", "suits not"] * 2
+    promises = np.array([0.0, 0.0, 4.0, 4.0])
+    for _ in range(400):
+        gains = rng.poisson([3.0, 1.0, 0.3, 0.1]).astype(float)
+        gain.update(names, promises, gains, np.array([4, 4, 2, 2]))
+    gains, levels = gain.expected(["new", "new"], np.array([0.0, 4.0]))
+    assert gains == pytest.approx([2.0, 0.2], rel=0.25) and levels == pytest.approx([4, 2], rel=0.1)
+    suits, suits_not = gain.expected(["suits", "suits not"], np.zeros(2))[0]
+    assert suits > 1.2 * gains[0] > 1.5 * suits_not
+    gain.forget("suits")
+    assert gain.expected(["suits"], np.zeros(1))[0][0] == gains[0]
 
 
-def left(gains, rivals, level_cost, call_cost, levels):
-    values = [0.0 if not num else gain[:num].sum() - num * level_cost - rival
-              for gain, rival, num in zip(gains, rivals, levels)]  # fmt: skip
-    return sum(values) - call_cost * max(levels)
-
-
-@given(RATES, st.floats(0, 0.5), st.floats(0, 0.5), st.data())
-def test_no_other_depths_leave_more(rates, level_cost, call_cost, data):
-    gains = np.cumprod(rates, axis=1)
-    rivals = np.array(data.draw(st.lists(st.floats(0, 2), min_size=len(rates), max_size=len(rates))))
-    levels = levels_against_rivals(gains, rivals, level_cost, call_cost)
-    best = max(left(gains, rivals, level_cost, call_cost, other) for other in product(range(4), repeat=len(rates)))
-    assert left(gains, rivals, level_cost, call_cost, levels) == pytest.approx(best, abs=1e-9)
-
-
-def test_less_than_the_margin_is_nothing_and_no_depths_are_none():
-    gains = np.array([[0.5]])
-    assert levels_against_rivals(gains, np.zeros(1), 0.0, 0.3).tolist() == [1]
-    assert levels_against_rivals(gains, np.zeros(1), 0.0, 0.3, least=0.2).tolist() == [0]
-    assert levels_against_rivals(np.zeros((2, 0)), np.zeros(2), 0.0, 0.0).tolist() == [0, 0]
+def test_before_anything_is_known_less_is_expected_where_more_is_promised():
+    gains, levels = DrafterGain().expected(range(5), np.array([0.0, 0.4, 1.2, 3.0, 9.0]))
+    assert (np.diff(gains) < 0).all() and gains[0] > 0.5 and (levels > 0).all()
 
 
 # --- The auction with a second source ---------------------------------------------------------------------------------
 
 
 def hybrid_rows(num, per_call=1e-3):
-    drafter = DraftCost(per_call=per_call, is_autoregressive=True, source="model")
+    drafter = DraftCost(per_call=per_call, per_row=per_call, is_autoregressive=True, source="model")
     lens, caps = np.full(num, 50), np.full(num, 8)
     return StepRows(list(range(num)), lens, caps, draft=DraftCost(source="lookup"), drafter=drafter)
 
@@ -70,16 +62,17 @@ def test_a_drafter_that_is_always_wrong_is_soon_asked_no_more_and_the_first_sour
         policy.max_nodes(rows)
         limits = policy.drafter_nodes(rows, [WEAK, STRONG])
         trees = [wrong.most_likely(int(limits[0])) if limits[0] else WEAK, STRONG]
-        rows.is_redrafted, rows.sources = limits > 0, ["model" if limits[0] else "lookup", "lookup"]
-        assert not limits[1], "its draft is good"
+        rows.again = [trees[0] if limits[0] else DraftTree.empty(), DraftTree.empty()]
+        rows.sources = ["model" if limits[0] else "lookup", "lookup"]
         kept = policy.select(rows, trees)
         accepted = [0, len(kept[1])]
         drafter = 1e-3 * int(limits[0])
         tokens = [np.array([99]), np.append(STRONG.tokens, 99)[: accepted[1] + 1]]
         forward = float(line().seconds(*rows.forward_size(sum(map(len, kept)))))
         policy.observe(rows, trees, kept, accepted, StepSeconds(1e-5, forward, 0.0, drafter), tokens)
-        asked.append(int(limits[0]))
-    assert asked[0] > 0
+        asked.append(limits.tolist())
+    asked, beside_good = np.array(asked).T
+    assert asked[0] > 0 and np.count_nonzero(beside_good) < 30, "where the draft is good, for trial only"
     assert np.count_nonzero(asked[-100:]) < 25, "probes of 1 ms, in 1 % of 21 ms a step"
     rows = hybrid_rows(1)
     policy.max_nodes(rows)
@@ -109,7 +102,7 @@ def test_a_drafter_without_an_idea_is_soon_asked_no_more_and_what_is_asked_keeps
         rows = hybrid_rows(1)
         policy.max_nodes(rows)
         is_asked = bool(policy.drafter_nodes(rows, [DraftTree.empty()])[0])
-        rows.is_redrafted = np.zeros(1, bool)
+        rows.again = [DraftTree.empty()]
         kept = policy.select(rows, [DraftTree.empty()])
         seconds.append(5e-3 * is_asked)
         policy.observe(rows, kept, kept, [0], StepSeconds(0.0, 0.021, 0.0, seconds[-1]), [np.array([1])])
@@ -123,8 +116,8 @@ def test_the_first_source_is_not_credited_with_the_drafters_tokens():
         rows.draft = DraftCost(source="lookup")
         policy.max_nodes(rows)
         asked = policy.drafter_nodes(rows, [DraftTree.empty()])
-        rows.is_redrafted = asked > 0
         tree = STRONG.most_likely(int(asked[0]))
+        rows.again = [tree]
         kept = policy.select(rows, [tree])
         forward = float(line().seconds(*rows.forward_size(len(kept[0]))))
         policy.observe(rows, [tree], kept, [len(kept[0])], StepSeconds(5e-3, forward, 0.0, 1e-3), [STRONG.tokens])
