@@ -188,6 +188,8 @@ class DecodingLoop:
         return request.call.max_nodes if request.is_drafting and request.num_remaining != 1 else 0
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
+        if not len(tree.tokens):
+            return tree
         if not request.call.forward.trees:
             tree = tree.best_chain()
         if request.num_remaining is not None and len(tree) >= request.num_remaining:

@@ -1,5 +1,6 @@
 """What a step costs: SmartSpec's linear model, bent where the line fails, fitted to measurements, kept up to date."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -125,9 +126,12 @@ class CostModel:
 
     def _bin(self, batched: Any) -> tuple[Any, Any]:
         """Between which two bins a size lies, and how far from the lower one."""
-        place = np.clip(np.log2(np.maximum(batched, 1)), 0, _NUM_BINS - 1.001)
-        low = np.floor(place).astype(np.int64) if np.ndim(place) else int(place)
-        return low, place - low
+        if not np.ndim(batched):  # numpy is slow on single numbers
+            place = min(max(math.log2(max(batched, 1)), 0.0), _NUM_BINS - 1.001)
+            return int(place), place - int(place)
+        places = np.clip(np.log2(np.maximum(batched, 1)), 0, _NUM_BINS - 1.001)
+        low = np.floor(places).astype(np.int64)
+        return low, places - low
 
     def _log_factor(self, batched: Any) -> Any:
         if not self._log_factors.any():
