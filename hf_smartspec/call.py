@@ -62,6 +62,8 @@ class DecodingCall:
         source = self.source
         self.hybrid = source if isinstance(source, HybridSource) and source.drafter is not None else None
         self.drafter = self.hybrid.drafter if self.hybrid is not None else None
+        self.draft_cost = draft_cost(source)
+        self.drafter_cost = None if self.drafter is None else draft_cost(self.drafter)
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors

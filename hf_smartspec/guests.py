@@ -1,5 +1,6 @@
 """What the loop asks of candidate sources, and what happens when they fail."""
 
+import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -7,11 +8,18 @@ import numpy as np
 from transformers.utils import logging
 
 from .candidates.base import TreeCandidateGenerator
+from .goodput.cost import DraftCost
 from .goodput.drafting import PrefillGate
 from .request import Request
 from .tree import DraftTree, LevelPrice
 
 logger = logging.get_logger(__name__)
+
+PriceOf = Callable[[DraftCost], LevelPrice | None]
+
+
+def _no_price(draft: DraftCost) -> LevelPrice | None:
+    return None
 
 
 class GuestSources:
@@ -20,10 +28,15 @@ class GuestSources:
 
     Args:
         vocab_size (`int`): Draft tokens must lie below.
+        clock (`Callable`): Seconds.
+
+    Attributes:
+        seconds (`dict`): What the latest `propose` took, by source.
     """
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter):
+        self.vocab_size, self.clock = vocab_size, clock
+        self.seconds: dict[str, float] = {}
         self.gate = PrefillGate()
         self._has_warned = False
 
@@ -58,10 +71,10 @@ class GuestSources:
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         self._guarded(request, request.call.source.observe, request.request_id, tokens)
 
-    def propose(self, wanted: dict[Request, int], price: LevelPrice | None = None) -> dict[Request, DraftTree]:
+    def propose(self, wanted: dict[Request, int], price_of: PriceOf = _no_price) -> dict[Request, DraftTree]:
         """
-        One call of each source that serves some of the rows; rows that run on, on padding, need none. `price` is what
-        sources that draft level by level are to go by.
+        One call of each source that serves some of the rows; rows that run on, on padding, need none. `price_of` says
+        what sources that draft level by level are to go by.
         """
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
@@ -71,10 +84,13 @@ class GuestSources:
                 proposals[request] = DraftTree.chain([batch.pad_token_id] * limit)
             else:
                 by_source.setdefault(request.call.source, {})[request] = limit
+        self.seconds = {}
         for source, limits in by_source.items():
-            hybrid = next(iter(limits)).call.hybrid
-            call = source.propose if hybrid is None else hybrid.propose_merged
-            proposals |= self._propose(source, call, limits, price)
+            start, first = self.clock(), next(iter(limits)).call
+            call = source.propose if first.hybrid is None else first.hybrid.propose_merged
+            proposals |= self._propose(source, call, limits, price_of(first.draft_cost))
+            name = first.draft_cost.source
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
         return proposals
 
     def drafter_nodes(self, trees: dict[Request, DraftTree]) -> np.ndarray:
@@ -88,7 +104,7 @@ class GuestSources:
         return np.array(limits, np.int64)
 
     def redraft(
-        self, wanted: dict[Request, int], trees: dict[Request, DraftTree], price: LevelPrice | None = None
+        self, wanted: dict[Request, int], trees: dict[Request, DraftTree], price_of: PriceOf = _no_price
     ) -> tuple[dict[Request, DraftTree], dict[Request, DraftTree]]:
         """
         Proposals of the drafters of the rows' sources, where these have one, and the rows' `trees` with these nodes.
@@ -100,9 +116,9 @@ class GuestSources:
                 by_source.setdefault(call.source, {})[request] = limit
         proposals: dict[Request, DraftTree] = {}
         for source, limits in by_source.items():
-            hybrid = next(iter(limits)).call.hybrid
-            assert hybrid is not None, "the others were left out"
-            proposals |= self._propose(source, hybrid.redraft, limits, price)
+            first = next(iter(limits)).call
+            assert first.hybrid is not None and first.drafter_cost is not None, "the others were left out"
+            proposals |= self._propose(source, first.hybrid.redraft, limits, price_of(first.drafter_cost))
         again = {request: tree for request, tree in proposals.items() if len(tree)}
         joined = {
             request: self._joined(request, trees[request], tree, wanted[request]) for request, tree in again.items()

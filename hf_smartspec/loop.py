@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .call import DecodingCall, StepDrafts, alike, by_forward, draft_cost, padded_context
+from .call import DecodingCall, StepDrafts, alike, by_forward, padded_context
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
 from .layout import RowInput
@@ -41,7 +41,7 @@ class DecodingLoop:
         release: Callable[[Request], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.policy, self.limits, self.sources = policy, limits, GuestSources(limits.vocab_size)
+        self.policy, self.limits, self.sources = policy, limits, GuestSources(limits.vocab_size, clock)
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
         self._release, self.clock = release or _remove, clock
         self.calls: list[DecodingCall] = []
@@ -130,8 +130,8 @@ class DecodingLoop:
             if len(limits) != len(rows):
                 raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
         with self._timed("seconds_draft"):
-            price = self.policy.level_price(step.draft)
-            proposals = self.sources.propose(_wanted(rows, limits, step.caps), price)
+            proposals = self.sources.propose(_wanted(rows, limits, step.caps), self.policy.level_price)
+            step.draft_seconds = self.sources.seconds
         drafter_seconds = self._redraft(step, rows, limits, proposals) if step.drafter is not None else 0.0
         with self._timed("seconds_select"):
             drafted = {request: proposals.get(request, _EMPTY) for request in rows}
@@ -155,8 +155,7 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} gave {len(asked)} limits for {len(rows)} rows.")
         before = self.statistics.seconds_draft
         with self._timed("seconds_draft"):
-            price = None if step.drafter is None else self.policy.level_price(step.drafter)
-            again, joined = self.sources.redraft(_wanted(rows, asked, step.caps), first, price)
+            again, joined = self.sources.redraft(_wanted(rows, asked, step.caps), first, self.policy.level_price)
         proposals |= joined
         step.again = [again.get(request, _EMPTY) for request in rows]
         for row, request in enumerate(rows):
@@ -167,8 +166,8 @@ class DecodingLoop:
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:
         prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
         caps = [self._cap(request) for request in rows]
-        first = next((request.call.source for request, cap in zip(rows, caps) if cap > 0), None)
-        drafter = next((request.call.drafter for request in rows if request.call.drafter is not None), None)
+        drafts = [request.call.draft_cost if cap > 0 else None for request, cap in zip(rows, caps)]
+        first = next((draft for draft in drafts if draft is not None), DraftCost())
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
@@ -177,8 +176,10 @@ class DecodingLoop:
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=self.num_waiting,
-            draft=DraftCost() if first is None else draft_cost(first),  # in mixed company, for all rows
-            drafter=None if drafter is None else draft_cost(drafter),
+            draft=first,
+            drafts=[draft or first for draft in drafts],
+            drafter=next((row.call.drafter_cost for row in rows if row.call.drafter_cost is not None), None),
+            has_drafter=np.array([row.call.drafter_cost is not None for row in rows], bool),
             sources=[type(request.call.source).__name__ for request in rows],
             padded_context=padded_context(request for request in rows if len(feeds[request]) == 1),
         )

@@ -1,7 +1,7 @@
 """The default length policy: all rows' draft nodes bid for places in the forward."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from .cost import CostModel, DraftCost, DraftTimer, StepSeconds
 from .drafter import DrafterGain, Newcomers
 from .estimators import AcceptanceEstimator
 from .forest import Forest, ranks_in_rows
+from .plan import Plan, is_again, known_continuation
 from .running import Running, Speedup
 from .selector import LengthPolicy, StepRows
 from .trust import Trust
@@ -34,36 +35,6 @@ class Prediction(NamedTuple):
     tokens: float  # over all rows, accepted nodes and one more each
     seconds: float  # of the forward and what surrounds it, without drafting
     draft_seconds: float
-
-
-@dataclass
-class _Plan:
-    """
-    What happened in the current step so far.
-
-    Args:
-        rows (`StepRows`, *optional*): The step's.
-        plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and what the prompts add to it.
-        asked (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the source was asked for.
-        plain_tokens (`float`): What the step's time would have yielded plainly.
-        has_saved (`bool`): Whether the step's share of time for probes has been put aside.
-        first (`Forest`, *optional*): The drafts that were there before a second source was asked.
-        promises (`np.ndarray` of shape `[rows]`, float64): What they promise, in tokens.
-        asked_again (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the second source was asked for.
-    """
-
-    rows: StepRows | None = None
-    plain_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    asked: np.ndarray | None = None
-    draft_seconds: float = 0.0
-    is_baseline: bool = False
-    plain_tokens: float = 0.0
-    has_saved: bool = False
-    first: Forest | None = None
-    promises: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    asked_again: np.ndarray | None = None
-    forest: Forest | None = None
 
 
 class GoodputAuction(LengthPolicy):
@@ -101,12 +72,13 @@ class GoodputAuction(LengthPolicy):
             raise ValueError(f"`margin` must be a number of at least 0, got {margin!r}.")
         self.cost, self.margin = cost, margin
         self.trust = Trust() if calibrates else None
-        self.acceptance, self.timer, self.drafter_timer = AcceptanceEstimator(), DraftTimer(), DraftTimer()
+        self.acceptance = AcceptanceEstimator()
+        self.timers: defaultdict[str, DraftTimer] = defaultdict(DraftTimer)  # by source
         self.prediction = Prediction(0.0, 0.0, 0.0)
-        self._plan = _Plan()
+        self._plan = Plan()
         self._drafter_gain, self._newcomers = DrafterGain(), Newcomers()
         self._speedup = Speedup()
-        self._benefit = Running()
+        self._benefits: defaultdict[str, Running] = defaultdict(Running)  # by source
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
 
@@ -120,23 +92,28 @@ class GoodputAuction(LengthPolicy):
         if self._num_since_baseline >= _BASELINE_INTERVAL:
             self._plan.is_baseline = True
             return np.zeros_like(caps)
-        if rows.draft.is_autoregressive:
-            best = self._best_levels(rows)
-            levels = self._with_probes(rows, best)
-            limits = np.minimum(levels * rows.draft.width, caps)
-            if rows.draft.heeds_prices:  # it sees better than averages do how deep the draft should be
-                limits = np.where(best > 0, caps, limits)
-        else:
-            levels = (caps > 0).astype(np.int64)
-            limits = caps if self._pays(rows, levels) else np.zeros_like(caps)
-        if limits.any():
-            self._plan.asked, self._plan.draft_seconds = limits > 0, self._draft_seconds(rows, levels)
+        limits = np.zeros_like(caps)
+        for part in rows.by_draft():
+            limits += self._limits(part, np.maximum(part.caps, 0))
+        self._plan.asked = limits > 0
         return limits
+
+    def _limits(self, rows: StepRows, caps: np.ndarray) -> np.ndarray:
+        """`max_nodes` of rows whose sources are of one kind."""
+        if not caps.any():
+            return caps
+        if not rows.draft.is_autoregressive:
+            return caps if self._pays(rows, caps > 0) else np.zeros_like(caps)
+        best = self._best_levels(rows)
+        levels = self._with_probes(rows, best)
+        limits = np.minimum(levels * rows.draft.width, caps)
+        # One that heeds prices sees better than averages do how deep the draft should be.
+        return np.where(best > 0, caps, limits) if rows.draft.heeds_prices else limits
 
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
-        self._plan = _Plan(rows, plain, prefill)
+        self._plan = Plan(rows, plain, prefill)
 
     def _best_levels(self, rows: StepRows) -> np.ndarray:
         """The depth of each row's draft that leaves most tokens, `[rows]` int64; all 0 if none pays."""
@@ -147,7 +124,7 @@ class GoodputAuction(LengthPolicy):
         is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
         num = np.cumsum(is_in, axis=1)
         tokens = len(rows) + np.cumsum(is_in * gains[row, depth], axis=1)
-        per_call, per_row = self.timer.seconds(rows.draft)
+        per_call, per_row = self.timers[rows.draft.source].seconds(rows.draft)
         target = np.take_along_axis(self._seconds(rows, len(row) * width, depths * width), num * width, axis=1)
         profit = self._profit(rows, tokens, target + per_call * depths[:, None] + per_row * num)
         level, last = np.divmod(int(profit.argmax()), len(row))
@@ -169,38 +146,37 @@ class GoodputAuction(LengthPolicy):
         if not idle.any():
             return levels
         probed = np.where(idle, 1, levels)
-        price = self._draft_seconds(rows, probed) - self._draft_seconds(rows, levels)
+        price = self._draft_seconds(rows.draft, probed) - self._draft_seconds(rows.draft, levels)
         return probed if self._affords(price) else levels
 
     def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray:
         drafter, plan = rows.drafter, self._plan
         assert drafter is not None, "asked for where there is one only"
-        if plan.is_baseline or not rows.caps.any():
+        caps = rows.caps if rows.has_drafter is None else np.where(rows.has_drafter, rows.caps, 0)
+        if plan.is_baseline or not caps.any():
             return np.zeros(len(rows), np.int64)
         price, node = self._price(rows), self._node_price(rows)
-        per_call, per_row = self.drafter_timer.seconds(drafter)
+        per_call, per_row = self.timers[drafter.source].seconds(drafter)
         forest = Forest(trees)
         bids = np.maximum(forest.along_paths(self._probs(rows, forest)) - node, 0.0)
         plan.first, plan.promises = forest, np.bincount(forest.row, bids, minlength=len(rows))
         gains, levels = self._drafter_gain.expected(rows.request_ids, plan.promises)
-        left = np.where(rows.caps > 0, gains - levels * (node + price * per_row), 0.0)
+        left = np.where(caps > 0, gains - levels * (node + price * per_row), 0.0)
         asked = left > 0
         if left[asked].sum() - price * per_call * levels[asked].max(initial=0.0) <= self.margin * len(rows):
             asked[:] = False
-        idle = ~asked & (rows.caps > 0)
+        idle = ~asked & (caps > 0)
         deeper = max(levels[idle].max(initial=0.0) - levels[asked].max(initial=0.0), 0.0)
         if idle.any() and self._affords(per_call * deeper + per_row * levels[idle].sum()):
             asked |= idle
         plan.asked_again = asked
-        plan.draft_seconds += per_call * levels[asked].max(initial=0.0) + per_row * levels[asked].sum()
-        return np.where(asked, np.minimum(rows.caps, drafter.num_nodes), 0)
+        return np.where(asked, np.minimum(caps, drafter.num_nodes), 0)
 
     def level_price(self, draft: DraftCost) -> LevelPrice | None:
         rows = self._plan.rows
         if rows is None or not len(rows) or not draft.heeds_prices:
             return None
-        timer = self.drafter_timer if draft is rows.drafter else self.timer
-        price, (per_call, per_row) = self._price(rows), timer.seconds(draft)
+        price, (per_call, per_row) = self._price(rows), self.timers[draft.source].seconds(draft)
         trust = 1.0 if self.trust is None else self.trust.of_source(draft.source)
         return LevelPrice(price * per_call, price * per_row, self._node_price(rows), trust)
 
@@ -214,8 +190,8 @@ class GoodputAuction(LengthPolicy):
         return self._price(rows) * max(usual - self._plan.plain_seconds, 0.0) / (_USUAL * len(rows))
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
-        price = self._draft_seconds(rows, levels)
-        return self._benefit.num < _TRIAL_STEPS or self._benefit.mean > price or self._affords(price)
+        price, benefit = self._draft_seconds(rows.draft, levels), self._benefits[rows.draft.source]
+        return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
 
     def _affords(self, price: float) -> bool:
         """Whether the time saved for probes has reached `price`, which it then pays."""
@@ -227,10 +203,21 @@ class GoodputAuction(LengthPolicy):
         self._probe_seconds = 0.0
         return True
 
-    def _draft_seconds(self, rows: StepRows, levels: np.ndarray) -> float:
-        per_call, per_row = self.timer.seconds(rows.draft)
-        calls, in_calls = rows.draft.calls(levels)
+    def _draft_seconds(self, draft: DraftCost, levels: np.ndarray) -> float:
+        per_call, per_row = self.timers[draft.source].seconds(draft)
+        calls, in_calls = draft.calls(levels)
         return per_call * calls + per_row * in_calls
+
+    def _drafted(self, rows: StepRows, forest: Forest) -> Iterator[tuple[DraftCost, np.ndarray, float]]:
+        """By source: what it costs, the levels that it has drafted for each row (`[rows]` int), and what that took."""
+        plan, parts = self._plan, rows.by_draft()
+        for part in parts:
+            levels = np.zeros(len(rows), np.int64)
+            if part.draft.is_autoregressive:
+                np.maximum.at(levels, forest.row, forest.depths)
+            elif plan.asked is not None and len(plan.asked) == len(rows):
+                levels[plan.asked] = 1
+            yield part.draft, np.where(part.caps > 0, levels, 0), rows.draft_seconds.get(part.draft.source, 0.0)
 
     def _seconds(self, rows: StepRows, most: int, widths: np.ndarray) -> np.ndarray:
         """
@@ -256,11 +243,12 @@ class GoodputAuction(LengthPolicy):
         chosen, tokens, seconds = np.zeros(0, np.int64), float(len(rows)), plain
         if forest.num_nodes and not plan.is_baseline:
             chosen, tokens, seconds = self._winners(rows, forest, gains, (chosen, tokens, seconds))
-        self.prediction = Prediction(tokens, seconds + plan.prefill_seconds, plan.draft_seconds)
-        plan.plain_tokens = len(rows) * (seconds + plan.draft_seconds) / plain if len(rows) else 0.0
-        is_own = ~_is_again(rows)[forest.row[chosen]]
-        added = (seconds - plain) * float(is_own.mean()) if len(chosen) else 0.0
-        self._learn_benefit(rows, float(gains[chosen[is_own]].sum()), added)
+        draft_seconds = sum(self._draft_seconds(draft, levels) for draft, levels, _ in self._drafted(rows, forest))
+        if rows.drafter is not None:
+            draft_seconds += self._draft_seconds(rows.drafter, self._levels_again(rows))
+        self.prediction = Prediction(tokens, seconds + plan.prefill_seconds, draft_seconds)
+        plan.plain_tokens = len(rows) * (seconds + draft_seconds) / plain if len(rows) else 0.0
+        self._learn_benefits(rows, gains[chosen], forest.row[chosen], seconds - plain)
         self._num_since_baseline = self._num_since_baseline + 1 if len(chosen) else 0
         mask = np.zeros(forest.num_nodes, bool)
         mask[chosen] = True
@@ -299,11 +287,22 @@ class GoodputAuction(LengthPolicy):
         """Probabilities that each node comes true if its parent does, `[n]`."""
         return forest.probs if self.trust is None else self.trust.probs(rows, forest)
 
-    def _learn_benefit(self, rows: StepRows, gained: float, added: float) -> None:
-        """Seconds that the first source's drafts save: what its tokens take elsewhere, less what verifying adds."""
-        if self._plan.asked is not None:
-            per_token = self._plan.plain_seconds / max(len(rows), 1) / self._speedup.ratio
-            self._benefit.add(gained * per_token - added)
+    def _learn_benefits(self, rows: StepRows, gains: np.ndarray, row: np.ndarray, added: float) -> None:
+        """
+        Seconds that each source's drafts save: what their tokens take elsewhere, less what verifying adds. `gains` and
+        `row` are of the verified nodes; those of rows that a second source has drafted for are left out.
+        """
+        asked = self._plan.asked
+        if asked is None or not asked.any():
+            return
+        per_token = self._plan.plain_seconds / len(rows) / self._speedup.ratio
+        is_first = ~is_again(rows)
+        for part in rows.by_draft():
+            is_asked = asked & (part.caps > 0)
+            if is_asked.any():
+                is_own = (is_first & is_asked)[row]
+                share = is_own.mean() if len(row) else 0.0
+                self._benefits[part.draft.source].add(float(gains[is_own].sum() * per_token - added * share))
 
     # 3. After verification
 
@@ -322,34 +321,24 @@ class GoodputAuction(LengthPolicy):
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         if len(rows) and not self._plan.is_baseline:
             self._speedup.add(len(rows) + sum(accepted), self._plan.plain_tokens)
-        forest = self._forest_of(proposed)
-        levels = np.zeros(len(rows), np.int64)
-        if rows.draft.is_autoregressive:
-            np.maximum.at(levels, forest.row, forest.depths)
-        elif self._plan.asked is not None and len(self._plan.asked) == len(rows):
-            levels[self._plan.asked] = 1
-        if rows.draft.is_autoregressive and levels.any():
-            self._newcomers.time(self.timer, rows.request_ids, rows.draft.calls(levels), seconds.draft)
-        else:
-            self.timer.observe(*rows.draft.calls(levels), seconds.draft)
+        forest = self._plan.forest_of(proposed)
+        for draft, levels, spent in self._drafted(rows, forest):
+            taken = spent if rows.draft_seconds else seconds.draft
+            self._newcomers.time(self.timers[draft.source], draft, rows.request_ids, levels, taken)
         if rows.drafter is not None and rows.again:
             self._learn_drafter(rows, rows.drafter, forest, tokens, seconds.drafter)
         if not forest.num_nodes:
             return
         if tokens is None:
-            forest, tokens = Forest(verified), [_known(tree, num) for tree, num in zip(verified, accepted)]
+            forest, tokens = Forest(verified), [known_continuation(tree, num) for tree, num in zip(verified, accepted)]
         self._learn_outcomes(rows, forest, tokens)
 
     def _learn_drafter(
         self, rows: StepRows, drafter: DraftCost, forest: Forest, tokens: Sequence[np.ndarray] | None, seconds: float
     ) -> None:
         """What it took, and what came true with its nodes that would not have without."""
-        plan = self._plan
-        levels = np.array([tree.depths.max(initial=0) for tree in rows.again], np.int64)
-        if plan.asked_again is not None:
-            levels = np.maximum(levels, plan.asked_again)  # silence took a call, too
-        names = [name for name, level in zip(rows.request_ids, levels.tolist()) if level]
-        self._newcomers.time(self.drafter_timer, names, drafter.calls(levels), seconds)
+        plan, levels = self._plan, self._levels_again(rows)
+        self._newcomers.time(self.timers[drafter.source], drafter, rows.request_ids, levels, seconds)
         if tokens is None or plan.first is None or plan.asked_again is None or not plan.asked_again.any():
             return
         gains = forest.depths_reached(tokens) - plan.first.depths_reached(tokens)
@@ -357,12 +346,11 @@ class GoodputAuction(LengthPolicy):
         names = [rows.request_ids[row] for row in asked.tolist()]
         self._drafter_gain.update(names, plan.promises[asked], gains[asked], levels[asked])
 
-    def _forest_of(self, trees: Sequence[DraftTree]) -> Forest:
-        """The forest that `select` has made of these trees, or a new one."""
-        known = self._plan.forest
-        if known is not None and len(known.trees) == len(trees) and all(map(_is, known.trees, trees)):
-            return known
-        return Forest(trees)
+    def _levels_again(self, rows: StepRows) -> np.ndarray:
+        """The levels that the second source has drafted for each row, `[rows]` int64."""
+        levels = np.array([tree.depths.max(initial=0) for tree in rows.again] or [0] * len(rows), np.int64)
+        asked = self._plan.asked_again
+        return levels if asked is None else np.maximum(levels, asked)  # silence took a call, too
 
     def _learn_outcomes(self, rows: StepRows, forest: Forest, tokens: Sequence[np.ndarray]) -> None:
         nodes, hits = forest.outcomes(tokens)
@@ -381,23 +369,7 @@ class GoodputAuction(LengthPolicy):
         self._newcomers.forget(request_id)
 
 
-def _is_again(rows: StepRows) -> np.ndarray:
-    """Which rows' drafts hold nodes of the second source, `[rows]` bool."""
-    return np.array([len(tree) > 0 for tree in rows.again] or [False] * len(rows), bool)
-
-
 def _widths(most: int, num_rows: int) -> np.ndarray:
     """Bounds on the nodes of one row that are worth a look. Where there is one row only, none is needed."""
     few = [width for width in _WIDTHS if width < most] if num_rows > 1 else []
     return np.array([*few, most] if most else [], np.int64)
-
-
-def _is(tree: DraftTree, other: DraftTree) -> bool:
-    return tree is other
-
-
-def _known(tree: DraftTree, num_accepted: int) -> np.ndarray:
-    """What a verified chain and the number of accepted nodes tell of the continuation; of other trees, nothing."""
-    if not tree.is_chain:
-        return np.zeros(0, np.int64)
-    return np.append(tree.tokens[:num_accepted], -1)[: len(tree)]

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .cost import DraftTimer
+from .cost import DraftCost, DraftTimer
 
 _EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # of what the first drafts promise, in tokens
 _SHAPE = 1 / (1 + 2 * np.append(0.0, _EDGES))  # of the gain: where much is promised, little is left to add
@@ -68,8 +68,8 @@ class DrafterGain:
 
 class Newcomers:
     """
-    A drafter reads a request's prompt before its first draft. That is no draft's cost, and so such steps teach nothing
-    about it, unless there are hardly any others.
+    An autoregressive drafter reads a request's prompt before its first draft. That is no draft's cost, and so such
+    steps teach nothing about it, unless there are hardly any others.
     """
 
     def __init__(self) -> None:
@@ -77,15 +77,18 @@ class Newcomers:
         self._num_left_out = 0
 
     def time(
-        self, timer: DraftTimer, request_ids: Sequence[Hashable], calls: tuple[float, float], seconds: float
+        self, timer: DraftTimer, draft: DraftCost, request_ids: Sequence[Hashable], levels: np.ndarray, seconds: float
     ) -> None:
-        """Has the timer learn what drafting for these requests took; `calls` as `DraftTimer.observe` takes them."""
-        if not self._known.issuperset(request_ids) and self._num_left_out < _MOST_LEFT_OUT:
-            self._num_left_out += 1
-        else:
+        """Has the timer learn what drafts took that are `levels` deep (`[rows]` int; 0: not asked for)."""
+        if draft.is_autoregressive and levels.any():
+            names = [name for name, level in zip(request_ids, levels.tolist()) if level]
+            are_known = self._known.issuperset(names)
+            self._known.update(names)
+            self._num_left_out = 0 if are_known else self._num_left_out + 1
+            if 0 < self._num_left_out <= _MOST_LEFT_OUT:
+                return
             self._num_left_out = 0
-            timer.observe(*calls, seconds)
-        self._known.update(request_ids)
+        timer.observe(*draft.calls(levels), seconds)
 
     def forget(self, request_id: Hashable) -> None:
         """The request has ended. Unknown ids are ignored."""

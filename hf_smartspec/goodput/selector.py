@@ -27,7 +27,10 @@ class StepRows:
             long prompts apart: they do not widen the other rows.
         num_waiting (`int`): Requests in the queue.
         draft (`DraftCost`): What drafting costs.
+        drafts (list of `DraftCost`): The same by row, where the rows' sources differ.
+        draft_seconds (`dict`): What drafting took, by source.
         drafter (`DraftCost`, *optional*): What a second, costlier source costs, where there is one to ask.
+        has_drafter (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows it serves; all where not given.
         sources (list of `str`): Whose probabilities each row's draft holds; those of `draft` where not given.
         again (list of `DraftTree`): What the second source has drafted, by row, where it was asked; these nodes are
             among those of the rows' drafts.
@@ -43,7 +46,10 @@ class StepRows:
     prefill_pairs: int = 0
     num_waiting: int = 0
     draft: DraftCost = field(default_factory=DraftCost)
+    drafts: list[DraftCost] = field(default_factory=list)
+    draft_seconds: dict[str, float] = field(default_factory=dict)
     drafter: DraftCost | None = None
+    has_drafter: np.ndarray | None = None
     sources: list[str] = field(default_factory=list)
     again: list[DraftTree] = field(default_factory=list)
     padded_context: int | None = None
@@ -87,6 +93,14 @@ class StepRows:
         names = dict.fromkeys(self.sources)
         for name in names:
             yield name, slice(None) if len(names) == 1 else np.array([other == name for other in self.sources])[row]
+
+    def by_draft(self) -> list["StepRows"]:
+        """The step once for every kind of source, each time with nothing to draft for the others' rows."""
+        kinds = list(dict.fromkeys(self.drafts))
+        if len(kinds) < 2:
+            return [self]
+        masks = ([other == kind for other in self.drafts] for kind in kinds)
+        return [replace(self, caps=np.where(mask, self.caps, 0), draft=kind) for kind, mask in zip(kinds, masks)]
 
     def first(self, num_rows: int) -> "StepRows":
         """The context of the first rows alone."""

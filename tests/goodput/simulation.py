@@ -55,15 +55,17 @@ def simulate(
     noise: float = 0.03,
     context: int = 200,
 ) -> Totals:
-    """Runs `steps` steps of a batch of one row per drafter (all of one cost)."""
+    """Runs `steps` steps of a batch of one row per drafter; those of one cost draft in one call."""
     rng, totals = np.random.default_rng(seed), Totals()
-    cost = drafters[0].cost
+    costs = [drafter.cost for drafter in drafters]
     for _ in range(steps):
         rows = StepRows(
             request_ids=range(len(drafters)),
             context_lens=np.full(len(drafters), context),
             caps=np.array([drafter.length for drafter in drafters]),
-            draft=cost,
+            draft=costs[0],
+            drafts=costs,
+            sources=[cost.source for cost in costs],
         )
         truths = [rng.integers(0, VOCAB_SIZE, 64) for _ in drafters]
         limits = policy.max_nodes(rows)
@@ -74,11 +76,8 @@ def simulate(
         sizes = [len(tree) for tree in verified]
         forward = float(true_cost.seconds(rows.num_context, len(drafters) + sum(sizes), 1 + max(sizes)))
         forward *= rng.lognormal(0, noise)
-        if cost.is_autoregressive:
-            calls, in_calls = cost.calls(np.array([len(tree) for tree in proposed]))
-        else:
-            calls, in_calls = cost.calls((np.asarray(limits) > 0).astype(int))
-        drafting = cost.per_call * calls + cost.per_row * in_calls
+        rows.draft_seconds = {cost.source: _drafting(cost, costs, proposed, limits) for cost in dict.fromkeys(costs)}
+        drafting = sum(rows.draft_seconds.values())
         tokens = [truth[: count + 1] for truth, count in zip(truths, accepted)]
         policy.observe(rows, proposed, verified, accepted, StepSeconds(drafting, forward, 0.0), tokens)
         totals.tokens += sum(map(len, tokens))
@@ -89,3 +88,10 @@ def simulate(
         if hasattr(policy, "prediction"):
             totals.expected += policy.prediction.tokens
     return totals
+
+
+def _drafting(cost: DraftCost, costs: list[DraftCost], proposed: list[DraftTree], limits: np.ndarray) -> float:
+    """Seconds that the rows of one cost take to draft."""
+    levels = [len(tree) if cost.is_autoregressive else limit > 0 for tree, limit in zip(proposed, limits)]
+    calls, in_calls = cost.calls(np.array([level if other == cost else 0 for level, other in zip(levels, costs)]))
+    return cost.per_call * calls + cost.per_row * in_calls

@@ -196,6 +196,24 @@ def test_never_slower_with_a_drafter_that_is_always_wrong(drafters):
     assert fixed.goodput < 0.95 * plain.goodput or drafters == USELESS[:1], "there was something to lose"
 
 
+DEAR_MODEL = DraftCost(8e-3, 1e-3, is_autoregressive=True, source="model")
+DEAR_CALL = DraftCost(per_call=6e-3, source="call")
+
+
+@pytest.mark.parametrize("dear", [DEAR_MODEL, DEAR_CALL])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_sources_of_one_step_are_judged_by_what_each_of_them_costs(dear, is_first):
+    good, useless = [Drafter(0.9, 0.9)] * 2, [Drafter(0.05, 0.9, dear, length=5)] * 2
+    drafters = useless + good if is_first else good + useless
+    silent = [Drafter(0.9, 0.9)] * 2 + [Drafter(0.0, length=0)] * 2
+    mixed = simulate(policy := GoodputAuction(line()), drafters, line(), steps=1500)
+    best = simulate(GoodputAuction(line()), silent, line(), steps=1500)
+    assert mixed.goodput > 0.97 * best.goodput, "the good ones pay no less for their company"
+    rows = StepRows(range(4), np.full(4, 200), np.full(4, 5), draft=dear, drafts=[item.cost for item in drafters])
+    asked = np.mean([policy.max_nodes(rows) > 0 for _ in range(20)], axis=0)
+    assert (asked[2:] if is_first else asked[:2]).min() == 1 and (asked[:2] if is_first else asked[2:]).max() < 0.3
+
+
 @pytest.mark.parametrize(("gamma", "batch_size"), [(0.7e-3, 1), (0.7e-3, 8), (4e-3, 8)])
 @pytest.mark.parametrize("accuracy", [0.3, 0.6, 0.9])
 def test_nearly_as_good_as_the_best_fixed_length(accuracy, gamma, batch_size):

@@ -5,7 +5,8 @@ import pytest
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import DraftCost, GoodputAuction, StepRows, StepSeconds
-from hf_smartspec.goodput.drafter import DrafterGain
+from hf_smartspec.goodput.cost import DraftTimer
+from hf_smartspec.goodput.drafter import DrafterGain, Newcomers
 
 from .simulation import line
 
@@ -28,6 +29,21 @@ def test_gains_are_learnt_by_what_is_promised_and_by_request():
 def test_before_anything_is_known_less_is_expected_where_more_is_promised():
     gains, levels = DrafterGain().expected(range(5), np.array([0.0, 0.4, 1.2, 3.0, 9.0]))
     assert (np.diff(gains) < 0).all() and gains[0] > 0.5 and (levels > 0).all()
+
+
+def test_reading_prompts_is_no_drafts_cost_and_is_all_there_is_where_every_draft_is_a_first_one():
+    draft, newcomers, timer = DraftCost(is_autoregressive=True), Newcomers(), DraftTimer()
+    for step in range(40):
+        ids, levels = [step // 8, "not asked"], np.array([3, 0])
+        newcomers.time(timer, draft, ids, levels, 0.5 if step % 8 == 0 else 3e-3)
+        if step % 8 == 7:
+            newcomers.forget(step // 8)
+    assert sum(timer.seconds(draft)) == pytest.approx(1e-3, rel=0.1)
+    assert not newcomers._known, "who was not asked is not remembered"
+    timer = DraftTimer()
+    for step in range(20):
+        newcomers.time(timer, draft, [step], np.array([3]), 0.3)
+    assert sum(timer.seconds(draft)) == pytest.approx(0.1, rel=0.1)
 
 
 # --- The auction with a second source ---------------------------------------------------------------------------------
@@ -77,6 +93,16 @@ def test_a_drafter_that_is_always_wrong_is_soon_asked_no_more_and_the_first_sour
     rows = hybrid_rows(1)
     policy.max_nodes(rows)
     assert len(policy.select(rows, [STRONG])[0]) > 4
+
+
+def test_rows_without_a_second_source_are_not_asked_for_one():
+    policy, rows = GoodputAuction(line()), hybrid_rows(3)
+    rows.has_drafter = np.array([True, False, True])
+    policy.max_nodes(rows)
+    assert (policy.drafter_nodes(rows, [DraftTree.empty()] * 3) > 0).tolist() == [True, False, True]
+    rows.has_drafter[:] = False
+    policy.max_nodes(rows)
+    assert not policy.drafter_nodes(rows, [DraftTree.empty()] * 3).any()
 
 
 def test_by_source_splits_nodes_by_the_source_of_their_row():
