@@ -102,7 +102,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
             each get their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
             Where not given, chains, and where goodput decides, trees whose width at every node is what is worth it,
             up to 4.
-        confidence_threshold (`float`): A chain ends early behind a token that the draft gives a lower probability.
+        confidence_threshold (`float`): A chain, or a branch where goodput decides, ends early behind a token that the
+            draft gives a lower probability.
         samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
             distributions on, as verification by rejection needs them. Chains only.
     """
@@ -262,7 +263,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
             newest = range(growth.depths.index(growth.depths[-1]), len(growth.depths))
             paths = growth.path_probs
             best = sorted(newest, key=lambda node: -paths[node])[: self._widest]
-            frontier = [node for node in best if paths[node] >= price.node]
+            frontier = [node for node in best if paths[node] >= price.node and self._is_confident(growth, node)]
             gain = sum(paths[node] for node in frontier) - price.row
             if gain > 0 and growth.depths[-1] < self._max_depth(growth):
                 growth.frontier = frontier
@@ -270,13 +271,16 @@ class DraftModelCandidates(TreeCandidateGenerator):
                 profit += gain
         return going_on if profit > 0 else []
 
+    def _is_confident(self, growth: _Growth, node: int) -> bool:
+        return growth.probs[node] >= self.confidence_threshold
+
     def _choose_frontier(self, growth: _Growth) -> bool:
         """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
         depth = growth.depths[-1]
         newest = list(range(growth.depths.index(depth), len(growth.depths)))
         if self.width == 1:
             growth.frontier = newest
-            return depth < self._max_depth(growth) and growth.probs[-1] >= self.confidence_threshold
+            return depth < self._max_depth(growth) and self._is_confident(growth, -1)
         newest.sort(key=lambda node: -growth.path_probs[node])
         growth.frontier = newest[: self.width]
         return depth < self._max_depth(growth)

@@ -116,6 +116,7 @@ class FusedCandidates(TreeCandidateGenerator):
         self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
         self._accepted = accepted or AcceptedLengths()
         self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
+        self._price: LevelPrice | None = None
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
@@ -125,11 +126,7 @@ class FusedCandidates(TreeCandidateGenerator):
         return self._most_nodes
 
     def price(self, price: LevelPrice | None) -> None:
-        if self.drafter is None:
-            return
-        if price is not None and self._calibrations is not None:
-            price = price._replace(trust=self._calibrations.trust("", len(self.sources)))
-        self.drafter.price(price)
+        self._price = price
 
     def warm_up(self) -> None:
         """Has every source compile what it compiles at its first use."""
@@ -205,7 +202,7 @@ class FusedCandidates(TreeCandidateGenerator):
 
     def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         """What `propose` proposes before the drafter is asked."""
-        proposals = [self._ask(source, request_ids, max_nodes) for source in self.sources]
+        proposals = [self._ask(source, request_ids, _usual(source, max_nodes)) for source in self.sources]
         merged = []
         for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
             drafts = self._drafts[name] = [Draft.of(found[row]) for found in proposals]
@@ -228,11 +225,23 @@ class FusedCandidates(TreeCandidateGenerator):
         rows = [row for row, limit in enumerate(max_nodes) if limit > 0]
         if self.drafter is None or not rows:
             return trees
-        most = [min(max_nodes[row], self.drafter.most_nodes) for row in rows]  # it may cost by the node
+        self._pass_price_on([request_ids[row] for row in rows])
+        usual = self.drafter.default_num_nodes if self._price is None else self.drafter.most_nodes
+        most = [min(max_nodes[row], usual) for row in rows]  # it may cost by the node
         for row, tree in zip(rows, self._ask(self.drafter, [request_ids[row] for row in rows], most)):
             if len(tree):
                 trees[row] = self._modelled[request_ids[row]] = tree
         return trees
+
+    def _pass_price_on(self, request_ids: Sequence[Hashable]) -> None:
+        """Tells the drafter the price, and what its word has been worth to these requests."""
+        assert self.drafter is not None, "asked for where there is one only"
+        price = self._price
+        if price is not None and self._calibrations is not None:
+            names = dict.fromkeys(self._namespaces.get(name, "") for name in request_ids)
+            trusts = [self._calibrations.trust(name, len(self.sources)) for name in names]
+            price = price._replace(trust=sum(trusts) / len(trusts))
+        self.drafter.price(price)
 
     def with_drafter(self, request_id: Hashable, first: DraftTree, again: DraftTree, max_nodes: int) -> DraftTree:
         """The most probable nodes of the request's tree of `propose_merged` and the drafter's."""
@@ -264,6 +273,13 @@ class FusedCandidates(TreeCandidateGenerator):
             self._failed.discard((request_id, id(source)))  # those that have failed hold state too
             self._tell(source, request_id, source.stop)
             self._failed.discard((request_id, id(source)))
+
+
+def _usual(source: TreeCandidateGenerator, max_nodes: Sequence[int]) -> Sequence[int]:
+    """Where every level costs a forward, as many nodes as usual: prices reach the drafter only."""
+    if not source.is_autoregressive:
+        return max_nodes
+    return [min(limit, source.default_num_nodes) for limit in max_nodes]
 
 
 def _discounts(discounts: Sequence[float | Sequence[float]], num_sources: int) -> list[Discount]:

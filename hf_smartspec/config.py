@@ -137,7 +137,9 @@ class SmartSpecConfig:
             return self.policy.num_nodes
         if self.num_nodes is not None:
             return self.num_nodes
-        return source.most_nodes if self.verification == "coupled" else source.default_num_nodes
+        policy = self.policy or self.policy_for(source)
+        sets_prices = policy is None or type(policy).level_price is not LengthPolicy.level_price
+        return source.most_nodes if sets_prices else source.default_num_nodes
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
         """The policy that was asked for, by itself or by a number of nodes; None where goodput is to decide."""

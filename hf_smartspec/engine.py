@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -255,8 +255,9 @@ class Engine:
         yield from outputs
 
     async def _held_async(self, outputs: AsyncIterator[EngineOutput]) -> AsyncIterator[EngineOutput]:
-        async for output in outputs:
-            yield output
+        async with aclosing(outputs) as items:  # type: ignore[type-var]
+            async for output in items:
+                yield output
 
     def _check_runs(self, request_id: str | None = None) -> None:
         self._runner.check_thread()

@@ -36,7 +36,7 @@ class GuestSources:
 
     def __init__(self, vocab_size: int, clock: Callable[[], float] = time.perf_counter):
         self.vocab_size, self.clock = vocab_size, clock
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[DraftCost, float] = {}
         self.gate = PrefillGate()
         self._has_warned = False
 
@@ -86,15 +86,15 @@ class GuestSources:
                 by_source.setdefault(request.call.source, {})[request] = limit
         self.seconds = {}
         for source, limits in by_source.items():
-            start, first = self.clock(), next(iter(limits)).call
-            call = source.propose if first.hybrid is None else first.hybrid.propose_merged
-            proposals |= self._propose(source, call, limits, price_of(first.draft_cost))
-            name = first.draft_cost.source
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
+            first = next(iter(limits)).call
+            call, cost = source.propose if first.hybrid is None else first.hybrid.propose_merged, first.draft_cost
+            price, start = price_of(cost), self.clock()
+            proposals |= self._propose(source, call, limits, price)
+            self.seconds[cost] = self.seconds.get(cost, 0.0) + self.clock() - start
         return proposals
 
     def drafter_nodes(self, trees: dict[Request, DraftTree]) -> np.ndarray:
-        """The nodes that sources would have their drafters propose in place of the rows' trees; 0 where none."""
+        """The nodes that sources would have their drafters propose beside the rows' trees; 0 where none."""
         limits = []
         for request, tree in trees.items():
             hybrid, is_weak = request.call.hybrid, [False]
@@ -104,10 +104,15 @@ class GuestSources:
         return np.array(limits, np.int64)
 
     def redraft(
-        self, wanted: dict[Request, int], trees: dict[Request, DraftTree], price_of: PriceOf = _no_price
+        self,
+        wanted: dict[Request, int],
+        most: dict[Request, int],
+        trees: dict[Request, DraftTree],
+        price_of: PriceOf = _no_price,
     ) -> tuple[dict[Request, DraftTree], dict[Request, DraftTree]]:
         """
-        Proposals of the drafters of the rows' sources, where these have one, and the rows' `trees` with these nodes.
+        Proposals of the drafters of the rows' sources, where these have one, and the rows' `trees` with these nodes, of
+        which there are `most` in all.
         """
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in wanted.items():
@@ -121,7 +126,7 @@ class GuestSources:
             proposals |= self._propose(source, first.hybrid.redraft, limits, price_of(first.drafter_cost))
         again = {request: tree for request, tree in proposals.items() if len(tree)}
         joined = {
-            request: self._joined(request, trees[request], tree, wanted[request]) for request, tree in again.items()
+            request: self._joined(request, trees[request], tree, most[request]) for request, tree in again.items()
         }
         return again, joined
 

@@ -155,7 +155,8 @@ class DecodingLoop:
                 raise ValueError(f"{type(self.policy).__name__} gave {len(asked)} limits for {len(rows)} rows.")
         before = self.statistics.seconds_draft
         with self._timed("seconds_draft"):
-            again, joined = self.sources.redraft(_wanted(rows, asked, step.caps), first, self.policy.level_price)
+            wanted, most = (_wanted(rows, num, step.caps) for num in (asked, np.maximum(limits, asked)))
+            again, joined = self.sources.redraft(wanted, most, first, self.policy.level_price)
         proposals |= joined
         step.again = [again.get(request, _EMPTY) for request in rows]
         for row, request in enumerate(rows):

@@ -73,12 +73,12 @@ class GoodputAuction(LengthPolicy):
         self.cost, self.margin = cost, margin
         self.trust = Trust() if calibrates else None
         self.acceptance = AcceptanceEstimator()
-        self.timers: defaultdict[str, DraftTimer] = defaultdict(DraftTimer)  # by source
+        self.timers: defaultdict[DraftCost, DraftTimer] = defaultdict(DraftTimer)
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = Plan()
         self._drafter_gain, self._newcomers = DrafterGain(), Newcomers()
         self._speedup = Speedup()
-        self._benefits: defaultdict[str, Running] = defaultdict(Running)  # by source
+        self._benefits: defaultdict[DraftCost, Running] = defaultdict(Running)
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
 
@@ -124,7 +124,7 @@ class GoodputAuction(LengthPolicy):
         is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
         num = np.cumsum(is_in, axis=1)
         tokens = len(rows) + np.cumsum(is_in * gains[row, depth], axis=1)
-        per_call, per_row = self.timers[rows.draft.source].seconds(rows.draft)
+        per_call, per_row = self.timers[rows.draft].seconds(rows.draft)
         target = np.take_along_axis(self._seconds(rows, len(row) * width, depths * width), num * width, axis=1)
         profit = self._profit(rows, tokens, target + per_call * depths[:, None] + per_row * num)
         level, last = np.divmod(int(profit.argmax()), len(row))
@@ -156,7 +156,7 @@ class GoodputAuction(LengthPolicy):
         if plan.is_baseline or not caps.any():
             return np.zeros(len(rows), np.int64)
         price, node = self._price(rows), self._node_price(rows)
-        per_call, per_row = self.timers[drafter.source].seconds(drafter)
+        per_call, per_row = self.timers[drafter].seconds(drafter)
         forest = Forest(trees)
         bids = np.maximum(forest.along_paths(self._probs(rows, forest)) - node, 0.0)
         plan.first, plan.promises = forest, np.bincount(forest.row, bids, minlength=len(rows))
@@ -176,7 +176,7 @@ class GoodputAuction(LengthPolicy):
         rows = self._plan.rows
         if rows is None or not len(rows) or not draft.heeds_prices:
             return None
-        price, (per_call, per_row) = self._price(rows), self.timers[draft.source].seconds(draft)
+        price, (per_call, per_row) = self._price(rows), self.timers[draft].seconds(draft)
         trust = 1.0 if self.trust is None else self.trust.of_source(draft.source)
         return LevelPrice(price * per_call, price * per_row, self._node_price(rows), trust)
 
@@ -186,11 +186,12 @@ class GoodputAuction(LengthPolicy):
 
     def _node_price(self, rows: StepRows) -> float:
         """What verifying a node costs, in tokens, where rows have a few each."""
-        usual = float(self._seconds(rows, _USUAL * len(rows), np.array([_USUAL]))[0, -1])
-        return self._price(rows) * max(usual - self._plan.plain_seconds, 0.0) / (_USUAL * len(rows))
+        num, plain = _USUAL * len(rows), self._plan.plain_seconds + self._plan.prefill_seconds
+        seconds = float(self.cost.seconds(*rows.forward_size(num, 1 + _USUAL)))
+        return self._price(rows) * max(seconds - plain, 0.0) / num
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
-        price, benefit = self._draft_seconds(rows.draft, levels), self._benefits[rows.draft.source]
+        price, benefit = self._draft_seconds(rows.draft, levels), self._benefits[rows.draft]
         return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
 
     def _affords(self, price: float) -> bool:
@@ -204,7 +205,7 @@ class GoodputAuction(LengthPolicy):
         return True
 
     def _draft_seconds(self, draft: DraftCost, levels: np.ndarray) -> float:
-        per_call, per_row = self.timers[draft.source].seconds(draft)
+        per_call, per_row = self.timers[draft].seconds(draft)
         calls, in_calls = draft.calls(levels)
         return per_call * calls + per_row * in_calls
 
@@ -217,7 +218,7 @@ class GoodputAuction(LengthPolicy):
                 np.maximum.at(levels, forest.row, forest.depths)
             elif plan.asked is not None and len(plan.asked) == len(rows):
                 levels[plan.asked] = 1
-            yield part.draft, np.where(part.caps > 0, levels, 0), rows.draft_seconds.get(part.draft.source, 0.0)
+            yield part.draft, np.where(part.caps > 0, levels, 0), rows.draft_seconds.get(part.draft, 0.0)
 
     def _seconds(self, rows: StepRows, most: int, widths: np.ndarray) -> np.ndarray:
         """
@@ -302,7 +303,7 @@ class GoodputAuction(LengthPolicy):
             if is_asked.any():
                 is_own = (is_first & is_asked)[row]
                 share = is_own.mean() if len(row) else 0.0
-                self._benefits[part.draft.source].add(float(gains[is_own].sum() * per_token - added * share))
+                self._benefits[part.draft].add(float(gains[is_own].sum() * per_token - added * share))
 
     # 3. After verification
 
@@ -324,7 +325,7 @@ class GoodputAuction(LengthPolicy):
         forest = self._plan.forest_of(proposed)
         for draft, levels, spent in self._drafted(rows, forest):
             taken = spent if rows.draft_seconds else seconds.draft
-            self._newcomers.time(self.timers[draft.source], draft, rows.request_ids, levels, taken)
+            self._newcomers.time(self.timers[draft], draft, rows.request_ids, levels, taken)
         if rows.drafter is not None and rows.again:
             self._learn_drafter(rows, rows.drafter, forest, tokens, seconds.drafter)
         if not forest.num_nodes:
@@ -338,10 +339,11 @@ class GoodputAuction(LengthPolicy):
     ) -> None:
         """What it took, and what came true with its nodes that would not have without."""
         plan, levels = self._plan, self._levels_again(rows)
-        self._newcomers.time(self.timers[drafter.source], drafter, rows.request_ids, levels, seconds)
+        self._newcomers.time(self.timers[drafter], drafter, rows.request_ids, levels, seconds)
         if tokens is None or plan.first is None or plan.asked_again is None or not plan.asked_again.any():
             return
-        gains = forest.depths_reached(tokens) - plan.first.depths_reached(tokens)
+        # A draft that was cut for length reaches less deep than the first one did.
+        gains = np.maximum(forest.depths_reached(tokens) - plan.first.depths_reached(tokens), 0)
         asked = np.flatnonzero(plan.asked_again)
         names = [rows.request_ids[row] for row in asked.tolist()]
         self._drafter_gain.update(names, plan.promises[asked], gains[asked], levels[asked])

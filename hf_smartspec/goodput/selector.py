@@ -28,7 +28,7 @@ class StepRows:
         num_waiting (`int`): Requests in the queue.
         draft (`DraftCost`): What drafting costs.
         drafts (list of `DraftCost`): The same by row, where the rows' sources differ.
-        draft_seconds (`dict`): What drafting took, by source.
+        draft_seconds (`dict`): What drafting took, by kind of source.
         drafter (`DraftCost`, *optional*): What a second, costlier source costs, where there is one to ask.
         has_drafter (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows it serves; all where not given.
         sources (list of `str`): Whose probabilities each row's draft holds; those of `draft` where not given.
@@ -47,7 +47,7 @@ class StepRows:
     num_waiting: int = 0
     draft: DraftCost = field(default_factory=DraftCost)
     drafts: list[DraftCost] = field(default_factory=list)
-    draft_seconds: dict[str, float] = field(default_factory=dict)
+    draft_seconds: dict[DraftCost, float] = field(default_factory=dict)
     drafter: DraftCost | None = None
     has_drafter: np.ndarray | None = None
     sources: list[str] = field(default_factory=list)
@@ -103,11 +103,13 @@ class StepRows:
         return [replace(self, caps=np.where(mask, self.caps, 0), draft=kind) for kind, mask in zip(kinds, masks)]
 
     def first(self, num_rows: int) -> "StepRows":
-        """The context of the first rows alone."""
+        """The context of the first rows alone; of what is padded, their share."""
         if num_rows == len(self):
             return self
         ids, lens = self.request_ids[:num_rows], self.context_lens[:num_rows]
-        return replace(self, request_ids=ids, context_lens=lens, padded_context=None)
+        share = float(np.sum(lens)) / max(float(np.sum(self.context_lens)), 1.0)
+        padded = None if self.padded_context is None else round(share * self.padded_context)
+        return replace(self, request_ids=ids, context_lens=lens, padded_context=padded)
 
     def without_prefill(self) -> "StepRows":
         """The same step without the prompts that ride in it."""
@@ -129,7 +131,7 @@ class LengthPolicy(ABC):
     def level_price(self, draft: DraftCost) -> LevelPrice | None:
         """
         What a further level of an autoregressive draft must be worth in this step, for drafters that end drafts by
-        themselves. `draft` is one of `rows.draft` and `rows.drafter`. None, the default, has drafts of full length.
+        themselves: `draft`, one of `rows.drafts` or `rows.drafter`. None, the default, has drafts of their usual size.
         """
         return None
 

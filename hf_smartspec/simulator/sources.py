@@ -94,7 +94,7 @@ class TableCandidates(TreeCandidateGenerator):
 
 def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
     """The beginnings of chains that grow together, level by level, as long as a further one is worth its price."""
-    paths = [chain.path_probs for chain in chains]
+    paths = [np.cumprod(np.minimum(chain.probs * price.trust, 1.0)) for chain in chains]
     depths = [min(len(chain), 1) for chain in chains]
     depth, growing = 1, [row for row, chain in enumerate(chains) if len(chain)]
     while growing:

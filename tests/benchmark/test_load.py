@@ -154,7 +154,7 @@ def test_timeline_tells_busy_from_quiet(folder, tmp_path, capsys, simulated):
     assert all(row["requests"] == 16 and len(row["groups"]) == 8 for row in results.values())
     text = capsys.readouterr().out
     assert "busy" in text and "comes true" in text and out[1].stat().st_size > 0
-    assert "over mixed traffic: " in text
+    assert "over mixed traffic: " in " ".join(text.split())
     for row in results.values():
         (explanation,) = row["explanations"]
         assert explanation["seconds"]["verify"] > 0

@@ -161,6 +161,16 @@ def test_a_drafter_that_is_trusted_more_drafts_more_and_always_trees(trust):
     assert (len(tree) >= len(usual)) if trust >= 1 else (len(tree) < len(usual))
 
 
+def test_branches_end_behind_tokens_of_low_confidence_where_prices_rule():
+    model = sharp_model()
+    tree, text = priced(model, LevelPrice(0.0, 0.0, 0.01), confidence_threshold=0.5)
+    check_tree(model, tree, text, 4, 24)
+    inner = np.unique(tree.parents[tree.parents >= 0])
+    assert (tree.probs[inner] >= 0.5).all()
+    deeper, _ = priced(model, LevelPrice(0.0, 0.0, 0.01))
+    assert (deeper.probs[deeper.parents[deeper.parents >= 0]] < 0.5).any(), "there is something to end"
+
+
 def test_prices_of_one_step_are_forgotten_and_sampled_drafts_do_not_heed_them():
     model = shared_model("llama")
     source = DraftModelCandidates(model)

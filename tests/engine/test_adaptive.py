@@ -9,6 +9,7 @@ from hf_smartspec import (
     DraftModelCandidates,
     DraftTree,
     Engine,
+    FixedLength,
     SmartSpecConfig,
     SuffixTreeCandidates,
 )
@@ -152,6 +153,29 @@ def test_the_drafter_is_silent_where_the_first_source_knows(model):
     source, first, drafter = hybrid(model, Oracle(known, arguments["attention_mask"]), draft)
     speculate(model, source)
     assert first.accepted > 100 and drafter.drafted < 100
+
+
+def test_a_small_draft_of_the_drafter_takes_nothing_from_the_first_sources(model):
+    arguments = prompts([3, 9, 5, 7])
+    known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)
+    first = Oracle(known, arguments["attention_mask"])
+    first.default_num_nodes = 12
+    drafter = DraftModelCandidates(noisy_copy(model), num_nodes=2)
+    selected = []
+
+    class Asks(FixedLength):
+        """The drafter for every row."""
+
+        def drafter_nodes(self, rows, trees):
+            return np.full(len(rows), 2)
+
+        def select(self, rows, trees):
+            selected.append(max(map(len, trees), default=0))
+            return super().select(rows, trees)
+
+    policy = Asks(12)
+    statistics = speculate(model, SmartSpecConfig(FusedCandidates([first], drafter=drafter), policy=policy))
+    assert max(selected) == 12 and statistics.mean_accepted_length > 8
 
 
 def test_what_a_drafter_that_is_always_wrong_drafts_is_hardly_verified(model):

@@ -76,7 +76,7 @@ def simulate(
         sizes = [len(tree) for tree in verified]
         forward = float(true_cost.seconds(rows.num_context, len(drafters) + sum(sizes), 1 + max(sizes)))
         forward *= rng.lognormal(0, noise)
-        rows.draft_seconds = {cost.source: _drafting(cost, costs, proposed, limits) for cost in dict.fromkeys(costs)}
+        rows.draft_seconds = {cost: _drafting(cost, costs, proposed, limits) for cost in dict.fromkeys(costs)}
         drafting = sum(rows.draft_seconds.values())
         tokens = [truth[: count + 1] for truth, count in zip(truths, accepted)]
         policy.observe(rows, proposed, verified, accepted, StepSeconds(drafting, forward, 0.0), tokens)
