@@ -23,6 +23,7 @@ _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _USUAL = 4  # nodes of a row, for what a further one costs
+_LEAST_RATE = 0.1  # of levels that come true
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
 
 
@@ -178,6 +179,7 @@ class GoodputAuction(LengthPolicy):
             return None
         price, (per_call, per_row) = self._price(rows), self.timers[draft].seconds(draft)
         trust = 1.0 if self.trust is None else self.trust.of_source(draft.source)
+        price /= max(self.acceptance.rate, _LEAST_RATE)  # a level that is drafted has yet to come true
         return LevelPrice(price * per_call, price * per_row, self._node_price(rows), trust)
 
     def _price(self, rows: StepRows) -> float:
