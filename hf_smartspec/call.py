@@ -84,6 +84,13 @@ class DecodingCall:
         return self.picker.needs_lockstep and not set(self.batch.active) <= set(ready)
 
 
+class ModelLimits(NamedTuple):
+    """Draft tokens lie below `vocab_size`; texts may outgrow `num_positions` (if there is a limit), drafts must not."""
+
+    vocab_size: int
+    num_positions: int | None
+
+
 class StepDrafts(NamedTuple):
     """What one step drafts, and what it verifies of that."""
 

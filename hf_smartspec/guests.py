@@ -18,10 +18,6 @@ logger = logging.get_logger(__name__)
 PriceOf = Callable[[DraftCost], LevelPrice | None]
 
 
-def _no_price(draft: DraftCost) -> LevelPrice | None:
-    return None
-
-
 class GuestSources:
     """
     Sources are guests: whatever they do wrong costs their request its drafts, nothing more.
@@ -71,7 +67,7 @@ class GuestSources:
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         self._guarded(request, request.call.source.observe, request.request_id, tokens)
 
-    def propose(self, wanted: dict[Request, int], price_of: PriceOf = _no_price) -> dict[Request, DraftTree]:
+    def propose(self, wanted: dict[Request, int], price_of: PriceOf) -> dict[Request, DraftTree]:
         """
         One call of each source that serves some of the rows; rows that run on, on padding, need none. `price_of` says
         what sources that draft level by level are to go by.
@@ -108,7 +104,7 @@ class GuestSources:
         wanted: dict[Request, int],
         most: dict[Request, int],
         trees: dict[Request, DraftTree],
-        price_of: PriceOf = _no_price,
+        price_of: PriceOf,
     ) -> tuple[dict[Request, DraftTree], dict[Request, DraftTree]]:
         """
         Proposals of the drafters of the rows' sources, where these have one, and the rows' `trees` with these nodes, of

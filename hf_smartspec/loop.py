@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from .call import DecodingCall, StepDrafts, alike, by_forward, padded_context
+from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
 from .layout import RowInput
@@ -35,7 +35,7 @@ class DecodingLoop:
     def __init__(
         self,
         policy: LengthPolicy,
-        limits: "ModelLimits",
+        limits: ModelLimits,
         max_prefill_tokens: int | None = None,
         on_failure: Callable[[DecodingCall, Exception], None] | None = None,
         release: Callable[[Request], None] | None = None,
@@ -380,13 +380,6 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
-
-
-class ModelLimits(NamedTuple):
-    """Draft tokens lie below `vocab_size`; texts may outgrow `num_positions` (if there is a limit), drafts must not."""
-
-    vocab_size: int
-    num_positions: int | None
 
 
 def _wanted(rows: Sequence[Request], limits: np.ndarray | list[int], caps: np.ndarray) -> dict[Request, int]:

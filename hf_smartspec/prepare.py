@@ -9,14 +9,13 @@ from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import logging
 
-from .call import DecodingCall, ModelForward
+from .call import DecodingCall, ModelForward, ModelLimits
 from .candidates.base import TreeCandidateGenerator
 from .checks import check_seed
 from .config import SmartSpecConfig
 from .decoding import DecodingBatch
 from .fallback import RowwiseForward
 from .forward import PackedForward
-from .loop import ModelLimits
 from .packing import can_pack_call
 from .processors import TokenPicker, row_seed
 from .request import Request

@@ -23,6 +23,7 @@ _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _USUAL = 4  # nodes of a row, for what a further one costs
+_LITTLE = 0.3  # tokens that a draft may promise at most where a second source is tried beside it
 _LEAST_RATE = 0.1  # of levels that come true
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
 
@@ -166,7 +167,7 @@ class GoodputAuction(LengthPolicy):
         asked = left > 0
         if left[asked].sum() - price * per_call * levels[asked].max(initial=0.0) <= self.margin * len(rows):
             asked[:] = False
-        idle = ~asked & (caps > 0)
+        idle = ~asked & (caps > 0) & (plan.promises < _LITTLE)
         deeper = max(levels[idle].max(initial=0.0) - levels[asked].max(initial=0.0), 0.0)
         if idle.any() and self._affords(per_call * deeper + per_row * levels[idle].sum()):
             asked |= idle

@@ -7,7 +7,7 @@ import numpy as np
 from .cost import DraftCost, DraftTimer
 
 _EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # of what the first drafts promise, in tokens
-_SHAPE = 1 / (1 + 2 * np.append(0.0, _EDGES))  # of the gain: where much is promised, little is left to add
+_SHAPE = np.exp(-1.5 * np.append(0.0, _EDGES))  # of the gain: where much is promised, little is left to add
 _HALF_LIFE = 300.0  # of an observation, in observations of its bin
 _REQUEST_HALF_LIFE = 30.0  # the same among those of one request
 _STRENGTH = 4.0  # of what is known in general, in observations

@@ -9,12 +9,12 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from ..call import DecodingCall
+from ..call import DecodingCall, ModelLimits
 from ..candidates.base import TreeCandidateGenerator
 from ..decoding import DecodingBatch
 from ..goodput.cost import CostModel, DraftCost
 from ..goodput.selector import LengthPolicy
-from ..loop import DecodingLoop, ModelLimits
+from ..loop import DecodingLoop
 from ..memory import EngineMemory
 from ..prefixes import PrefixRows
 from ..processors import TokenPicker

@@ -1,6 +1,5 @@
 """`smartspec bench queue`: run end to end on a tiny model, and what it does where a method fails."""
 
-import argparse
 import json
 from types import SimpleNamespace
 
@@ -81,14 +80,6 @@ def test_queues_are_served_in_the_order_of_the_seed(folder, tmp_path, monkeypatc
         assert call(folder, *asked, "--seed", seed) == 0
     queues = [queue for queue in served if len(queue) == 8]
     assert queues[0] == queues[1] != queues[2] and sorted(queues[0]) == sorted(queues[2]) != queues[0]
-
-
-def test_by_default_the_queue_is_long_and_ragged():
-    parser = argparse.ArgumentParser()
-    queue_bench.add_arguments(parser)
-    args = parser.parse_args([])
-    assert (args.limit, args.max_new_tokens, args.assistant) == (200, 256, ["none", "auto"])
-    assert "default: 256" in parser.format_help() and "default: 200" in parser.format_help()
 
 
 def test_transformers_methods_can_be_left_out(folder, tmp_path):

@@ -50,7 +50,7 @@ def test_reading_prompts_is_no_drafts_cost_and_is_all_there_is_where_every_draft
 
 
 def hybrid_rows(num, per_call=1e-3):
-    drafter = DraftCost(per_call=per_call, per_row=per_call, is_autoregressive=True, source="model")
+    drafter = DraftCost(per_call=per_call, is_autoregressive=True, source="model")
     lens, caps = np.full(num, 50), np.full(num, 8)
     return StepRows(list(range(num)), lens, caps, draft=DraftCost(source="lookup"), drafter=drafter)
 
@@ -80,15 +80,15 @@ def test_a_drafter_that_is_always_wrong_is_soon_asked_no_more_and_the_first_sour
         trees = [wrong.most_likely(int(limits[0])) if limits[0] else WEAK, STRONG]
         rows.again = [trees[0] if limits[0] else DraftTree.empty(), DraftTree.empty()]
         rows.sources = ["model" if limits[0] else "lookup", "lookup"]
+        assert not limits[1], "its draft is good"
         kept = policy.select(rows, trees)
         accepted = [0, len(kept[1])]
         drafter = 1e-3 * int(limits[0])
         tokens = [np.array([99]), np.append(STRONG.tokens, 99)[: accepted[1] + 1]]
         forward = float(line().seconds(*rows.forward_size(sum(map(len, kept)))))
         policy.observe(rows, trees, kept, accepted, StepSeconds(1e-5, forward, 0.0, drafter), tokens)
-        asked.append(limits.tolist())
-    asked, beside_good = np.array(asked).T
-    assert asked[0] > 0 and np.count_nonzero(beside_good) < 30, "where the draft is good, for trial only"
+        asked.append(int(limits[0]))
+    assert asked[0] > 0
     assert np.count_nonzero(asked[-100:]) < 25, "probes of 1 ms, in 1 % of 21 ms a step"
     rows = hybrid_rows(1)
     policy.max_nodes(rows)
