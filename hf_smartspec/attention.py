@@ -66,21 +66,37 @@ def tree_attention(
     packed = query[0].transpose(0, 1)  # [N, heads, head_dim]
     outputs = []
     for part in layout.parts:
-        padded = _pad(packed[part.tokens], part)  # [rows, width, heads, head_dim]
+        num_rows, width = part.num_rows, part.width
+        padded = _pad(packed[part.tokens], part)  # [rows * width, heads, head_dim]
         # Grouped heads become further queries of their key/value head: nothing is repeated.
-        folded = padded.unflatten(2, (kv_heads, groups)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, w*groups, d]
-        rows = slice(part.first_slot, part.first_slot + part.num_rows)
+        folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
+        folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
+        rows = slice(part.first_slot, part.first_slot + num_rows)
         keys, values = key[rows, :, : part.num_columns], value[rows, :, : part.num_columns]
         mask = part.mask(window, groups, query.dtype)
         if softcap is None:
-            output = scaled_dot_product_attention(
-                folded, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling
-            )
+            output = _attention(folded, keys, values, mask, dropout, scaling)
         else:
             output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
-        output = output.unflatten(2, (part.width, groups)).transpose(1, 2).flatten(2, 3)  # [rows, width, heads, d]
-        outputs.append(_unpad(output, part))
+        output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
+        outputs.append(_unpad(output.reshape(num_rows * width, num_heads, -1), part))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    # On CPUs, a single query of half precision takes several times as long as two.
+    is_slow = query.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu"
+    if is_slow:
+        query = query.repeat(1, 1, 2, 1)
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output[:, :, :1] if is_slow else output
 
 
 def _window(module: torch.nn.Module, argument: int | None) -> int | None:
@@ -96,30 +112,29 @@ def _window(module: torch.nn.Module, argument: int | None) -> int | None:
 
 
 def _pad(packed: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[tokens, ...]` -> `[rows, width, ...]`"""
-    if part.gather is not None:
-        packed = packed.index_select(0, part.gather)
-    return packed.unflatten(0, (part.num_rows, part.width))
+    """`[tokens, ...]` -> `[rows * width, ...]`"""
+    return packed if part.gather is None else packed.index_select(0, part.gather)
 
 
 def _unpad(padded: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[rows, width, ...]` -> `[tokens, ...]`"""
-    flat = padded.flatten(0, 1)
-    return flat if part.scatter is None else flat.index_select(0, part.scatter)
+    """`[rows * width, ...]` -> `[tokens, ...]`"""
+    return padded if part.scatter is None else padded.index_select(0, part.scatter)
 
 
 def _softcapped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     softcap: float,
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
     """Scores squashed to (-softcap, softcap) before the mask, as in Gemma 2; softmax in float32."""
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap + mask
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.matmul(torch.dropout(weights, dropout, dropout > 0), value)
 

@@ -86,6 +86,7 @@ class PaddedPart:
         gather (`torch.Tensor` of shape `[R * S]`, *optional*): Index of every padded query among the part's tokens;
             None where these already are the padded batch.
         scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
+        sees_all (`bool`): Whether every query sees every column, windows aside.
     """
 
     tokens: slice
@@ -99,15 +100,18 @@ class PaddedPart:
     key_positions: np.ndarray | None
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
+    sees_all: bool
     _masks: dict = field(default_factory=dict)
 
-    def mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """
-        The additive attention mask of shape `[R, 1, S * num_groups, K]`: 0 where a query may look, -inf elsewhere.
-        Built once per step for every distinct window, not once per layer.
+        The additive attention mask of shape `[R, 1, S * num_groups, K]`: 0 where a query may look, -inf elsewhere; None
+        where all may look everywhere. Built once per step for every distinct window, not once per layer.
         """
         if window is not None and window >= self.num_columns:
             window = None
+        if window is None and self.sees_all:
+            return None
         key = (window, num_groups, dtype)
         if key not in self._masks:
             self._masks[key] = self._build_mask(window, num_groups, dtype)
@@ -191,10 +195,12 @@ def _build_part(
     """One part, from where its tokens stand (`[N]` each); corrects the positions of nodes of trees."""
     first_slot = rows[0].row.slot
     slots, query, columns, positions = slots[tokens] - first_slot, query[tokens], columns[tokens], positions[tokens]
-    num_rows, width, num_columns = int(slots[-1]) + 1, int(query.max()) + 1, int(columns.max()) + 1
+    is_chain = all(row.tree.is_chain for row in rows)
+    num_rows, num_columns = int(slots[-1]) + 1, int(columns.max()) + 1
+    width = max([row.num_tokens for row in rows])
     limits = columns + 1  # every token sees all columns up to its own
     tree_pairs = query_positions = key_positions = None
-    if not all(row.tree.is_chain for row in rows):
+    if not is_chain:
         key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
         tree_pairs = _lay_out_trees(rows, first_slot, positions, limits, key_positions)
         query_positions = np.zeros((num_rows, width), np.int64)
@@ -220,6 +226,7 @@ def _build_part(
         key_positions=key_positions,
         gather=gather,
         scatter=scatter,
+        sees_all=is_chain and bool((padded_limits == num_columns).all()),
     )
 
 

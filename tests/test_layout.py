@@ -89,8 +89,15 @@ def test_tokens_see_the_committed_text_their_ancestors_and_nothing_else(groups, 
         check_what_is_seen(rows, part, window, num_groups)
 
 
-def check_what_is_seen(rows, part, window, num_groups):
+def dense_mask(part, window, num_groups):
+    """The mask, also where there is none because all is seen."""
     mask = part.mask(window, num_groups, torch.float32)
+    shape = part.num_rows, 1, part.width * num_groups, part.num_columns
+    return torch.zeros(shape) if mask is None else mask
+
+
+def check_what_is_seen(rows, part, window, num_groups):
+    mask = dense_mask(part, window, num_groups)
     assert mask.shape == (part.num_rows, 1, part.width * num_groups, part.num_columns)
     assert set(mask.unique().tolist()) <= {0.0, -float("inf")}
     seen: dict[int, int] = {}
@@ -110,7 +117,14 @@ def check_what_is_seen(rows, part, window, num_groups):
 def test_no_query_sees_nothing_not_even_padding(groups, window):
     """A softmax over nothing is NaN, and NaN times a weight of zero is NaN."""
     for part in build_layout(groups, torch.device("cpu")).parts:
-        assert (part.mask(window, 1, torch.float32) == 0).any(dim=-1).all()
+        assert (dense_mask(part, window, 1) == 0).any(dim=-1).all()
+
+
+def test_rows_of_one_length_that_bring_one_token_each_need_no_mask():
+    rows = [RowInput(CacheRow(slot, length=4), np.array([7])) for slot in range(2)]
+    (part,) = build_layout([rows], torch.device("cpu")).parts
+    assert part.mask(None, 2, torch.float32) is None
+    assert part.mask(3, 2, torch.float32) is not None, "a window hides what lies before it"
 
 
 @given(grouped_steps())
