@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_smartspec import SmartSpecConfig, enabled
 from hf_smartspec.benchmark.loading import left_padded
 from hf_smartspec.benchmark.timing import synchronize
+from hf_smartspec.config import suffix_trees
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def all_methods(draft: PreTrainedModel) -> list[Method]:
         Method("ours, draft model", {"assistant": draft}),
         Method("ours, draft model, trees", {"assistant": SmartSpecConfig(draft, num_nodes=8, width=3)}),
         Method("ours, prompt lookup", {"assistant": "prompt_lookup"}),
+        Method("ours, auto", {"assistant": "auto"}),
     ]
 
 
@@ -210,9 +212,11 @@ def _row_lengths(model: PreTrainedModel, tokens: torch.Tensor) -> list[int]:
 @contextmanager
 def ready_for(model: PreTrainedModel, method: Method) -> Iterator[None]:
     """
-    `assistant=` is understood inside, and the draft is as it was before afterwards: transformers leaves the draft
-    length that it has learnt, and more, on the draft's generation config.
+    `assistant=` is understood inside, no answer is remembered from the turn before, and the draft is as it was before
+    afterwards: transformers leaves the draft length that it has learnt, and more, on the draft's generation config.
     """
+    if method.arguments.get("assistant") == "auto":
+        suffix_trees(model).remove_namespace("")
     draft = method.arguments.get("assistant_model")
     before = None if draft is None else copy.deepcopy(draft.generation_config)
     try:
