@@ -30,7 +30,8 @@ class TreeCandidateGenerator(CandidateGenerator):
         is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
             asked for where these do not pay.
         width (`int`): Nodes per level that it drafts, if so.
-        heeds_prices (`bool`): Whether it ends drafts by itself where a further level is not worth what `price` says.
+        heeds_prices (`bool`): Whether it ends drafts by itself where a further level, or node, is not worth what
+            `price` says.
     """
 
     default_num_nodes: int = 5
@@ -45,8 +46,9 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def price(self, price: LevelPrice | None) -> None:
         """
-        Comes before `propose` where goodput decides: what a further level must be worth, in expected tokens (the sum of
-        its nodes' path probabilities). None where it does not decide. By default, nothing happens.
+        Comes before `propose`, where goodput decides: what a further level must be worth, in expected tokens (the sum
+        of its nodes' path probabilities), and what a node must be. None where it does not decide. By default, nothing
+        happens.
         """
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:

@@ -11,12 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..checks import is_integer
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 from .base import TreeCandidateGenerator
 from .compiled import compiled
 from .datastore_file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up
+_USUAL, _MOST = 16, 63  # nodes of a draft; where goodput decides
+_LEAST_PROBABILITY = 0.005  # of a path beyond the usual nodes, where further ones cost next to nothing
 _MAX_NUMBER = 100_000  # of any setting; counts of occurrences, times their depth, stay far within int32
 
 
@@ -26,6 +28,8 @@ class _Settings(NamedTuple):
     branch_len: int
     first_n: bool
     capacity: int  # nodes of the largest trie of one row, its root included
+    num_usual: int  # nodes of a draft that are proposed whatever their probability
+    least: float  # probability of the paths to further ones
 
 
 class _Text(NamedTuple):
@@ -59,7 +63,8 @@ class DatastoreCandidates(TreeCandidateGenerator):
 
     Args:
         datastore (`Datastore`, `str` or `os.PathLike`): The text, or the file where it lies (see `build_datastore`).
-        num_nodes (`int`): Nodes per row where the caller names no number.
+        num_nodes (`int`, *optional*): Nodes per row where the caller names no number. Where not given, 16, and where
+            goodput decides, up to 63: beyond 16, those that promise more tokens than they cost.
         max_prefix (`int`): The longest end of a request that is looked for, in tokens.
         min_continuations (`int`): Shorter ends are tried until one has so many continuations.
         num_continuations (`int`): Continuations that are picked per end, at most (M of the paper).
@@ -76,7 +81,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
     def __init__(
         self,
         datastore: Datastore | str | os.PathLike[str],
-        num_nodes: int = 16,
+        num_nodes: int | None = None,
         max_prefix: int = 8,
         min_continuations: int = 10,
         num_continuations: int = 100,
@@ -85,7 +90,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         _check_positive(
-            num_nodes=num_nodes,
+            num_nodes=_USUAL if num_nodes is None else num_nodes,
             max_prefix=max_prefix,
             min_continuations=min_continuations,
             num_continuations=num_continuations,
@@ -105,17 +110,36 @@ class DatastoreCandidates(TreeCandidateGenerator):
                 f"the datastore is sorted; got {max_prefix} + {branch_len}. Build it with a larger `sort_depth`."
             )
         self.datastore = datastore
-        self.default_num_nodes = num_nodes
+        self.default_num_nodes = num_nodes or _USUAL
+        self.heeds_prices = num_nodes is None
         self.max_prefix = max_prefix
         self._text = _Text(datastore.tokens, datastore.suffixes, datastore.starts)
         # All ends but the last one that is looked at have fewer than `min_continuations`.
         most_picked = num_continuations + (max_prefix - 1) * (min_continuations - 1)
         self._settings = _Settings(
-            int(min_continuations), int(num_continuations), int(branch_len), first_n, int(1 + most_picked * branch_len)
+            int(min_continuations),
+            int(num_continuations),
+            int(branch_len),
+            first_n,
+            int(1 + most_picked * branch_len),
+            num_usual=_MAX_NUMBER,
+            least=0.0,
         )
         self._ends: dict[Hashable, np.ndarray] = {}  # the last `max_prefix` tokens, int32, -1 where there are fewer
         self._pool: tuple[int, ThreadPoolExecutor] | None = None  # and the process that it belongs to
         self.warm_up()
+
+    @property
+    def most_nodes(self) -> int:
+        return _MOST if self.heeds_prices else self.default_num_nodes
+
+    def price(self, price: LevelPrice | None) -> None:
+        """Nodes that cost little are proposed for little."""
+        if self.heeds_prices and price is not None:
+            least = max(price.node / price.trust, _LEAST_PROBABILITY)
+            self._settings = self._settings._replace(num_usual=_USUAL, least=least)
+        else:
+            self._settings = self._settings._replace(num_usual=_MAX_NUMBER, least=0.0)
 
     def warm_up(self) -> None:
         """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""
@@ -208,7 +232,7 @@ def _propose(
     ranges = np.empty((ends.shape[1] + 1, 2), np.int64)
     for row in range(first, last):
         size = _grow_trie(text, ends[row], settings, ranges, trie)
-        _select(trie, size, order, limits[row], settings.branch_len, drafts, row)
+        _select(trie, size, order, limits[row], settings, drafts, row)
 
 
 @compiled
@@ -332,17 +356,21 @@ def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) ->
 
 @compiled
 def _select(
-    trie: np.ndarray, size: int, order: np.ndarray, limit: int, branch_len: int, drafts: _Drafts, row: int
+    trie: np.ndarray, size: int, order: np.ndarray, limit: int, settings: _Settings, drafts: _Drafts, row: int
 ) -> None:
     """
     Writes the best nodes of the trie as a draft. The product of the ratios of counts along a path is the node's count
     over the root's, so the best are those of highest count; of these the shallower, then the older ones. A child is
     never above its parent.
     """
-    _sort_nodes(trie, size, branch_len, order)
+    _sort_nodes(trie, size, settings.branch_len, order)
+    least_count = settings.least * trie[0, _COUNT]
     drafts.sizes[row] = max(0, min(limit, size - 1))
     for index in range(drafts.sizes[row]):
         node = order[index]
+        if index >= settings.num_usual and trie[node, _COUNT] < least_count:
+            drafts.sizes[row] = index
+            break
         parent = trie[node, _PARENT]
         drafts.tokens[row, index] = trie[node, _TOKEN]
         drafts.parents[row, index] = -1 if parent == 0 else trie[parent, _SIBLING]

@@ -16,6 +16,8 @@ from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibra
 
 logger = logging.get_logger(__name__)
 
+_USUAL_PROBABILITY = 0.05
+_LEAST_PROBABILITY = 0.005  # of a path, where goodput decides and nodes cost next to nothing
 _MEMORY = 0.05  # least weight of the newest draft in the drafter's running mean accepted length
 _MOST_MEANS = 256  # namespaces whose running means are kept
 
@@ -70,7 +72,8 @@ class FusedCandidates(TreeCandidateGenerator):
         threshold (`float`, *optional*): τ, in tokens. By default the drafter's running mean accepted length.
         calibrator (`ProbabilityCalibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
             frequencies, before discounts apply.
-        min_probability (`float`): Nodes whose path has a lower probability, after all that, are not proposed.
+        min_probability (`float`, *optional*): Nodes whose path has a lower probability, after all that, are not
+            proposed. Where not given, 0.05, and where goodput decides and a node costs less, what it costs.
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number; by default the largest number
             of its sources.
         vocab_size (`int`, *optional*): A source that proposes other tokens is left out, as one that raises.
@@ -84,7 +87,7 @@ class FusedCandidates(TreeCandidateGenerator):
         drafter: TreeCandidateGenerator | None = None,
         threshold: float | None = None,
         calibrator: ProbabilityCalibrator | None = None,
-        min_probability: float = 0.05,
+        min_probability: float | None = None,
         num_nodes: int | None = None,
         vocab_size: int | None = None,
         accepted: AcceptedLengths | None = None,
@@ -99,11 +102,13 @@ class FusedCandidates(TreeCandidateGenerator):
             raise ValueError("A source can be fused once only: it keeps one state per request.")
         if threshold is not None and (drafter is None or threshold < 0):
             raise ValueError(f"`threshold` goes with a `drafter` and must not be negative, got {threshold!r}.")
-        if not 0 <= min_probability <= 1:
+        if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
         if num_nodes is not None and (not is_integer(num_nodes) or num_nodes < 1):
             raise ValueError(f"`num_nodes` must be a positive integer, got {num_nodes!r}.")
-        self.min_probability, self.vocab_size = min_probability, vocab_size
+        self.heeds_prices = min_probability is None
+        self.min_probability = _USUAL_PROBABILITY if min_probability is None else min_probability
+        self.vocab_size = vocab_size
         self.sources, self.drafter = list(sources), drafter
         self.discounts = _discounts([1.0] * len(sources) if discounts is None else discounts, len(sources))
         self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in everyone)
@@ -202,15 +207,32 @@ class FusedCandidates(TreeCandidateGenerator):
 
     def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         """What `propose` proposes before the drafter is asked."""
-        proposals = [self._ask(source, request_ids, _usual(source, max_nodes)) for source in self.sources]
+        for source in self.sources:
+            if not source.is_autoregressive:
+                source.price(self._price)
+        proposals = [self._ask(source, request_ids, self._limits(source, max_nodes)) for source in self.sources]
+        least = self._least_probability()
         merged = []
         for row, (name, limit) in enumerate(zip(request_ids, max_nodes)):
             drafts = self._drafts[name] = [Draft.of(found[row]) for found in proposals]
             if self._calibrations is not None:
                 drafts = self._calibrations.calibrated(self._namespaces.get(name, ""), drafts)
             drafts = [draft.discounted(discount) for draft, discount in zip(drafts, self.discounts)]
-            merged.append(merge(drafts, limit, self.min_probability))
+            merged.append(merge(drafts, limit, least))
         return merged
+
+    def _limits(self, source: TreeCandidateGenerator, max_nodes: Sequence[int]) -> Sequence[int]:
+        """Where every level costs a forward, as many nodes as usual: of these, only the drafter is told prices."""
+        most = None if self._price is None else source.most_nodes
+        if source.is_autoregressive:
+            most = source.default_num_nodes
+        return max_nodes if most is None else [min(limit, most) for limit in max_nodes]
+
+    def _least_probability(self) -> float:
+        """Of the path to a node: where nodes cost little, they are proposed for little."""
+        if self._price is None or not self.heeds_prices:
+            return self.min_probability
+        return min(max(self._price.node / self._price.trust, _LEAST_PROBABILITY), self.min_probability)
 
     def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
         """For which requests `propose` asks the drafter; for none if there is no drafter."""
@@ -273,13 +295,6 @@ class FusedCandidates(TreeCandidateGenerator):
             self._failed.discard((request_id, id(source)))  # those that have failed hold state too
             self._tell(source, request_id, source.stop)
             self._failed.discard((request_id, id(source)))
-
-
-def _usual(source: TreeCandidateGenerator, max_nodes: Sequence[int]) -> Sequence[int]:
-    """Where every level costs a forward, as many nodes as usual: prices reach the drafter only."""
-    if not source.is_autoregressive:
-        return max_nodes
-    return [min(limit, source.default_num_nodes) for limit in max_nodes]
 
 
 def _discounts(discounts: Sequence[float | Sequence[float]], num_sources: int) -> list[Discount]:

@@ -23,7 +23,7 @@ from .suffix_batch import (
     new_slots,
 )
 from .suffix_corpus import SuffixCorpus
-from .suffix_draft import MAX_TREES, Scratch, new_scratch
+from .suffix_draft import LEAST, MAX_TREES, Scratch, new_scratch
 from .suffix_model import Model, log_odds, new_model
 
 _NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
@@ -50,6 +50,15 @@ class SuffixSlots:
         self._replace(new_model(), slots, scratch, new_batch(_NUM_ROWS))
         self.lines = dict[Hashable, int]()
         self._free_slots, self._free_lines = list(range(_NUM_SLOTS)), [0]
+
+    @property
+    def least_probability(self) -> float:
+        """Of the path to a node that is proposed."""
+        return float(self._settings[LEAST])
+
+    @least_probability.setter
+    def least_probability(self, least: float) -> None:
+        self._settings[LEAST] = least
 
     def refresh(self) -> None:
         """Looks up the addresses of all arrays again, after the corpus replaced one."""

@@ -12,16 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..checks import is_integer
-from ..tree import DraftTree
+from ..tree import DraftTree, LevelPrice
 from .base import TreeCandidateGenerator
 from .datastore_file import tokenizer_fingerprint
 from .suffix_batch import MAX_PENDING
 from .suffix_corpus import SuffixCorpus, read, split
-from .suffix_draft import MAX_MATCH, MAX_TREES
+from .suffix_draft import MAX_MATCH, MAX_NODES, MAX_TREES
 from .suffix_growth import insert, move_tree
 from .suffix_slots import SuffixSlots
 from .suffix_store import free_tree, new_root
 
+USUAL_NODES, USUAL_PROBABILITY = 16, 0.1
+_LEAST_PROBABILITY = 0.005  # of a path, where goodput decides and nodes cost next to nothing
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _MOST_BYTES = 2**32
 _LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
@@ -64,8 +66,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             first. What was learnt takes 50 kB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
-        num_nodes (`int`): Nodes per draft where the caller names no number.
-        min_probability (`float`): Nodes whose path has a lower probability are not proposed.
+        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 16,
+            and where goodput decides, up to 63.
+        min_probability (`float`, *optional*): Nodes whose path has a lower probability are not proposed. Where not
+            given, 0.1, and where goodput decides and a node costs less than that many tokens, what it costs.
         chains (`bool`): Propose chains, not trees.
         keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
         scoring (`str`): "learned" (see above), or "counts": SuffixDecoding as published (algorithm 1), for comparison.
@@ -79,8 +83,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         max_bytes: int = 2**28,
         max_depth: int = 48,
         max_match: int = 16,
-        num_nodes: int = 16,
-        min_probability: float = 0.1,
+        num_nodes: int | None = None,
+        min_probability: float | None = None,
         chains: bool = False,
         keep_outputs: bool = True,
         scoring: str = "learned",
@@ -89,14 +93,14 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
     ):
         if is_integer(max_bytes) and max_bytes > _MOST_BYTES:
             raise ValueError(f"`max_bytes` must be at most {_MOST_BYTES}, got {max_bytes}: places are 32-bit numbers.")
-        for name, value, least in (
+        for name, value, lowest in (
             ("max_bytes", max_bytes, 1),
             ("max_depth", max_depth, 2),
             ("max_match", max_match, 1),
-            ("num_nodes", num_nodes, 1),
+            ("num_nodes", 1 if num_nodes is None else num_nodes, 1),
         ):
-            if not is_integer(value) or value < least:
-                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+            if not is_integer(value) or value < lowest:
+                raise ValueError(f"`{name}` must be an integer of at least {lowest}, got {value!r}.")
         if max_match > min(MAX_MATCH, max_depth - 1):
             limit = min(MAX_MATCH, max_depth - 1)
             raise ValueError(f"`max_match` must be at most {limit} with `max_depth={max_depth}`, got {max_match}.")
@@ -104,17 +108,31 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             raise ValueError(f"`scoring` must be 'learned' or 'counts', got {scoring!r}.")
         if not (factor >= 0 and np.isfinite(factor) and np.isfinite(offset)):
             raise ValueError(f"`factor` and `offset` must be finite, and `factor` at least 0, got {factor}, {offset}.")
-        if not 0 <= min_probability <= 1:
+        if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
-        self.default_num_nodes, self.keep_outputs = num_nodes, keep_outputs
+        self.default_num_nodes, self.keep_outputs = num_nodes or USUAL_NODES, keep_outputs
+        self.heeds_prices = scoring == "learned" and min_probability is None
+        self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else USUAL_NODES)
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
-        settings = [max_match, min_probability, chains, *_LEARNING, max_depth, scoring == "counts", factor, offset]
+        least = USUAL_PROBABILITY if min_probability is None else min_probability
+        settings = [max_match, least, chains, *_LEARNING, max_depth, scoring == "counts", factor, offset]
         self._slots = SuffixSlots(self._corpus, settings)
         self._requests: dict[Hashable, _Request] = {}
         self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}
 
     # The contract
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_nodes
+
+    def price(self, price: LevelPrice | None) -> None:
+        """Nodes that cost little are proposed for little (the free budget of SSSD, section 3.2)."""
+        if self.heeds_prices:
+            least = USUAL_PROBABILITY if price is None else max(price.node / price.trust, _LEAST_PROBABILITY)
+            with self._lock:
+                self._slots.least_probability = min(least, USUAL_PROBABILITY)
 
     def assign(
         self,

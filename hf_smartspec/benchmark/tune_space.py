@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..candidates import FusedCandidates, TreeCandidateGenerator
+from ..candidates.suffix_tree import USUAL_NODES, USUAL_PROBABILITY
 from ..candidates.tuned import TUNABLE, TunedSources
 from .loading import UsageError
 from .replay_sources import build_tuned, plain_options
@@ -37,6 +38,7 @@ _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "prompt_lookup": {"num_tokens": _NODES, "max_ngram": (2, 3, 4, 6, 8), "min_ngram": (1, 2, 3)},
 }
+_USUAL = {"num_nodes": USUAL_NODES, "min_probability": USUAL_PROBABILITY}  # where the default is None
 _NODE_OPTIONS = ("num_nodes", "num_tokens")
 _OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
 _MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes know their match lengths
@@ -77,7 +79,9 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
         if num_nodes is not None and is_alone:
             given |= {option: num_nodes for option in _NODE_OPTIONS if option in accepted}
         tuned = [option for option in _GRIDS[name] if option not in given and _matters(option, given, is_alone)]
-        sources.append({"name": name, "options": {option: accepted[option].default for option in tuned} | given})
+        defaults = {option: accepted[option].default for option in tuned}
+        defaults |= {option: _USUAL[option] for option, default in defaults.items() if default is None}
+        sources.append({"name": name, "options": defaults | given})
         parameters += [
             Parameter(f"{name} {option}", ("sources", index, "options", option), _GRIDS[name][option])
             for option in tuned

@@ -23,6 +23,7 @@ _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _USUAL = 4  # nodes of a row, for what a further one costs
+_NODES = np.array([0, 4, 8, 16, 32, 64])  # of a row, likewise
 _LITTLE = 0.3  # tokens that a draft may promise at most where a second source is tried beside it
 _LEAST_RATE = 0.1  # of levels that come true
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
@@ -58,7 +59,8 @@ class GoodputAuction(LengthPolicy):
     is told what a further level must be worth, and ends drafts by its own confidence in them (algorithm 3, whose
     threshold is then where drafting breaks even). A second, costlier source is asked where it gains more tokens than it
     costs (`DrafterGain`). Any other source is asked for all that it may propose, unless its call costs more than it
-    brings. Rows and sources that do not pay are tried again within 1 % of the time.
+    brings; if it heeds prices, for all whose paths are worth verifying: the less nodes cost, the more of them. Rows and
+    sources that do not pay are tried again within 1 % of the time.
 
     Args:
         cost (`CostModel`): Of the target's forward. It is corrected by what steps really took.
@@ -178,8 +180,10 @@ class GoodputAuction(LengthPolicy):
         rows = self._plan.rows
         if rows is None or not len(rows) or not draft.heeds_prices:
             return None
-        price, (per_call, per_row) = self._price(rows), self.timers[draft].seconds(draft)
         trust = 1.0 if self.trust is None else self.trust.of_source(draft.source)
+        if not draft.is_autoregressive:
+            return LevelPrice(0.0, 0.0, self._least_node_price(rows), trust)
+        price, (per_call, per_row) = self._price(rows), self.timers[draft].seconds(draft)
         price /= max(self.acceptance.rate, _LEAST_RATE)  # a level that is drafted has yet to come true
         return LevelPrice(price * per_call, price * per_row, self._node_price(rows), trust)
 
@@ -192,6 +196,12 @@ class GoodputAuction(LengthPolicy):
         num, plain = _USUAL * len(rows), self._plan.plain_seconds + self._plan.prefill_seconds
         seconds = float(self.cost.seconds(*rows.forward_size(num, 1 + _USUAL)))
         return self._price(rows) * max(seconds - plain, 0.0) / num
+
+    def _least_node_price(self, rows: StepRows) -> float:
+        """What verifying a node costs, in tokens, at the number of nodes where one more costs least."""
+        num = _NODES * len(rows)
+        seconds = self.cost.seconds(*rows.forward_size(num, 1 + _NODES))
+        return self._price(rows) * max(float((np.diff(seconds) / np.diff(num)).min()), 0.0)
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
         price, benefit = self._draft_seconds(rows.draft, levels), self._benefits[rows.draft]

@@ -209,8 +209,8 @@ class DraftCost:
         width (`int`): Nodes per level and row of the drafts.
         source (`str`): Whose probabilities they are: sources are calibrated apart.
         num_nodes (`int`): Nodes of a row's draft, at most, where it is drafted by a second source.
-        heeds_prices (`bool`): Whether an autoregressive drafter ends drafts by itself where a further level costs more
-            than it promises.
+        heeds_prices (`bool`): Whether the source ends drafts by itself where a further level, or node, costs more than
+            it promises.
     """
 
     per_call: float = 0.0

@@ -130,8 +130,9 @@ class LengthPolicy(ABC):
 
     def level_price(self, draft: DraftCost) -> LevelPrice | None:
         """
-        What a further level of an autoregressive draft must be worth in this step, for drafters that end drafts by
-        themselves: `draft`, one of `rows.drafts` or `rows.drafter`. None, the default, has drafts of their usual size.
+        What a further level of an autoregressive draft, or a node of any other, must be worth in this step, for sources
+        that go by it: `draft`, one of `rows.drafts` or `rows.drafter`. None, the default, has drafts of their usual
+        size.
         """
         return None
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hf_smartspec.candidates.datastore import DatastoreCandidates
 from hf_smartspec.candidates.datastore_file import Datastore
 from hf_smartspec.candidates.datastore_sort import sort_suffixes
+from hf_smartspec.tree import LevelPrice
 
 VOCAB_SIZE = 3  # few tokens: matches of all lengths
 tokens = st.integers(0, VOCAB_SIZE - 1)
@@ -240,3 +241,25 @@ def test_bad_arguments_are_refused(arguments, error, match):
 def test_what_is_no_datastore_is_refused():
     with pytest.raises(TypeError, match="got list"):
         DatastoreCandidates([[0, 1]])
+
+
+def test_where_goodput_decides_further_nodes_are_proposed_as_far_as_they_are_worth_their_price():
+    docs = np.random.default_rng(0).choice(VOCAB_SIZE, (40, 30), p=[0.6, 0.3, 0.1]).tolist()
+    source, text = make_source(docs), [0, 1]
+    most = ask(source, text, 10**6)
+    sizes = []
+    for node in (9.0, 0.055, 0.025, 0.015):  # no ratios of counts, which float32 rounds
+        source.price(LevelPrice(0.0, 0.0, node))
+        tree = ask(source, text, source.most_nodes)
+        sizes.append(len(tree))
+        assert tree.tokens.tolist() == most.tokens[: len(tree)].tolist()
+        worth = int((most.path_probs >= node).sum())
+        assert len(tree) == min(max(worth, 16), 63)
+    assert sizes[0] == 16 < sizes[1] < sizes[2]
+    source.price(LevelPrice(0.0, 0.0, 0.025, trust=0.5))
+    assert len(ask(source, text, 63)) < sizes[2]
+    source.price(None)
+    assert len(ask(source, text, 10**6)) == len(most)
+    named = make_source(docs, num_nodes=4)
+    named.price(LevelPrice(0.0, 0.0, 0.01))
+    assert named.most_nodes == named.default_num_nodes == 4 and len(ask(named, text, 30)) == 30

@@ -57,7 +57,7 @@ def test_demo_streams_measures_and_compares(demo, folder, prompts, tmp_path, cap
 
     results = json.loads(file.read_text())["results"]
     by_name = {(item["name"], item["batch_size"]): item for item in results}
-    assert len(by_name) == len(results) == 12
+    assert len(by_name) == len(results) == 14
     for name in ("transformers, draft model", "transformers, prompt lookup"):
         assert by_name[name, 1]["refusal"] is None
         assert "batch_size = 1" in by_name[name, 3]["refusal"]

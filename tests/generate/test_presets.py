@@ -11,6 +11,7 @@ import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates
 from hf_smartspec.config import suffix_trees
+from hf_smartspec.goodput import CostModel, GoodputAuction
 
 from .helpers import EOS, VOCAB_SIZE, tiny_llama
 
@@ -128,3 +129,18 @@ def test_bad_assignments_are_refused(model):
     ):
         with pytest.raises(error, match=match):
             SmartSpecConfig("suffix", **options)
+
+
+def test_suffix_trees_draft_more_where_nodes_cost_less(model):
+    """The same texts, remembered by trees of their own: once with nodes that are dear, once with nearly free ones."""
+    arguments = INPUTS | {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
+    plain = model.generate(**arguments).sequences
+    drafted = []
+    for per_node in (2e-3, 1e-9):
+        source, policy = SuffixTreeCandidates(max_bytes=2**20), GoodputAuction(CostModel(0.0, per_node, 0.02))
+        config = SmartSpecConfig(source, policy=policy)
+        for _ in range(3):
+            output = model.generate(**arguments, assistant=config)
+            assert torch.equal(output.sequences, plain)
+        drafted.append(output.statistics.drafted_tokens / output.statistics.steps)
+    assert drafted[0] < 8 and drafted[1] > source.default_num_nodes

@@ -241,6 +241,17 @@ def test_a_draft_model_is_asked_for_as_many_levels_as_pay():
     assert drafted[0] < 0.3 and drafted[0] < drafted[1] < drafted[2]
 
 
+def test_the_price_of_a_node_is_what_one_more_costs_where_it_costs_least():
+    """Also behind a step that several nodes share."""
+    draft, steps = DraftCost(heeds_prices=True), CostModel(0.0, 0.0, 0.0, knots=(1, 5, 65), curve=(0.01, 0.014, 0.02))
+    for cost, expected in ((line(1e-3), 1e-3 / line(1e-3).seconds(100, 1)), (steps, 1e-4 / 0.01)):
+        policy = GoodputAuction(cost)
+        assert policy.level_price(draft) is None, "there is no step yet"
+        policy.max_nodes(StepRows([0], np.array([100]), np.array([63]), draft=draft))
+        assert policy.level_price(draft).node == pytest.approx(float(expected), rel=1e-6)
+        assert policy.level_price(DraftCost()) is None, "nothing that would go by it"
+
+
 def test_rows_of_one_batch_get_different_depths():
     cost = DraftCost(1e-3, 3e-4, is_autoregressive=True)
     drafters = [Drafter(accuracy, claimed=0.8, cost=cost) for accuracy in (0.95, 0.95, 0.05, 0.05)]
