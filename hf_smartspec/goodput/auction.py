@@ -184,8 +184,9 @@ class GoodputAuction(LengthPolicy):
         if not draft.is_autoregressive:
             return LevelPrice(0.0, 0.0, self._least_node_price(rows), trust)
         price, (per_call, per_row) = self._price(rows), self.timers[draft].seconds(draft)
-        price /= max(self.acceptance.rate, _LEAST_RATE)  # a level that is drafted has yet to come true
-        return LevelPrice(price * per_call, price * per_row, self._node_price(rows), trust)
+        node, rate = self._node_price(rows), max(self.acceptance.rate, _LEAST_RATE)
+        # A level that is drafted has to be verified, and yet to come true.
+        return LevelPrice(price * per_call / rate, (price * per_row + node) / rate, node, trust)
 
     def _price(self, rows: StepRows) -> float:
         """What a second yields in this step, in tokens: plain decoding's goodput, times what speculation gained."""

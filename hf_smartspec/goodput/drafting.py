@@ -10,21 +10,27 @@ class PrefillGate:
     Whether the draft model reads a new request's prompt (SmartSpec, section 5, "Prefill disabling"). Where it proposed
     nothing in more than `threshold` of the latest steps, it does not, and the request is served without speculation.
 
-    One new request in `retry` is let through all the same: without any, the share would never change again.
+    Of `retry` new requests in a row that are not, the last `group` are let through all the same: without any, the share
+    would never change again, and together, because a draft model's call may pay for several rows where it does not for
+    one.
 
     Args:
-        threshold (`float`): Share of steps without a proposal, in [0, 1].
-        window (`int`): The latest steps of requests that count.
-        retry (`int`): At least 1.
+        threshold (`float`): Share of steps without a proposal, in [0, 1]; a step counts by the share of its rows.
+        window (`int`): The latest steps that count.
+        retry, group (`int`): At least 1, and `group` at most `retry`.
     """
 
-    def __init__(self, threshold: float = 0.7, window: int = 256, retry: int = 16):
+    _LEAST_STEPS = 16  # before the first judgement
+
+    def __init__(self, threshold: float = 0.7, window: int = 256, retry: int = 64, group: int = 8):
         if not 0 <= threshold <= 1:
             raise ValueError(f"`threshold` must lie in [0, 1], got {threshold!r}.")
-        for name, value in (("window", window), ("retry", retry)):
+        for name, value in (("window", window), ("retry", retry), ("group", group)):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value!r}.")
-        self.threshold, self.window, self.retry = threshold, window, retry
+        if group > retry:
+            raise ValueError(f"`group` must be at most `retry`, got {group} > {retry}.")
+        self.threshold, self.window, self.retry, self.group = threshold, window, retry, group
         self._steps = self._idle = 0.0
         self._num_refused = 0
         self._refused: set[Hashable] = set()
@@ -36,17 +42,17 @@ class PrefillGate:
 
     def observe(self, request_ids: Sequence[Hashable], num_nodes: Sequence[int] | np.ndarray) -> None:
         """The proposed lengths of one step. Requests that were refused do not count."""
-        for request_id, num in zip(request_ids, num_nodes):
-            if request_id not in self._refused:
-                decay = 1 - 1 / self.window
-                self._steps, self._idle = self._steps * decay + 1, self._idle * decay + (num == 0)
+        idle = [num == 0 for request_id, num in zip(request_ids, num_nodes) if request_id not in self._refused]
+        if idle:
+            decay = 1 - 1 / self.window
+            self._steps, self._idle = self._steps * decay + 1, self._idle * decay + sum(idle) / len(idle)
 
     def admits(self, request_id: Hashable) -> bool:
         """Whether the draft model serves the request that begins now."""
-        if self.idle_share <= self.threshold or self._steps < self.retry:
+        if self.idle_share <= self.threshold or self._steps < self._LEAST_STEPS:
             return True
-        self._num_refused += 1
-        if self._num_refused % self.retry == 0:
+        self._num_refused = (self._num_refused + 1) % self.retry
+        if self._num_refused >= self.retry - self.group:
             return True
         self._refused.add(request_id)
         return False

@@ -149,13 +149,13 @@ def test_the_oracle_verifies_what_will_be_accepted():
 
 
 def test_the_prefill_gate_closes_when_nothing_is_proposed_and_opens_again():
-    gate = PrefillGate(window=32, retry=4)
+    gate = PrefillGate(window=32, retry=8, group=2)
     assert gate.admits("first")
     for _ in range(100):
         gate.observe(["first"], [0])
-    admitted = [gate.admits(name) for name in range(8)]
-    assert sum(admitted) == 2, "one in four"
-    refused = [name for name in range(8) if not admitted[name]]
+    admitted = [gate.admits(name) for name in range(16)]
+    assert [name for name in range(16) if admitted[name]] == [5, 6, 13, 14], "two in eight, together"
+    refused = [name for name in range(16) if not admitted[name]]
     assert all(gate.is_refused(name) for name in refused) and not gate.is_refused("first")
     for _ in range(100):
         gate.observe([refused[0], "first"], [0, 3])  # refused ones do not count
@@ -171,7 +171,20 @@ def test_the_prefill_gate_stays_open_at_the_threshold():
     assert 0.6 < gate.idle_share < 0.7 and gate.admits("b")
 
 
-@pytest.mark.parametrize("arguments", [{"threshold": 2}, {"window": 0}, {"retry": 0}])
+def test_the_prefill_gate_counts_steps_however_many_rows_they_have():
+    """A full batch that pauses for a few steps has not given up."""
+    gate = PrefillGate()
+    rows = list(range(32))
+    for _ in range(60):
+        gate.observe(rows, [2] * 32)
+    for _ in range(40):
+        gate.observe(rows, [0] * 32)
+    assert gate.idle_share == pytest.approx(0.4, abs=0.05) and gate.admits("next")
+    gate.observe([], [])
+    assert gate.idle_share == pytest.approx(0.4, abs=0.05), "a step without drafting rows says nothing"
+
+
+@pytest.mark.parametrize("arguments", [{"threshold": 2}, {"window": 0}, {"retry": 0}, {"group": 0}, {"group": 65}])
 def test_bad_gates_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         PrefillGate(**arguments)
