@@ -18,7 +18,6 @@ from .datastore_file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up
 _USUAL, _MOST = 16, 63  # nodes of a draft; where goodput decides
-_LEAST_PROBABILITY = 0.005  # of a path beyond the usual nodes, where further ones cost next to nothing
 _MAX_NUMBER = 100_000  # of any setting; counts of occurrences, times their depth, stay far within int32
 
 
@@ -136,8 +135,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
     def price(self, price: LevelPrice | None) -> None:
         """Nodes that cost little are proposed for little."""
         if self.heeds_prices and price is not None:
-            least = max(price.node / price.trust, _LEAST_PROBABILITY)
-            self._settings = self._settings._replace(num_usual=_USUAL, least=least)
+            self._settings = self._settings._replace(num_usual=_USUAL, least=price.least_probability)
         else:
             self._settings = self._settings._replace(num_usual=_MAX_NUMBER, least=0.0)
 

@@ -17,7 +17,6 @@ from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibra
 logger = logging.get_logger(__name__)
 
 _USUAL_PROBABILITY = 0.05
-_LEAST_PROBABILITY = 0.005  # of a path, where goodput decides and nodes cost next to nothing
 _MEMORY = 0.05  # least weight of the newest draft in the drafter's running mean accepted length
 _MOST_MEANS = 256  # namespaces whose running means are kept
 
@@ -185,6 +184,9 @@ class FusedCandidates(TreeCandidateGenerator):
         trees = [DraftTree.empty()] * len(request_ids)
         names = [request_ids[row] for row in rows]
         try:
+            if source is not self.drafter and not source.is_autoregressive:
+                # What their word is worth here is told of the list as a whole, after calibration.
+                source.price(None if self._price is None else self._price._replace(trust=1.0))
             found = source.propose(names, [max_nodes[row] for row in rows]) if rows else []
             for tree in found:
                 tree.check_integrity(self.vocab_size or 2**31)
@@ -207,9 +209,6 @@ class FusedCandidates(TreeCandidateGenerator):
 
     def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         """What `propose` proposes before the drafter is asked."""
-        for source in self.sources:
-            if not source.is_autoregressive:
-                source.price(self._price)
         proposals = [self._ask(source, request_ids, self._limits(source, max_nodes)) for source in self.sources]
         least = self._least_probability()
         merged = []
@@ -232,7 +231,7 @@ class FusedCandidates(TreeCandidateGenerator):
         """Of the path to a node: where nodes cost little, they are proposed for little."""
         if self._price is None or not self.heeds_prices:
             return self.min_probability
-        return min(max(self._price.node / self._price.trust, _LEAST_PROBABILITY), self.min_probability)
+        return min(self._price.least_probability, self.min_probability)
 
     def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
         """For which requests `propose` asks the drafter; for none if there is no drafter."""
@@ -248,7 +247,8 @@ class FusedCandidates(TreeCandidateGenerator):
         if self.drafter is None or not rows:
             return trees
         self._pass_price_on([request_ids[row] for row in rows])
-        usual = self.drafter.default_num_nodes if self._price is None else self.drafter.most_nodes
+        has_price = self._price is not None and self._price.is_of_levels
+        usual = self.drafter.most_nodes if has_price else self.drafter.default_num_nodes
         most = [min(max_nodes[row], usual) for row in rows]  # it may cost by the node
         for row, tree in zip(rows, self._ask(self.drafter, [request_ids[row] for row in rows], most)):
             if len(tree):
@@ -258,7 +258,7 @@ class FusedCandidates(TreeCandidateGenerator):
     def _pass_price_on(self, request_ids: Sequence[Hashable]) -> None:
         """Tells the drafter the price, and what its word has been worth to these requests."""
         assert self.drafter is not None, "asked for where there is one only"
-        price = self._price
+        price = self._price if self._price is not None and self._price.is_of_levels else None
         if price is not None and self._calibrations is not None:
             names = dict.fromkeys(self._namespaces.get(name, "") for name in request_ids)
             trusts = [self._calibrations.trust(name, len(self.sources)) for name in names]

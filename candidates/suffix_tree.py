@@ -23,7 +23,6 @@ from .suffix_slots import SuffixSlots
 from .suffix_store import free_tree, new_root
 
 USUAL_NODES, USUAL_PROBABILITY = 16, 0.1
-_LEAST_PROBABILITY = 0.005  # of a path, where goodput decides and nodes cost next to nothing
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _MOST_BYTES = 2**32
 _LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
@@ -130,9 +129,9 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
     def price(self, price: LevelPrice | None) -> None:
         """Nodes that cost little are proposed for little (the free budget of SSSD, section 3.2)."""
         if self.heeds_prices:
-            least = USUAL_PROBABILITY if price is None else max(price.node / price.trust, _LEAST_PROBABILITY)
+            least = USUAL_PROBABILITY if price is None else min(price.least_probability, USUAL_PROBABILITY)
             with self._lock:
-                self._slots.least_probability = min(least, USUAL_PROBABILITY)
+                self._slots.least_probability = least
 
     def assign(
         self,

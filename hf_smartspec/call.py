@@ -14,6 +14,8 @@ from .processors import TokenPicker
 from .request import GenerationStatistics, Request
 from .tree import DraftTree
 
+DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
+
 
 class ModelForward(Protocol):
     """How the loop runs the target: `PackedForward`, or `RowwiseForward` for models it cannot serve."""
@@ -74,6 +76,15 @@ class DecodingCall:
         self.picks_like: Hashable = id(self)
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
+
+    @property
+    def draft_room(self) -> int:
+        """Draft nodes that memory is reserved for behind a request's last token."""
+        return min(self.max_nodes, DRAFT_ROOM)
+
+    def most_nodes(self, num_remaining: int | None) -> int:
+        """Nodes of a draft in a row that needs so many further tokens: wide ones are for those that need many."""
+        return self.max_nodes if num_remaining is None else min(self.max_nodes, num_remaining + self.draft_room)
 
     @property
     def requests(self) -> Sequence[Request]:

@@ -187,7 +187,8 @@ class DecodingLoop:
 
     def _cap(self, request: Request) -> int:
         # The last token needs no draft: the target's own pick comes free.
-        return request.call.max_nodes if request.is_drafting and request.num_remaining != 1 else 0
+        left = request.num_remaining
+        return request.call.most_nodes(left) if request.is_drafting and left != 1 else 0
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not len(tree.tokens):

@@ -68,7 +68,7 @@ class EngineMemory:
         """Tokens that a request may reach, the draft behind its last one included."""
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
-        return len(request.prompt) + request.max_new_tokens + call.max_nodes
+        return len(request.prompt) + request.max_new_tokens + call.draft_room
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its prompt as some row there holds already."""

@@ -23,7 +23,7 @@ _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _USUAL = 4  # nodes of a row, for what a further one costs
-_NODES = np.array([0, 4, 8, 16, 32, 64])  # of a row, likewise
+_MANY = np.array([8, 16, 32, 64])  # likewise, where it may be cheaper the more there are
 _LITTLE = 0.3  # tokens that a draft may promise at most where a second source is tried beside it
 _LEAST_RATE = 0.1  # of levels that come true
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
@@ -199,10 +199,14 @@ class GoodputAuction(LengthPolicy):
         return self._price(rows) * max(seconds - plain, 0.0) / num
 
     def _least_node_price(self, rows: StepRows) -> float:
-        """What verifying a node costs, in tokens, at the number of nodes where one more costs least."""
-        num = _NODES * len(rows)
-        seconds = self.cost.seconds(*rows.forward_size(num, 1 + _NODES))
-        return self._price(rows) * max(float((np.diff(seconds) / np.diff(num)).min()), 0.0)
+        """
+        What verifying a node costs, in tokens, at the number of nodes where that is least. By the profile, corrected as
+        a whole: corrections of single sizes may have sizes cost less than smaller ones.
+        """
+        num, (context, batched, width) = _MANY * len(rows), rows.forward_size()
+        plain = self.cost.profiled(context, batched, width)
+        more = self.cost.profiled(*rows.forward_size(num, 1 + _MANY)) - plain
+        return self._price(rows) * float((more / num).min()) * self.cost.correction(batched)
 
     def _pays(self, rows: StepRows, levels: np.ndarray) -> bool:
         price, benefit = self._draft_seconds(rows.draft, levels), self._benefits[rows.draft]

@@ -92,7 +92,7 @@ class CostModel:
         Returns:
             `np.ndarray` of their common shape, float64; a float for numbers.
         """
-        return self._profiled(context, batched, width) * np.exp(self._log_factor(batched))
+        return self.profiled(context, batched, width) * np.exp(self._log_factor(batched))
 
     def observe(self, context: float, batched: float, seconds: float, width: float = 1) -> None:
         """Learns from one measured step."""
@@ -113,7 +113,8 @@ class CostModel:
         """The factor by which steps of this size have lately differed from the profile."""
         return float(np.exp(self._log_factor(batched)))
 
-    def _profiled(self, context: Any, batched: Any, width: Any) -> Any:
+    def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
+        """`seconds` before any correction: never less for larger forwards."""
         attention = (self.alpha + self.beta * width) * context
         return attention + self._tokens_seconds(batched)
 

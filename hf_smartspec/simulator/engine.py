@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from ..call import DecodingCall, ModelLimits
+from ..call import DRAFT_ROOM, DecodingCall, ModelLimits
 from ..candidates.base import TreeCandidateGenerator
 from ..decoding import DecodingBatch
 from ..goodput.cost import CostModel, DraftCost
@@ -103,7 +103,7 @@ class SimulatedEngine:
         return LoadResult(served, loop.statistics, self.forward.num_batched, run.seconds_waited)
 
     def _num_tokens(self, request: LoadRequest) -> int:
-        return len(request.prompt) + request.max_new_tokens + self.max_nodes
+        return len(request.prompt) + request.max_new_tokens + min(self.max_nodes, DRAFT_ROOM)
 
     def new_call(self, item: LoadRequest) -> DecodingCall:
         """What `prepare_call` makes of a greedy request."""

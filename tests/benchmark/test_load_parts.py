@@ -82,7 +82,7 @@ def test_calibrations_come_back_from_json_as_they_were():
     cost.observe(100, 8, 0.05)
     calibration = Calibration(cost, DraftCost(1e-3), 1e-4, 1e-5, 5, drafter=DraftCost(2e-3, is_autoregressive=True))
     again = Calibration.from_dict(json.loads(json.dumps(calibration.as_dict())))
-    assert again == calibration and again.cost.seconds(100, 8) == cost.seconds(100, 8) != cost._profiled(100, 8, 1)
+    assert again == calibration and again.cost.seconds(100, 8) == cost.seconds(100, 8) != cost.profiled(100, 8, 1)
 
 
 def test_a_hybrid_is_simulated_with_the_time_of_both():

@@ -8,6 +8,7 @@ from hf_smartspec.candidates.fused import FusedCandidates
 from hf_smartspec.tree import LevelPrice
 
 from .test_fused import Scripted
+from .test_hybrid import Priced
 
 
 def of_node(node, trust=1.0):
@@ -79,6 +80,26 @@ def test_lists_pass_the_price_on_and_go_by_it_themselves():
     named.price(of_node(0.01))
     tree = named.propose(["b"], [63])[0]
     assert len(tree) and (tree.path_probs >= 0.05 - 1e-6).all()
+
+
+def test_a_source_of_a_list_that_fails_at_a_price_leaves_the_others():
+    class Bad(Scripted):
+        def price(self, price):
+            raise ValueError("knows no prices")
+
+    fused = FusedCandidates([Scripted(DraftTree.chain([1])), Bad(DraftTree.chain([2]))])
+    fused.start("a", np.array([0]))
+    fused.price(of_node(0.01))
+    assert fused.propose(["a"], [8])[0].tokens.tolist() == [1]
+
+
+def test_drafters_go_by_prices_of_levels_only():
+    drafter = Priced(DraftTree.chain([5, 6]))
+    fused = FusedCandidates([Scripted(DraftTree.empty())], drafter=drafter, threshold=9.0)
+    fused.start("a", np.array([0]))
+    fused.price(of_node(0.01))
+    fused.propose(["a"], [30])
+    assert drafter.prices == [None] and drafter.asked == [[drafter.default_num_nodes]]
 
 
 def test_sources_in_lists_that_go_by_no_price_propose_as_many_nodes_as_usual():

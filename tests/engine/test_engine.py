@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.compat import RequestStatus
+from hf_smartspec.goodput import CostModel, GoodputAuction
 
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
@@ -160,6 +161,22 @@ def test_memory_stays_within_its_bound(model):
             engine.add_request([3] * 270, max_new_tokens=30)
     assert max(shapes) <= 300 * bytes_per_token and min(shapes) < max(shapes)
     assert engine.statistics.steps > engine.statistics.forwards, "several ran at once"
+
+
+def test_wide_drafts_need_no_more_memory_than_usual_ones(model):
+    """They shrink towards a request's end, where else they would reach beyond what is reserved."""
+    num_tokens = 8 + 56 + 16  # prompt, output, and the usual draft behind the last token
+    max_bytes = num_tokens * Engine(model)._runner.memory.bytes_per_token
+    policy = GoodputAuction(CostModel(alpha=0.0, gamma=1e-9, delta=0.02))  # nodes are free
+    config = SmartSpecConfig(SuffixTreeCandidates(max_bytes=2**22), policy=policy)
+    asked = Asked(list(range(3, 11)), {"max_new_tokens": 56, "eos_token_id": None})
+    with Engine(model, config, max_kv_bytes=max_bytes) as engine:
+        for _ in range(3):
+            before = engine.statistics.drafted_tokens, engine.statistics.steps
+            check_all(engine, model, [asked])
+            assert engine._runner.memory.num_bytes <= max_bytes
+        drafted, steps = engine.statistics.drafted_tokens - before[0], engine.statistics.steps - before[1]
+    assert drafted > 16 * steps
 
 
 def test_texts_computed_with_other_weights_are_forgotten(model):

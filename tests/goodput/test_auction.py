@@ -241,10 +241,15 @@ def test_a_draft_model_is_asked_for_as_many_levels_as_pay():
     assert drafted[0] < 0.3 and drafted[0] < drafted[1] < drafted[2]
 
 
-def test_the_price_of_a_node_is_what_one_more_costs_where_it_costs_least():
-    """Also behind a step that several nodes share."""
+def test_the_price_of_a_node_is_what_it_costs_at_the_number_where_that_is_least():
+    """Also behind a step that several nodes share, and where one size has proved slow, as if more cost less."""
     draft, steps = DraftCost(heeds_prices=True), CostModel(0.0, 0.0, 0.0, knots=(1, 5, 65), curve=(0.01, 0.014, 0.02))
-    for cost, expected in ((line(1e-3), 1e-3 / line(1e-3).seconds(100, 1)), (steps, 1e-4 / 0.01)):
+    slow = line(1e-3)
+    for _ in range(200):
+        slow.observe(100, 1, 2 * line(1e-3).seconds(100, 1))
+    assert slow.seconds(100, 9) < slow.seconds(100, 1)
+    price = 1e-3 / line(1e-3).seconds(100, 1)
+    for cost, expected in ((line(1e-3), price), (slow, price), (steps, (0.02 - 0.01) / 64 / 0.01)):
         policy = GoodputAuction(cost)
         assert policy.level_price(draft) is None, "there is no step yet"
         policy.max_nodes(StepRows([0], np.array([100]), np.array([63]), draft=draft))
