@@ -165,18 +165,19 @@ def test_memory_stays_within_its_bound(model):
 
 def test_wide_drafts_need_no_more_memory_than_usual_ones(model):
     """They shrink towards a request's end, where else they would reach beyond what is reserved."""
-    num_tokens = 8 + 56 + 16  # prompt, output, and the usual draft behind the last token
+    asked = Asked(list(range(3, 11)), {"max_new_tokens": 24, "eos_token_id": None})
+    num_tokens = 8 + 24 + 16  # prompt, output, and the usual draft behind the last token
     max_bytes = num_tokens * Engine(model)._runner.memory.bytes_per_token
+    source, rng, text = SuffixTreeCandidates(max_bytes=2**22), np.random.default_rng(0), np.array(asked.alone(model))
+    forks = [np.append(text[end - 2 : end], rng.integers(3, VOCAB_SIZE, 4)) for end in range(2, 24) for _ in range(20)]
+    source.add_outputs(forks, progress=False)
     policy = GoodputAuction(CostModel(alpha=0.0, gamma=1e-9, delta=0.02))  # nodes are free
-    config = SmartSpecConfig(SuffixTreeCandidates(max_bytes=2**22), policy=policy)
-    asked = Asked(list(range(3, 11)), {"max_new_tokens": 56, "eos_token_id": None})
-    with Engine(model, config, max_kv_bytes=max_bytes) as engine:
-        for _ in range(3):
-            before = engine.statistics.drafted_tokens, engine.statistics.steps
-            check_all(engine, model, [asked])
-            assert engine._runner.memory.num_bytes <= max_bytes
-        drafted, steps = engine.statistics.drafted_tokens - before[0], engine.statistics.steps - before[1]
-    assert drafted > 16 * steps
+    with Engine(model, SmartSpecConfig(source, policy=policy), max_kv_bytes=max_bytes) as engine:
+        check_all(engine, model, [asked])
+        assert engine._runner.memory.num_bytes <= max_bytes
+        assert engine.statistics.drafted_tokens > 12 * engine.statistics.steps
+        with pytest.raises(ValueError, match=f"may reach {num_tokens + 1} tokens"):
+            engine.add_request([3] * 9, max_new_tokens=24)
 
 
 def test_texts_computed_with_other_weights_are_forgotten(model):
