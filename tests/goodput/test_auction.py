@@ -257,6 +257,17 @@ def test_the_price_of_a_node_is_what_it_costs_at_the_number_where_that_is_least(
         assert policy.level_price(DraftCost()) is None, "nothing that would go by it"
 
 
+def test_a_further_level_must_be_worth_verifying_as_well_as_drafting():
+    """Also one that is drafted for nothing."""
+    policy, per_row = GoodputAuction(line(4e-3)), 1e-3
+    free, dear = (DraftCost(0.0, cost, is_autoregressive=True, heeds_prices=True) for cost in (0.0, per_row))
+    policy.max_nodes(StepRows([0], np.array([100]), np.array([8]), draft=free))
+    price, rate = policy.level_price(free), policy.acceptance.rate
+    assert price.call == 0 and price.row == pytest.approx(price.node / rate) and price.node > 0.1
+    seconds = line(4e-3).seconds(100, 1)
+    assert policy.level_price(dear).row == pytest.approx(price.row + per_row / float(seconds) / rate)
+
+
 def test_rows_of_one_batch_get_different_depths():
     cost = DraftCost(1e-3, 3e-4, is_autoregressive=True)
     drafters = [Drafter(accuracy, claimed=0.8, cost=cost) for accuracy in (0.95, 0.95, 0.05, 0.05)]
