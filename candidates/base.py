@@ -11,6 +11,7 @@ from transformers.generation import CandidateGenerator
 
 from ..tree import DraftTree, LevelPrice
 
+USUAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
 
 

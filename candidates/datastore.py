@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checks import is_integer
 from ..tree import DraftTree, LevelPrice
-from .base import TreeCandidateGenerator
+from .base import USUAL_NODES, TreeCandidateGenerator
 from .compiled import compiled
 from .datastore_file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up
-_USUAL, _MOST = 16, 63  # nodes of a draft; where goodput decides
+_MOST = 63  # nodes of a draft, where goodput decides
 _MAX_NUMBER = 100_000  # of any setting; counts of occurrences, times their depth, stay far within int32
 
 
@@ -27,8 +27,7 @@ class _Settings(NamedTuple):
     branch_len: int
     first_n: bool
     capacity: int  # nodes of the largest trie of one row, its root included
-    num_usual: int  # nodes of a draft that are proposed whatever their probability
-    least: float  # probability of the paths to further ones
+    least: float  # probability of the paths to nodes beyond the usual number
 
 
 class _Text(NamedTuple):
@@ -89,7 +88,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         _check_positive(
-            num_nodes=_USUAL if num_nodes is None else num_nodes,
+            num_nodes=USUAL_NODES if num_nodes is None else num_nodes,
             max_prefix=max_prefix,
             min_continuations=min_continuations,
             num_continuations=num_continuations,
@@ -109,7 +108,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
                 f"the datastore is sorted; got {max_prefix} + {branch_len}. Build it with a larger `sort_depth`."
             )
         self.datastore = datastore
-        self.default_num_nodes = num_nodes or _USUAL
+        self.default_num_nodes = num_nodes or USUAL_NODES
         self.heeds_prices = num_nodes is None
         self.max_prefix = max_prefix
         self._text = _Text(datastore.tokens, datastore.suffixes, datastore.starts)
@@ -121,7 +120,6 @@ class DatastoreCandidates(TreeCandidateGenerator):
             int(branch_len),
             first_n,
             int(1 + most_picked * branch_len),
-            num_usual=_MAX_NUMBER,
             least=0.0,
         )
         self._ends: dict[Hashable, np.ndarray] = {}  # the last `max_prefix` tokens, int32, -1 where there are fewer
@@ -134,10 +132,8 @@ class DatastoreCandidates(TreeCandidateGenerator):
 
     def price(self, price: LevelPrice | None) -> None:
         """Nodes that cost little are proposed for little."""
-        if self.heeds_prices and price is not None:
-            self._settings = self._settings._replace(num_usual=_USUAL, least=price.least_probability)
-        else:
-            self._settings = self._settings._replace(num_usual=_MAX_NUMBER, least=0.0)
+        least = price.least_probability if self.heeds_prices and price is not None else 0.0
+        self._settings = self._settings._replace(least=least)
 
     def warm_up(self) -> None:
         """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""
@@ -366,7 +362,7 @@ def _select(
     drafts.sizes[row] = max(0, min(limit, size - 1))
     for index in range(drafts.sizes[row]):
         node = order[index]
-        if index >= settings.num_usual and trie[node, _COUNT] < least_count:
+        if index >= USUAL_NODES and trie[node, _COUNT] < least_count:
             drafts.sizes[row] = index
             break
         parent = trie[node, _PARENT]

@@ -246,19 +246,18 @@ class FusedCandidates(TreeCandidateGenerator):
         rows = [row for row, limit in enumerate(max_nodes) if limit > 0]
         if self.drafter is None or not rows:
             return trees
-        self._pass_price_on([request_ids[row] for row in rows])
-        has_price = self._price is not None and self._price.is_of_levels
-        usual = self.drafter.most_nodes if has_price else self.drafter.default_num_nodes
+        price = self._price if self._price is not None and self._price.is_of_levels else None
+        self._pass_on(price, [request_ids[row] for row in rows])
+        usual = self.drafter.default_num_nodes if price is None else self.drafter.most_nodes
         most = [min(max_nodes[row], usual) for row in rows]  # it may cost by the node
         for row, tree in zip(rows, self._ask(self.drafter, [request_ids[row] for row in rows], most)):
             if len(tree):
                 trees[row] = self._modelled[request_ids[row]] = tree
         return trees
 
-    def _pass_price_on(self, request_ids: Sequence[Hashable]) -> None:
+    def _pass_on(self, price: LevelPrice | None, request_ids: Sequence[Hashable]) -> None:
         """Tells the drafter the price, and what its word has been worth to these requests."""
         assert self.drafter is not None, "asked for where there is one only"
-        price = self._price if self._price is not None and self._price.is_of_levels else None
         if price is not None and self._calibrations is not None:
             names = dict.fromkeys(self._namespaces.get(name, "") for name in request_ids)
             trusts = [self._calibrations.trust(name, len(self.sources)) for name in names]

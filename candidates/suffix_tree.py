@@ -13,7 +13,7 @@ from transformers.utils.logging import tqdm
 
 from ..checks import is_integer
 from ..tree import DraftTree, LevelPrice
-from .base import TreeCandidateGenerator
+from .base import USUAL_NODES, TreeCandidateGenerator
 from .datastore_file import tokenizer_fingerprint
 from .suffix_batch import MAX_PENDING
 from .suffix_corpus import SuffixCorpus, read, split
@@ -22,7 +22,7 @@ from .suffix_growth import insert, move_tree
 from .suffix_slots import SuffixSlots
 from .suffix_store import free_tree, new_root
 
-USUAL_NODES, USUAL_PROBABILITY = 16, 0.1
+USUAL_PROBABILITY = 0.1
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _MOST_BYTES = 2**32
 _LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
@@ -127,7 +127,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         return self._most_nodes
 
     def price(self, price: LevelPrice | None) -> None:
-        """Nodes that cost little are proposed for little (the free budget of SSSD, section 3.2)."""
+        """Nodes that cost little are proposed for little (SSSD, section 3.2.1: tokens that ride free)."""
         if self.heeds_prices:
             least = USUAL_PROBABILITY if price is None else min(price.least_probability, USUAL_PROBABILITY)
             with self._lock:

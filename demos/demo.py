@@ -177,7 +177,8 @@ def print_notes(
         f"{min(turns) if len(turns) == 1 else f'{min(turns)} to {max(turns)}'} repetitions that take turns, after a "
         "warm-up.",
         f"Batch 1 decodes {results[0].num_rows} of the {results[-1].num_rows} prompts, one after another; batch "
-        f"{results[-1].batch_size} all of them. auto forgets every answer before the next call, which would help it.",
+        f"{results[-1].batch_size} all of them. auto is made to forget "
+        "every answer before the next call; remembered ones would help it.",
         f"{system['device']}, {system['threads']} threads, {system['dtype']}, torch {system['torch']}, transformers "
         f"{system['transformers']}, {args.max_new_tokens} new tokens at most.",
         f"Target {sizes[0]} parameters, draft {sizes[1]}: a plain step takes {step:.1f} ms. The smaller the models, "

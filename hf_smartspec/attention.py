@@ -92,7 +92,7 @@ def _attention(
     scaling: float | None,
 ) -> torch.Tensor:
     # On CPUs, a single query of half precision takes several times as long as two.
-    is_slow = query.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu"
+    is_slow = query.shape[2] == 1 and query.dtype.itemsize == 2 and query.device.type == "cpu"
     if is_slow:
         query = query.repeat(1, 1, 2, 1)
     output = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)

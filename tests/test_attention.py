@@ -58,13 +58,14 @@ def test_plain_forward_of_another_thread_is_not_disturbed_by_a_step_under_way(mo
     torch.testing.assert_close(results[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)])
 @pytest.mark.parametrize("lengths", [[4], [4, 4], [4, 6]])
-def test_single_queries_attend_to_their_own_row(dtype, lengths):
+def test_single_queries_attend_to_their_own_row(dtype, error, lengths):
     """Also where they are computed in twos, as single ones take longer in half precision."""
     rows = [RowInput(CacheRow(slot, length), np.array([7])) for slot, length in enumerate(lengths)]
-    keys, values = torch.randn(2, len(rows), 3, max(lengths) + 1, 8).to(dtype)
-    queries = torch.randn(1, 3, len(rows), 8).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, len(rows), 3, max(lengths) + 1, 8, generator=generator).to(dtype)
+    queries = torch.randn(1, 3, len(rows), 8, generator=generator).to(dtype)
     layout = build_layout([rows], torch.device("cpu"))
     token = attention._layout.set(layout)
     try:
@@ -74,7 +75,7 @@ def test_single_queries_attend_to_their_own_row(dtype, lengths):
     for row, length in enumerate(lengths):
         scores = torch.einsum("hd,hkd->hk", queries[0, :, row].float(), keys[row, :, : length + 1].float())
         expected = torch.einsum("hk,hkd->hd", (scores / 8**0.5).softmax(-1), values[row, :, : length + 1].float())
-        torch.testing.assert_close(output[0, row].float(), expected, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(output[0, row].float(), expected, atol=error, rtol=error)
 
 
 def test_two_threads_generate_from_one_model(model):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..candidates import FusedCandidates, TreeCandidateGenerator
-from ..candidates.suffix_tree import USUAL_NODES, USUAL_PROBABILITY
+from ..candidates.base import USUAL_NODES
+from ..candidates.suffix_tree import USUAL_PROBABILITY
 from ..candidates.tuned import TUNABLE, TunedSources
 from .loading import UsageError
 from .replay_sources import build_tuned, plain_options

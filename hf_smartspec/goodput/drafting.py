@@ -32,7 +32,7 @@ class PrefillGate:
             raise ValueError(f"`group` must be at most `retry`, got {group} > {retry}.")
         self.threshold, self.window, self.retry, self.group = threshold, window, retry, group
         self._steps = self._idle = 0.0
-        self._num_refused = 0
+        self._num_met = 0
         self._refused: set[Hashable] = set()
 
     @property
@@ -51,8 +51,8 @@ class PrefillGate:
         """Whether the draft model serves the request that begins now."""
         if self.idle_share <= self.threshold or self._steps < self._LEAST_STEPS:
             return True
-        self._num_refused = (self._num_refused + 1) % self.retry
-        if self._num_refused >= self.retry - self.group:
+        self._num_met = (self._num_met + 1) % self.retry
+        if self._num_met >= self.retry - self.group:
             return True
         self._refused.add(request_id)
         return False

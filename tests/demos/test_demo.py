@@ -93,6 +93,19 @@ def test_drafts_are_left_as_they_were(demo, folder, prompts):
     assert draft.generation_config.to_dict() == before
 
 
+def test_nothing_is_remembered_from_turn_to_turn(demo, folder):
+    from compare import Method, ready_for
+    from hf_smartspec.benchmark.loading import load_model
+    from hf_smartspec.config import suffix_trees
+
+    model, auto = load_model(str(folder / "target")), Method("ours, auto", {"assistant": "auto"})
+    with ready_for(model, auto):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, pad_token_id=0, **auto.arguments)
+    assert suffix_trees(model).num_cached_tokens() > 0
+    with ready_for(model, auto):
+        assert suffix_trees(model).num_cached_tokens() == 0
+
+
 def test_categories_take_turns(demo):
     rows = [{"category": name, "prompt": str(i)} for i, name in enumerate("aaabbc")]
     assert [row["category"] for row in demo.pick_rows(rows, 5)] == ["a", "b", "c", "a", "b"]
