@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
-from ..tree import DraftTree, LevelPrice
+from ..drafts.tree import DraftTree, LevelPrice
 
 USUAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"

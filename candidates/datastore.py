@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..checks import is_integer
-from ..tree import DraftTree, LevelPrice
+from ..drafts.tree import DraftTree, LevelPrice
 from .base import USUAL_NODES, TreeCandidateGenerator
 from .compiled import compiled
 from .datastore_file import Datastore

@@ -8,10 +8,10 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..checks import is_integer
+from ..drafts.tree import DraftTree, LevelPrice
 from ..forward import PackedForward
 from ..layout import CacheRow, RowInput
 from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
-from ..tree import DraftTree, LevelPrice
 from .base import TreeCandidateGenerator
 
 _USUAL, _MOST = 5, 24  # nodes of a draft; where prices end it

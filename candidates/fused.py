@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.utils import logging
 
 from ..checks import is_integer
-from ..tree import DraftTree, LevelPrice
+from ..drafts.tree import DraftTree, LevelPrice
 from .base import TreeCandidateGenerator
 from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 

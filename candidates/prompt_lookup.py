@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ..checks import is_integer
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 from .base import TreeCandidateGenerator
 
 _BORDER = -1  # between texts; no token

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 
 from ..checks import is_integer
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 from .suffix_batch import (
     END,
     MAX_PENDING,

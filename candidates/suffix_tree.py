@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..checks import is_integer
-from ..tree import DraftTree, LevelPrice
+from ..drafts.tree import DraftTree, LevelPrice
 from .base import USUAL_NODES, TreeCandidateGenerator
 from .datastore_file import tokenizer_fingerprint
 from .suffix_batch import MAX_PENDING

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers.generation import CandidateGenerator
 
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 from .base import TreeCandidateGenerator
 
 

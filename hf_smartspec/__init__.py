@@ -9,13 +9,13 @@ from .candidates import (
 )
 from .config import SmartSpecConfig
 from .decode import decode
+from .drafts.tree import DraftTree
 from .engine import Engine
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
 from .processors import SeededGumbelLogitsProcessor
 from .request import GenerationStatistics
 from .results import EngineOutput
-from .tree import DraftTree
 
 __version__ = "0.1.0"
 

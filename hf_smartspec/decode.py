@@ -18,6 +18,7 @@ from .adaptive import policy_of
 from .call import DecodingCall
 from .checks import check_mask, check_settings, check_token_ids
 from .config import SmartSpecConfig
+from .drafts.tree import DraftTree
 from .fallback import RowwiseForward, can_run_rowwise
 from .forward import PackedForward
 from .layout import RowInput
@@ -26,7 +27,6 @@ from .packing import can_pack_call, plain_reason
 from .plain import decode_plainly
 from .prepare import model_limits, prepare_call, row_seeds
 from .request import GenerationStatistics, Request
-from .tree import DraftTree
 
 logger = logging.get_logger(__name__)
 

@@ -20,9 +20,9 @@ from transformers.generation.candidate_generator import (
 from transformers.utils import ModelOutput
 
 from .compat import TESTED_ROWWISE_TYPES
+from .drafts.tree import DraftTree
 from .layout import CacheRow, RowInput
 from .processors import argmax
-from .tree import DraftTree
 
 _probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 

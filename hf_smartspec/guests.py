@@ -8,10 +8,10 @@ import numpy as np
 from transformers.utils import logging
 
 from .candidates.base import TreeCandidateGenerator
+from .drafts.tree import DraftTree, LevelPrice
 from .goodput.cost import DraftCost
 from .goodput.drafting import PrefillGate
 from .request import Request
-from .tree import DraftTree, LevelPrice
 
 logger = logging.get_logger(__name__)
 

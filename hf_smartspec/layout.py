@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from .drafts.tree import DraftTree
 from .parts import split
-from .tree import DraftTree
 
 
 @dataclass(eq=False)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
+from .drafts.tree import DraftTree
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
 from .layout import RowInput
 from .request import GenerationStatistics, Request, Timed
-from .tree import DraftTree
 from .verify import accepted_path
 
 

@@ -9,9 +9,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .compat import TESTED_MODEL_TYPES, is_checkpointing, is_stateful
+from .drafts.tree import DraftTree
 from .forward import PackedForward
 from .layout import RowInput
-from .tree import DraftTree
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
 _PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .drafts.tree import DraftTree
 from .layout import CacheRow
-from .tree import DraftTree
 
 
 @dataclass

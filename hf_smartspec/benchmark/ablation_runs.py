@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..candidates import DraftModelCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 from .ablation_claims import Figures, Numbers
 from .ablation_sources import Split, suffix_trees
 from .loading import UsageError, encode, left_padded, load_draft, load_model, load_tokenizer

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..candidates import DatastoreCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ..candidates.datastore_file import Datastore
+from ..drafts.tree import DraftTree
 from ..goodput.acceptance import Calibrator
-from ..tree import DraftTree
 from .loading import UsageError
 from .replay_data import Fields, Recording, Texts, read_requests, tokenize
 from .replay_sources import SourceSpec

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..candidates import TreeCandidateGenerator
 from ..config import SmartSpecConfig
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 
 
 class ReplayCandidates(TreeCandidateGenerator):

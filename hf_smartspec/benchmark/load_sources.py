@@ -12,8 +12,8 @@ from ..candidates import (
     TreeCandidateGenerator,
 )
 from ..config import SmartSpecConfig
+from ..drafts.tree import DraftTree
 from ..goodput.acceptance import Calibrator
-from ..tree import DraftTree
 
 SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
 USUAL = SOURCES[:3]

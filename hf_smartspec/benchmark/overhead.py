@@ -13,10 +13,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.utils.logging import tqdm
 
 from ..config import SmartSpecConfig
+from ..drafts.tree import DraftTree
 from ..forward import PackedForward
 from ..generate import enabled
 from ..layout import RowInput
-from ..tree import DraftTree
 from .timing import Stopwatch, environment, side_by_side
 
 CONTEXT = 256  # cached tokens per row before the measured forward

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..candidates import TreeCandidateGenerator
+from ..drafts.tree import DraftTree
 from ..goodput.acceptance import Calibrator, expected_calibration_error, outcomes
-from ..tree import DraftTree
 from .replay_data import Recording
 
 _MICROSECONDS = 1e6

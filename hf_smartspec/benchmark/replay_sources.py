@@ -19,8 +19,8 @@ from ..candidates import (
     WrappedCandidates,
 )
 from ..candidates.tuned import TunedSources
+from ..drafts.tree import DraftTree
 from ..goodput.acceptance import Calibrator
-from ..tree import DraftTree
 from .loading import UsageError
 
 

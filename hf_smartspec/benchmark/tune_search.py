@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..candidates import DraftModelCandidates
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 from .replay_curves import geometric_mean
 from .replay_data import Recording
 from .replay_loop import Replayer, Tally

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..tree import DraftTree
+from ..drafts.tree import DraftTree
 
 # Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
 # are the ratios of small counts, which are the scores that suffix trees give most often.

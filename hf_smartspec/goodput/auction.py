@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..tree import DraftTree, LevelPrice
+from ..drafts.forest import Forest, ranks_in_rows
+from ..drafts.tree import DraftTree, LevelPrice
 from .cost import CostModel, DraftCost, DraftTimer, StepSeconds
 from .drafter import DrafterGain, Newcomers
 from .estimators import AcceptanceEstimator
-from .forest import Forest, ranks_in_rows
 from .plan import Plan, is_again, known_continuation
 from .running import Running, Speedup
 from .selector import LengthPolicy, StepRows

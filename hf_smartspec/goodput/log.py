@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..tree import DraftTree, LevelPrice
+from ..drafts.forest import Forest
+from ..drafts.tree import DraftTree, LevelPrice
 from .cost import CostModel, DraftCost, StepSeconds
-from .forest import Forest
 from .selector import LengthPolicy, StepRows
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight

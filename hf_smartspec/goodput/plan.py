@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..tree import DraftTree
-from .forest import Forest
+from ..drafts.forest import Forest
+from ..drafts.tree import DraftTree
 from .selector import StepRows
 
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..tree import DraftTree
+from ..drafts.forest import Forest
+from ..drafts.tree import DraftTree
 from .cost import CostModel, DraftTimer, StepSeconds
 from .estimators import AcceptanceEstimator
-from .forest import Forest
 from .length import PowerLaw, expected_length, optimal_length
 from .selector import LengthPolicy, StepRows
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tree import DraftTree, LevelPrice
+from ..drafts.tree import DraftTree, LevelPrice
 from .cost import DraftCost, StepSeconds
 
 __all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "StepRows", "StepSeconds"]

@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import numpy as np
 
+from ..drafts.forest import Forest
 from .acceptance import Calibrator
-from .forest import Forest
 from .running import Drift
 from .selector import StepRows
 

@@ -7,8 +7,8 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from ..candidates.base import HybridSource, TreeCandidateGenerator
+from ..drafts.tree import DraftTree, LevelPrice
 from ..goodput.cost import DraftCost
-from ..tree import DraftTree, LevelPrice
 from .clock import EventClock
 from .requests import LoadRequest
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_smartspec.candidates.datastore import DatastoreCandidates
 from hf_smartspec.candidates.datastore_file import Datastore
 from hf_smartspec.candidates.datastore_sort import sort_suffixes
-from hf_smartspec.tree import LevelPrice
+from hf_smartspec.drafts.tree import LevelPrice
 
 VOCAB_SIZE = 3  # few tokens: matches of all lengths
 tokens = st.integers(0, VOCAB_SIZE - 1)

@@ -4,8 +4,8 @@ import numpy as np
 
 from hf_smartspec import DraftTree
 from hf_smartspec.candidates.fused import FusedCandidates
+from hf_smartspec.drafts.tree import LevelPrice
 from hf_smartspec.goodput import Calibrator
-from hf_smartspec.tree import LevelPrice
 
 from .test_fused import Scripted
 

@@ -5,7 +5,7 @@ import pytest
 
 from hf_smartspec import DraftTree, SuffixTreeCandidates
 from hf_smartspec.candidates.fused import FusedCandidates
-from hf_smartspec.tree import LevelPrice
+from hf_smartspec.drafts.tree import LevelPrice
 
 from .test_fused import Scripted
 from .test_hybrid import Priced

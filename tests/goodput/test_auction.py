@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
+from hf_smartspec.drafts.forest import Forest
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepRows, StepSeconds
 from hf_smartspec.goodput.acceptance import outcomes
-from hf_smartspec.goodput.forest import Forest
 
 from ..sources import random_tree
 from ..strategies import path_to, trees

@@ -9,6 +9,7 @@ import pytest
 from hf_smartspec import Engine, PromptLookupCandidates, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.call import ModelLimits
 from hf_smartspec.candidates.base import NoCandidates
+from hf_smartspec.drafts.tree import LevelPrice
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation
 from hf_smartspec.goodput.length import expected_length, expected_tree_length
 from hf_smartspec.goodput.policies import Oracle
@@ -27,7 +28,6 @@ from hf_smartspec.simulator import (
 )
 from hf_smartspec.simulator.results import pooled
 from hf_smartspec.simulator.sources import TimedCandidates
-from hf_smartspec.tree import LevelPrice
 from tests.generate.helpers import BOS, VOCAB_SIZE, tiny_llama
 
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 
-from .strategies import path_to, trees
+from ..strategies import path_to, trees
 
 
 def tree_of(tokens, parents, probs=None) -> DraftTree:

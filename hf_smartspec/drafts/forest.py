@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..tree import DraftTree
+from .tree import DraftTree
 
 
 class Forest:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.goodput.forest import Forest
+from hf_smartspec.drafts.forest import Forest
 
 from ..strategies import trees
 

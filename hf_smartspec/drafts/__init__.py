@@ -1,0 +1,1 @@
+"""Draft trees: what every candidate source proposes and the target verifies. Plain numpy, no torch."""
