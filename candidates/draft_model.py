@@ -11,7 +11,7 @@ from ..checks import is_integer
 from ..drafts.tree import DraftTree, LevelPrice
 from ..forward import PackedForward
 from ..layout import CacheRow, RowInput
-from ..processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
+from ..sampling.processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
 from .base import TreeCandidateGenerator
 
 _USUAL, _MOST = 5, 24  # nodes of a draft; where prices end it

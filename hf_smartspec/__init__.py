@@ -13,9 +13,9 @@ from .drafts.tree import DraftTree
 from .engine import Engine
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
-from .processors import SeededGumbelLogitsProcessor
 from .request import GenerationStatistics
 from .results import EngineOutput
+from .sampling.processors import SeededGumbelLogitsProcessor
 
 __version__ = "0.1.0"
 

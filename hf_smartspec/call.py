@@ -11,8 +11,8 @@ from .decoding import DecodingBatch
 from .drafts.tree import DraftTree
 from .goodput.selector import DraftCost, StepRows, StepSeconds
 from .layout import CacheRow, RowInput
-from .processors import TokenPicker
 from .request import GenerationStatistics, Request
+from .sampling.processors import TokenPicker
 
 DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
 

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from .compat import TESTED_ROWWISE_TYPES
 from .drafts.tree import DraftTree
 from .layout import CacheRow, RowInput
-from .processors import argmax
+from .sampling.processors import argmax
 
 _probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 

@@ -11,7 +11,7 @@ from .attention import attention_configs, tree_attention_step
 from .cache import SlotCache
 from .layout import CacheRow, RowInput, arrange, build_layout, padded_context
 from .parts import call_columns
-from .processors import argmax
+from .sampling.processors import argmax
 
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
 

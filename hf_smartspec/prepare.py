@@ -17,8 +17,8 @@ from .decoding import DecodingBatch
 from .fallback import RowwiseForward
 from .forward import PackedForward
 from .packing import can_pack_call
-from .processors import TokenPicker, row_seed
 from .request import Request
+from .sampling.processors import TokenPicker, row_seed
 from .verify import METHODS
 
 logger = logging.get_logger(__name__)

@@ -18,8 +18,8 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
-from hf_smartspec.processors import add_gumbel_noise, argmax, draft_seed
 from hf_smartspec.request import Request
+from hf_smartspec.sampling.processors import add_gumbel_noise, argmax, draft_seed
 from hf_smartspec.verify import accepted_path, coupled_picks, rejection_picks
 
 from .models import new_model

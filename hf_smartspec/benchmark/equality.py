@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from ..processors import SeededGumbelLogitsProcessor, add_gumbel_noise
 from ..request import GenerationStatistics
+from ..sampling.processors import SeededGumbelLogitsProcessor, add_gumbel_noise
 from .drafts import Drafting
 from .rounding import Rounding
 from .runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default

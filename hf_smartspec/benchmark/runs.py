@@ -9,8 +9,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..generate import enabled
-from ..processors import SeededGumbelLogitsProcessor
 from ..request import GenerationStatistics
+from ..sampling.processors import SeededGumbelLogitsProcessor
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from ..goodput.selector import LengthPolicy
 from ..loop import DecodingLoop
 from ..memory import EngineMemory
 from ..prefixes import PrefixRows
-from ..processors import TokenPicker
 from ..request import Request
+from ..sampling.processors import TokenPicker
 from ..scheduler import Scheduler
 from ..verify import coupled_picks
 from .clock import EventClock

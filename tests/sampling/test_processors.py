@@ -13,7 +13,8 @@ from transformers.generation import logits_process as hf
 
 from hf_smartspec import SeededGumbelLogitsProcessor
 from hf_smartspec import processors as module
-from hf_smartspec.processors import (
+from hf_smartspec.request import Request
+from hf_smartspec.sampling.processors import (
     TokenPicker,
     add_gumbel_noise,
     argmax,
@@ -22,7 +23,6 @@ from hf_smartspec.processors import (
     row_seed,
     top_tokens,
 )
-from hf_smartspec.request import Request
 
 VOCAB_SIZE = 50
 EOS = 7
