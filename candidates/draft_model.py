@@ -9,9 +9,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..checks import is_integer
 from ..drafts.tree import DraftTree, LevelPrice
-from ..forward import PackedForward
-from ..layout import CacheRow, RowInput
 from ..sampling.processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
+from ..target.layout import CacheRow, RowInput
+from ..target.packed import PackedForward
 from .base import TreeCandidateGenerator
 
 _USUAL, _MOST = 5, 24  # nodes of a draft; where prices end it

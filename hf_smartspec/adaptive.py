@@ -11,9 +11,9 @@ from transformers.utils.logging import get_logger
 from .call import ModelForward
 from .candidates.base import TreeCandidateGenerator
 from .config import SmartSpecConfig
-from .forward import PackedForward
 from .goodput import CostModel, GoodputAuction, LengthPolicy
-from .profiling import load_or_profile
+from .target.packed import PackedForward
+from .target.profiling import load_or_profile
 
 logger = get_logger(__name__)
 

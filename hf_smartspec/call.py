@@ -10,9 +10,9 @@ from .candidates.base import HybridSource, TreeCandidateGenerator
 from .decoding import DecodingBatch
 from .drafts.tree import DraftTree
 from .goodput.selector import DraftCost, StepRows, StepSeconds
-from .layout import CacheRow, RowInput
 from .request import GenerationStatistics, Request
 from .sampling.processors import TokenPicker
+from .target.layout import CacheRow, RowInput
 
 DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
 

@@ -302,7 +302,7 @@ def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
 
 def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raises `ValueError` unless the draft model can draft for the target."""
-    from .packing import can_pack
+    from .target.support import can_pack
 
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
     if sizes[0] != sizes[1]:

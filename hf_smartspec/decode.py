@@ -19,14 +19,14 @@ from .call import DecodingCall
 from .checks import check_mask, check_settings, check_token_ids
 from .config import SmartSpecConfig
 from .drafts.tree import DraftTree
-from .fallback import RowwiseForward, can_run_rowwise
-from .forward import PackedForward
-from .layout import RowInput
 from .loop import DecodingLoop
-from .packing import can_pack_call, plain_reason
 from .plain import decode_plainly
 from .prepare import model_limits, prepare_call, row_seeds
 from .request import GenerationStatistics, Request
+from .target.layout import RowInput
+from .target.packed import PackedForward
+from .target.rowwise import RowwiseForward, can_run_rowwise
+from .target.support import can_pack_call, plain_reason
 
 logger = logging.get_logger(__name__)
 

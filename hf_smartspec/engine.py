@@ -23,11 +23,11 @@ from .generate import generating, run_with
 from .goodput import GoodputAuction
 from .goodput.log import LoggedPolicy, SpeculationReport
 from .memory import EngineMemory
-from .packing import can_pack, can_pack_call, plain_reason
 from .prepare import model_limits, prepare_call, row_seeds
 from .request import GenerationStatistics
 from .results import EngineOutput, Results, Ticket
 from .runner import EngineRunner
+from .target.support import can_pack, can_pack_call, plain_reason
 
 _OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
 

@@ -11,8 +11,8 @@ from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padd
 from .drafts.tree import DraftTree
 from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
-from .layout import RowInput
 from .request import GenerationStatistics, Request, Timed
+from .target.layout import RowInput
 from .verify import accepted_path
 
 

@@ -14,11 +14,11 @@ from .candidates.base import TreeCandidateGenerator
 from .checks import check_seed
 from .config import SmartSpecConfig
 from .decoding import DecodingBatch
-from .fallback import RowwiseForward
-from .forward import PackedForward
-from .packing import can_pack_call
 from .request import Request
 from .sampling.processors import TokenPicker, row_seed
+from .target.packed import PackedForward
+from .target.rowwise import RowwiseForward
+from .target.support import can_pack_call
 from .verify import METHODS
 
 logger = logging.get_logger(__name__)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .drafts.tree import DraftTree
-from .layout import CacheRow
+from .target.layout import CacheRow
 
 
 @dataclass

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .call import DecodingCall
-from .compat import GenerationOutput, RequestStatus
 from .request import GenerationStatistics, Request
+from .target.compat import GenerationOutput, RequestStatus
 
 
 @dataclass

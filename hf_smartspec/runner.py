@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from .call import DecodingCall
-from .compat import RequestStatus
 from .goodput.selector import LengthPolicy
 from .loop import DecodingLoop
 from .memory import EngineMemory
 from .prepare import model_limits
 from .results import EngineOutput, Results, Ticket, failed
+from .target.compat import RequestStatus
 
 logger = get_logger(__name__)
 

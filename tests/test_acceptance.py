@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from hf_smartspec.forward import PackedForward
+from hf_smartspec.target.packed import PackedForward
 
 from .cases import SAMPLING, Case, Setting, settings
 from .comparison import Tally, compare

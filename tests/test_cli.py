@@ -9,9 +9,9 @@ from transformers.utils import logging
 
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
 from hf_smartspec.benchmark import verify
-from hf_smartspec.cache import SlotCache
-from hf_smartspec.forward import PackedForward
 from hf_smartspec.loop import DecodingLoop
+from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.slot_cache import SlotCache
 
 from .folders import save_tiny_models
 

@@ -16,11 +16,11 @@ from ..engine import Engine
 from ..goodput import CostModel, DraftCost, LengthPolicy, StepRows
 from ..goodput.log import LoggedPolicy
 from ..goodput.policies import BatchLookupTable, StepGoodput
-from ..profiling import load_or_profile
 from ..results import EngineOutput
 from ..simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ..simulator.results import pooled
 from ..simulator.sources import TimedCandidates
+from ..target.profiling import load_or_profile
 from .load_costs import Calibration
 from .load_explain import Explanation
 from .load_policies import NONE, Policies

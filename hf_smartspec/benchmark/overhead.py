@@ -14,9 +14,9 @@ from transformers.utils.logging import tqdm
 
 from ..config import SmartSpecConfig
 from ..drafts.tree import DraftTree
-from ..forward import PackedForward
 from ..generate import enabled
-from ..layout import RowInput
+from ..target.layout import RowInput
+from ..target.packed import PackedForward
 from .timing import Stopwatch, environment, side_by_side
 
 CONTEXT = 256  # cached tokens per row before the measured forward

@@ -14,8 +14,8 @@ from rich.markup import escape
 from transformers import PreTrainedModel
 
 from ..goodput import CostModel, CostPoint, Roofline, free_tokens
-from ..packing import can_pack
-from ..profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
+from ..target.profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
+from ..target.support import can_pack
 from .cost_matched import enlarge
 from .loading import DTYPES, UsageError, check_device, check_output, load_model
 from .replay_plots import check_matplotlib

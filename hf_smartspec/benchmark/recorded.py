@@ -9,10 +9,10 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from ..config import SmartSpecConfig
 from ..engine import Engine
-from ..forward import PackedForward
-from ..layout import CacheRow, RowInput
 from ..memory import EngineMemory
 from ..request import Request
+from ..target.layout import CacheRow, RowInput
+from ..target.packed import PackedForward
 
 _HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup of transformers asks which are not
 

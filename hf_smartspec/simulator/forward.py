@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cache import SlotCache
 from ..goodput.cost import CostModel
-from ..layout import CacheRow, RowInput, arrange, padded_context
-from ..parts import TYPICAL_CALL
+from ..target.layout import CacheRow, RowInput, arrange, padded_context
+from ..target.row_groups import TYPICAL_CALL
+from ..target.slot_cache import SlotCache
 from .clock import EventClock
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.compat import RequestStatus
 from hf_smartspec.goodput import CostModel, GoodputAuction
+from hf_smartspec.target.compat import RequestStatus
 
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftModelCandidates, Engine, PromptLookupCandidates, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.compat import RequestStatus
+from hf_smartspec.target.compat import RequestStatus
 
 from ..generate.helpers import noisy_copy, tiny_llama
 from .helpers import random_requests

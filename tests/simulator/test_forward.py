@@ -4,9 +4,9 @@ import numpy as np
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import CostModel
-from hf_smartspec.layout import CacheRow, RowInput
 from hf_smartspec.simulator.clock import EventClock
 from hf_smartspec.simulator.forward import ForwardSize, SimulatedForward
+from hf_smartspec.target.layout import CacheRow, RowInput
 
 
 def inputs_of(lengths, widths):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .drafts.tree import DraftTree
-from .parts import split
+from ..drafts.tree import DraftTree
+from .row_groups import split
 
 
 @dataclass(eq=False)

@@ -6,14 +6,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_smartspec import DraftTree
-from hf_smartspec.compat import TESTED_MODEL_TYPES
-from hf_smartspec.forward import PackedForward
-from hf_smartspec.layout import CacheRow, RowInput
-from hf_smartspec.packing import can_pack
+from hf_smartspec.target.compat import TESTED_MODEL_TYPES
+from hf_smartspec.target.layout import CacheRow, RowInput
+from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.support import can_pack
 
-from .models import PACKED, PLAIN, ROWWISE, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
-from .sources import random_tree
-from .strategies import path_to
+from ..models import PACKED, PLAIN, ROWWISE, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
+from ..sources import random_tree
+from ..strategies import path_to
 
 # Largest difference of two logits, as a share of their spread. Rounding makes about 5e-6 of it in float32 (and less
 # than that in float64, where rotary embeddings and norms are in float32 still); one wrongly masked token makes 1e-1.
@@ -157,7 +157,7 @@ def test_parts_change_no_logits(architecture, monkeypatch):
     feeds = [rng.integers(3, VOCAB_SIZE, num) for num in (1, 1, 2, 50, 1, 3, 1)]
     results = {}
     for call in (0, 10**9):
-        monkeypatch.setattr("hf_smartspec.forward.call_columns", lambda *_, call=call: call)
+        monkeypatch.setattr("hf_smartspec.target.packed.call_columns", lambda *_, call=call: call)
         packed = PackedForward(shared_model(architecture))
         rows = [packed.add() for _ in lengths]
         packed.forward([RowInput(row, prompt) for row, prompt in zip(rows, prompts)])
@@ -172,7 +172,7 @@ def test_parts_change_no_logits(architecture, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
 def test_ragged_rows_apart_have_the_plain_logits(architecture, monkeypatch):
-    monkeypatch.setattr("hf_smartspec.forward.call_columns", lambda *_: 0)
+    monkeypatch.setattr("hf_smartspec.target.packed.call_columns", lambda *_: 0)
     run_two_steps(shared_model(architecture))
     run_two_steps(shared_model(architecture), prefill_chunk=3)
 

@@ -11,15 +11,15 @@ from transformers.utils import logging as hf_logging
 
 import hf_smartspec
 from hf_smartspec import PromptLookupCandidates, SeededGumbelLogitsProcessor
-from hf_smartspec.compat import TESTED_ROWWISE_TYPES
-from hf_smartspec.fallback import can_run_rowwise
-from hf_smartspec.forward import PackedForward
-from hf_smartspec.packing import can_pack
+from hf_smartspec.target.compat import TESTED_ROWWISE_TYPES
+from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.rowwise import can_run_rowwise
+from hf_smartspec.target.support import can_pack
 
-from .cases import Case, left_padded, settings
-from .comparison import Tally, compare, run_cases
-from .models import ENCODER_DECODER, PACKED, PLAIN, ROWWISE, VOCAB_SIZE, new_model, shared_model
-from .sources import Oracle, Recording, Wrong
+from ..cases import Case, left_padded, settings
+from ..comparison import Tally, compare, run_cases
+from ..models import ENCODER_DECODER, PACKED, PLAIN, ROWWISE, VOCAB_SIZE, new_model, shared_model
+from ..sources import Oracle, Recording, Wrong
 
 WARPERS = {"temperature": 0.8, "top_k": 30}
 
@@ -64,7 +64,7 @@ def test_listed_types_are_those_under_test():
 
 @pytest.mark.parametrize("architecture", [*ROWWISE, *ENCODER_DECODER, "llama", "gemma2", "qwen3_moe"])
 def test_the_probe_finds_what_can_run_row_by_row(architecture, monkeypatch):
-    monkeypatch.setattr("hf_smartspec.fallback.TESTED_ROWWISE_TYPES", frozenset())
+    monkeypatch.setattr("hf_smartspec.target.rowwise.TESTED_ROWWISE_TYPES", frozenset())
     assert can_run_rowwise(new_model(architecture))
 
 

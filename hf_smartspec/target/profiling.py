@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.logging import tqdm
 
-from .drafts.tree import DraftTree
-from .forward import PackedForward
-from .goodput.cost import CostModel, CostPoint
+from ..drafts.tree import DraftTree
+from ..goodput.cost import CostModel, CostPoint
 from .layout import CacheRow, RowInput
+from .packed import PackedForward
 
 logger = logging.get_logger(__name__)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.layout import CacheRow, RowInput, arrange, build_layout, padded_context
+from hf_smartspec.target.layout import CacheRow, RowInput, arrange, build_layout, padded_context
 
-from .strategies import path_to, trees
+from ..strategies import path_to, trees
 
 
 @dataclass

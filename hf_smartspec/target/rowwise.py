@@ -19,10 +19,10 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.utils import ModelOutput
 
+from ..drafts.tree import DraftTree
+from ..sampling.processors import argmax
 from .compat import TESTED_ROWWISE_TYPES
-from .drafts.tree import DraftTree
 from .layout import CacheRow, RowInput
-from .sampling.processors import argmax
 
 _probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 

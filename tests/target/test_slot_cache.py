@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import DynamicCache, LlamaConfig
 
-from hf_smartspec.cache import SlotCache
-from hf_smartspec.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.target.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.target.slot_cache import SlotCache
 
-from .strategies import path_to, trees
+from ..strategies import path_to, trees
 
 HEADS, KEY_DIM, VALUE_DIM, LAYERS = 2, 3, 5, 2  # keys and values of unequal size, as in DeepSeek's attention
 

@@ -9,7 +9,7 @@ import torch
 from hf_smartspec import profiling
 from hf_smartspec.cli import main
 from hf_smartspec.goodput import CostModel
-from hf_smartspec.profiling import Design, load_or_profile, measure, profile_model, profile_path
+from hf_smartspec.target.profiling import Design, load_or_profile, measure, profile_model, profile_path
 
 from ..models import new_model, shared_model
 

@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..drafts.tree import DraftTree
 from .compat import TESTED_MODEL_TYPES, is_checkpointing, is_stateful
-from .drafts.tree import DraftTree
-from .forward import PackedForward
 from .layout import RowInput
+from .packed import PackedForward
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
 _PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..sampling.processors import argmax
 from .attention import attention_configs, tree_attention_step
-from .cache import SlotCache
 from .layout import CacheRow, RowInput, arrange, build_layout, padded_context
-from .parts import call_columns
-from .sampling.processors import argmax
+from .row_groups import call_columns
+from .slot_cache import SlotCache
 
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
 

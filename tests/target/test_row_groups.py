@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.parts import TYPICAL_CALL, call_columns, split
+from hf_smartspec.target.row_groups import TYPICAL_CALL, call_columns, split
 from tests.models import PACKED, shared_model
 
 
