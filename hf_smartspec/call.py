@@ -9,7 +9,7 @@ import torch
 from .candidates.base import HybridSource, TreeCandidateGenerator
 from .decoding import DecodingBatch
 from .drafts.tree import DraftTree
-from .goodput.selector import DraftCost, StepRows, StepSeconds
+from .goodput.policy import DraftCost, StepRows, StepSeconds
 from .request import GenerationStatistics, Request
 from .sampling.processors import TokenPicker
 from .target.layout import CacheRow, RowInput

@@ -27,7 +27,7 @@ from .candidates.fused import AcceptedLengths
 from .candidates.tuned import TunedSource, TunedSources
 from .checks import is_integer
 from .goodput.acceptance import Calibrator
-from .goodput.selector import FixedLength, LengthPolicy
+from .goodput.policy import FixedLength, LengthPolicy
 from .verify import METHODS
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}

@@ -21,7 +21,7 @@ from .checks import check_positive
 from .config import SmartSpecConfig
 from .generate import generating, run_with
 from .goodput import GoodputAuction
-from .goodput.log import LoggedPolicy, SpeculationReport
+from .goodput.report import LoggedPolicy, SpeculationReport
 from .memory import EngineMemory
 from .prepare import model_limits, prepare_call, row_seeds
 from .request import GenerationStatistics

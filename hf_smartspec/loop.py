@@ -9,7 +9,7 @@ import torch
 
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
 from .drafts.tree import DraftTree
-from .goodput.selector import DraftCost, LengthPolicy, StepRows, StepSeconds
+from .goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from .guests import GuestSources
 from .request import GenerationStatistics, Request, Timed
 from .target.layout import RowInput

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from .call import DecodingCall
-from .goodput.selector import LengthPolicy
+from .goodput.policy import LengthPolicy
 from .loop import DecodingLoop
 from .memory import EngineMemory
 from .prepare import model_limits

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from transformers.utils.logging import tqdm
 
-from ..goodput.policies import BatchLookupTable
+from ..goodput.papers.policies import BatchLookupTable
 from ..simulator import LoadResult, poisson
 from .load_costs import Calibration, Calibrations
 from .load_policies import NONE, ORACLE, Policies, policy_name

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from ..goodput.log import SpeculationReport
+from ..goodput.report import SpeculationReport
 from .report import table
 
 _DEPTHS = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation
-from ..goodput.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
+from ..goodput.papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
 from ..simulator import SimulatedEngine, TableCandidates
 from .simulate_world import DraftOracle
 

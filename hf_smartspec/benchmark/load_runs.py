@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ..candidates import DraftModelCandidates
 from ..engine import Engine
 from ..goodput import CostModel, DraftCost, LengthPolicy, StepRows
-from ..goodput.log import LoggedPolicy
-from ..goodput.policies import BatchLookupTable, StepGoodput
+from ..goodput.papers.policies import BatchLookupTable, StepGoodput
+from ..goodput.report import LoggedPolicy
 from ..results import EngineOutput
 from ..simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ..simulator.results import pooled

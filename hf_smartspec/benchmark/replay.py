@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers.utils.logging import tqdm
 
-from ..goodput.entropy import empirical_entropy
+from ..goodput.papers.entropy import empirical_entropy
 from .loading import UsageError, check_output
 from .replay_curves import Point, geometric_mean, ratios_at_equal_drafts
 from .replay_data import TURNS, Fields, Recording, read_requests, tokenize, tokenizer_of

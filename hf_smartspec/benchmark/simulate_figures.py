@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from ..candidates import PromptLookupCandidates
-from ..goodput.length import expected_length
-from ..goodput.policies import BatchLookupTable
+from ..goodput.papers.length import expected_length
+from ..goodput.papers.policies import BatchLookupTable
 from ..simulator import LoadRequest, LoadResult, TableCandidates, gamma, poisson, tree_size, with_acceptance
 from .replay_data import Recording
 from .simulate_world import ALPHA, CLOSE, HEADS, LENGTH, Figure, World, lookup_table

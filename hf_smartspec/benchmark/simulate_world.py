@@ -9,8 +9,8 @@ import numpy as np
 
 from ..candidates import TreeCandidateGenerator
 from ..goodput import CostModel, DraftCost, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation, StepRows
-from ..goodput.length import expected_length
-from ..goodput.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
+from ..goodput.papers.length import expected_length
+from ..goodput.papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
 from ..simulator import Device, LoadRequest, LoadResult, SimulatedEngine, TableCandidates, datasheet_cost
 from .replay_data import Recording
 

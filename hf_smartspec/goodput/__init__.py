@@ -3,13 +3,13 @@
 from .acceptance import Calibrator, expected_calibration_error, outcomes
 from .auction import GoodputAuction, Prediction
 from .cost import CostModel, CostPoint, DraftCost, DraftTimer, StepSeconds
-from .drafting import PrefillGate
-from .entropy import empirical_entropy
 from .estimators import AcceptanceEstimator
-from .length import PowerLaw, expected_length, expected_tree_length, optimal_length
-from .policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput, StepPlan
-from .roofline import Roofline, free_tokens
-from .selector import FixedLength, LengthPolicy, NoSpeculation, StepRows
+from .papers.entropy import empirical_entropy
+from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length
+from .papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput, StepPlan
+from .papers.roofline import Roofline, free_tokens
+from .policy import FixedLength, LengthPolicy, NoSpeculation, StepRows
+from .prefill_gate import PrefillGate
 
 __all__ = [
     "AcceptanceEstimator",

@@ -9,11 +9,11 @@ import numpy as np
 from ..drafts.forest import Forest, ranks_in_rows
 from ..drafts.tree import DraftTree, LevelPrice
 from .cost import CostModel, DraftCost, DraftTimer, StepSeconds
-from .drafter import DrafterGain, Newcomers
+from .drafter_gain import DrafterGain, Newcomers
 from .estimators import AcceptanceEstimator
 from .plan import Plan, is_again, known_continuation
+from .policy import LengthPolicy, StepRows
 from .running import Running, Speedup
-from .selector import LengthPolicy, StepRows
 from .trust import Trust
 
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from ..drafts.tree import DraftTree
-from .selector import StepRows
+from .policy import StepRows
 
 
 @dataclass

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from .acceptance import Calibrator
+from .policy import StepRows
 from .running import Drift
-from .selector import StepRows
 
 _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed

@@ -13,7 +13,7 @@ from ..call import DRAFT_ROOM, DecodingCall, ModelLimits
 from ..candidates.base import TreeCandidateGenerator
 from ..decoding import DecodingBatch
 from ..goodput.cost import CostModel, DraftCost
-from ..goodput.selector import LengthPolicy
+from ..goodput.policy import LengthPolicy
 from ..loop import DecodingLoop
 from ..memory import EngineMemory
 from ..prefixes import PrefixRows

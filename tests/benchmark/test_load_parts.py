@@ -15,7 +15,7 @@ from hf_smartspec.benchmark.simulate_figures import figure_5
 from hf_smartspec.benchmark.simulate_world import DraftOracle, World
 from hf_smartspec.config import SmartSpecConfig
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
-from hf_smartspec.goodput.policies import BatchLookupTable
+from hf_smartspec.goodput.papers.policies import BatchLookupTable
 from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates, with_acceptance
 from tests.generate.helpers import noisy_copy, tiny_llama
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput.acceptance import Calibrator, expected_calibration_error, outcomes
-from hf_smartspec.goodput.entropy import empirical_entropy
+from hf_smartspec.goodput.papers.entropy import empirical_entropy
 
 
 def learn(calibrator, score, depth, match_length, rate, num, seed=0, source="a"):

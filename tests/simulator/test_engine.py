@@ -11,8 +11,8 @@ from hf_smartspec.call import ModelLimits
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.drafts.tree import LevelPrice
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation
-from hf_smartspec.goodput.length import expected_length, expected_tree_length
-from hf_smartspec.goodput.policies import Oracle
+from hf_smartspec.goodput.papers.length import expected_length, expected_tree_length
+from hf_smartspec.goodput.papers.policies import Oracle
 from hf_smartspec.loop import DecodingLoop
 from hf_smartspec.simulator import (
     EventClock,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import CostModel
+from ..cost import CostModel
 
 _MOST = 2**16  # tokens; the search for the end of the free budget stops here
 

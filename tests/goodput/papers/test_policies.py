@@ -22,7 +22,7 @@ from hf_smartspec.goodput import (
     expected_length,
 )
 
-from .simulation import Drafter, line, simulate
+from ..simulation import Drafter, line, simulate
 
 
 def rows_of(num, cap=8, context=0, **arguments):

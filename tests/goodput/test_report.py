@@ -5,7 +5,7 @@ import pytest
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation, StepRows, StepSeconds
-from hf_smartspec.goodput.log import LoggedPolicy
+from hf_smartspec.goodput.report import LoggedPolicy
 
 COST = CostModel(alpha=0.0, gamma=0.001, delta=0.01)  # of 10 ms and 1 ms per token
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..drafts.forest import Forest
-from ..drafts.tree import DraftTree
-from .cost import CostModel, DraftTimer, StepSeconds
-from .estimators import AcceptanceEstimator
+from ...drafts.forest import Forest
+from ...drafts.tree import DraftTree
+from ..cost import CostModel, DraftTimer, StepSeconds
+from ..estimators import AcceptanceEstimator
+from ..policy import LengthPolicy, StepRows
 from .length import PowerLaw, expected_length, optimal_length
-from .selector import LengthPolicy, StepRows
 
 
 class BatchLookupTable(LengthPolicy):

@@ -6,7 +6,7 @@ import pytest
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import DraftCost, GoodputAuction, StepRows, StepSeconds
 from hf_smartspec.goodput.cost import DraftTimer
-from hf_smartspec.goodput.drafter import DrafterGain, Newcomers
+from hf_smartspec.goodput.drafter_gain import DrafterGain, Newcomers
 
 from .simulation import line
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..drafts.forest import Forest
 from ..drafts.tree import DraftTree, LevelPrice
 from .cost import CostModel, DraftCost, StepSeconds
-from .selector import LengthPolicy, StepRows
+from .policy import LengthPolicy, StepRows
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
 _EVERY = 8  # of the steps is looked at in hindsight

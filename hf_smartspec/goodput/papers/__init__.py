@@ -1,0 +1,1 @@
+"""The papers' own length policies and formulas, for comparison with the auction."""
