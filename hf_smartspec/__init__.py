@@ -9,11 +9,11 @@ from .candidates import (
 )
 from .config import SmartSpecConfig
 from .decode import decode
+from .decoding.request import GenerationStatistics
 from .drafts.tree import DraftTree
 from .engine import Engine
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
-from .request import GenerationStatistics
 from .results import EngineOutput
 from .sampling.processors import SeededGumbelLogitsProcessor
 

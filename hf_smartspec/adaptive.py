@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from .call import ModelForward
 from .candidates.base import TreeCandidateGenerator
 from .config import SmartSpecConfig
+from .decoding.call import ModelForward
 from .goodput import CostModel, GoodputAuction, LengthPolicy
 from .target.packed import PackedForward
 from .target.profiling import load_or_profile

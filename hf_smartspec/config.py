@@ -26,9 +26,9 @@ from .candidates.base import NoCandidates
 from .candidates.fused import AcceptedLengths
 from .candidates.tuned import TunedSource, TunedSources
 from .checks import is_integer
+from .decoding.verify import METHODS
 from .goodput.acceptance import Calibrator
 from .goodput.policy import FixedLength, LengthPolicy
-from .verify import METHODS
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _DATASTORE = "datastore:"

@@ -15,14 +15,14 @@ from transformers.generation import (
 from transformers.utils import logging
 
 from .adaptive import policy_of
-from .call import DecodingCall
 from .checks import check_mask, check_settings, check_token_ids
 from .config import SmartSpecConfig
+from .decoding.call import DecodingCall
+from .decoding.loop import DecodingLoop
+from .decoding.request import GenerationStatistics, Request
 from .drafts.tree import DraftTree
-from .loop import DecodingLoop
 from .plain import decode_plainly
 from .prepare import model_limits, prepare_call, row_seeds
-from .request import GenerationStatistics, Request
 from .target.layout import RowInput
 from .target.packed import PackedForward
 from .target.rowwise import RowwiseForward, can_run_rowwise

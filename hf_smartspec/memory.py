@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .call import DecodingCall
+from .decoding.call import DecodingCall
+from .decoding.request import Request
 from .prefixes import PrefixRows, SharedPrefix
-from .request import Request
 from .results import Ticket
 from .scheduler import MemoryShape, Scheduler
 from .target.layout import CacheRow, RowInput

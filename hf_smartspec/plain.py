@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from .request import GenerationStatistics
+from .decoding.request import GenerationStatistics
 from .sampling.processors import SeededGumbelLogitsProcessor
 
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .call import DecodingCall
-from .request import GenerationStatistics, Request
+from .decoding.call import DecodingCall
+from .decoding.request import GenerationStatistics, Request
 from .target.compat import GenerationOutput, RequestStatus
 
 

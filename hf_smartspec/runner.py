@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from .call import DecodingCall
+from .decoding.call import DecodingCall
+from .decoding.loop import DecodingLoop
 from .goodput.policy import LengthPolicy
-from .loop import DecodingLoop
 from .memory import EngineMemory
 from .prepare import model_limits
 from .results import EngineOutput, Results, Ticket, failed

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
 from hf_smartspec.benchmark import verify
-from hf_smartspec.loop import DecodingLoop
+from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.slot_cache import SlotCache
 

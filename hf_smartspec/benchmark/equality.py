@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from ..request import GenerationStatistics
+from ..decoding.request import GenerationStatistics
 from ..sampling.processors import SeededGumbelLogitsProcessor, add_gumbel_noise
 from .drafts import Drafting
 from .rounding import Rounding

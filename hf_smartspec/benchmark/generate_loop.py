@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from ..config import SmartSpecConfig
+from ..decoding.request import GenerationStatistics
 from ..generate import enabled
-from ..request import GenerationStatistics
 from .data_sets import DataSet, remember
 from .equality import Difference, find_differences
 from .loading import left_padded

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..request import GenerationStatistics
+from ..decoding.request import GenerationStatistics
 from .generate_loop import PLAIN, Results, Tally
 from .loading import UsageError
 from .report import table

@@ -8,9 +8,9 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ..config import SmartSpecConfig
+from ..decoding.request import Request
 from ..engine import Engine
 from ..memory import EngineMemory
-from ..request import Request
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
 

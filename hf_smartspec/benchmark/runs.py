@@ -8,8 +8,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..decoding.request import GenerationStatistics
 from ..generate import enabled
-from ..request import GenerationStatistics
 from ..sampling.processors import SeededGumbelLogitsProcessor
 
 

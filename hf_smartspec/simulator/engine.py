@@ -9,18 +9,18 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from ..call import DRAFT_ROOM, DecodingCall, ModelLimits
 from ..candidates.base import TreeCandidateGenerator
-from ..decoding import DecodingBatch
+from ..decoding.batch import DecodingBatch
+from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits
+from ..decoding.loop import DecodingLoop
+from ..decoding.request import Request
+from ..decoding.verify import coupled_picks
 from ..goodput.cost import CostModel, DraftCost
 from ..goodput.policy import LengthPolicy
-from ..loop import DecodingLoop
 from ..memory import EngineMemory
 from ..prefixes import PrefixRows
-from ..request import Request
 from ..sampling.processors import TokenPicker
 from ..scheduler import Scheduler
-from ..verify import coupled_picks
 from .clock import EventClock
 from .forward import SimulatedForward
 from .requests import LoadRequest

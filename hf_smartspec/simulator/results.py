@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..request import GenerationStatistics
+from ..decoding.request import GenerationStatistics
 
 
 class Served(NamedTuple):

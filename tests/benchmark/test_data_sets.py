@@ -14,8 +14,8 @@ from hf_smartspec.candidates import (
     PromptLookupCandidates,
     SuffixTreeCandidates,
 )
+from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.goodput import FixedLength
-from hf_smartspec.loop import DecodingLoop
 from tests.folders import byte_tokenizer
 from tests.models import VOCAB_SIZE, new_model, noisy_model
 

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 
 from hf_smartspec import SeededGumbelLogitsProcessor
 from hf_smartspec import processors as module
-from hf_smartspec.request import Request
+from hf_smartspec.decoding.request import Request
 from hf_smartspec.sampling.processors import (
     TokenPicker,
     add_gumbel_noise,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .drafts.tree import DraftTree
-from .target.layout import CacheRow
+from ..drafts.tree import DraftTree
+from ..target.layout import CacheRow
 
 
 @dataclass

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..drafts.tree import DraftTree
+from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
+from ..target.layout import RowInput
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
-from .drafts.tree import DraftTree
-from .goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
-from .guests import GuestSources
 from .request import GenerationStatistics, Request, Timed
-from .target.layout import RowInput
+from .source_guard import GuestSources
 from .verify import accepted_path
 
 

@@ -18,13 +18,13 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
-from hf_smartspec.request import Request
+from hf_smartspec.decoding.request import Request
+from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection_picks
 from hf_smartspec.sampling.processors import add_gumbel_noise, argmax, draft_seed
-from hf_smartspec.verify import accepted_path, coupled_picks, rejection_picks
 
-from .models import new_model
-from .sources import Random, Recording
-from .strategies import trees
+from ..models import new_model
+from ..sources import Random, Recording
+from ..strategies import trees
 
 FALSE_ALARM = 1e-6
 

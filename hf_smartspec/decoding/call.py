@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .candidates.base import HybridSource, TreeCandidateGenerator
-from .decoding import DecodingBatch
-from .drafts.tree import DraftTree
-from .goodput.policy import DraftCost, StepRows, StepSeconds
+from ..candidates.base import HybridSource, TreeCandidateGenerator
+from ..drafts.tree import DraftTree
+from ..goodput.policy import DraftCost, StepRows, StepSeconds
+from ..sampling.processors import TokenPicker
+from ..target.layout import CacheRow, RowInput
+from .batch import DecodingBatch
 from .request import GenerationStatistics, Request
-from .sampling.processors import TokenPicker
-from .target.layout import CacheRow, RowInput
 
 DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .drafts.tree import DraftTree
+from ..drafts.tree import DraftTree
+from ..sampling.processors import add_gumbel_noise, argmax, gumbel_noise
 from .request import Request
-from .sampling.processors import add_gumbel_noise, argmax, gumbel_noise
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE

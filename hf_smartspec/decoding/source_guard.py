@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from transformers.utils import logging
 
-from .candidates.base import TreeCandidateGenerator
-from .drafts.tree import DraftTree, LevelPrice
-from .goodput.cost import DraftCost
-from .goodput.prefill_gate import PrefillGate
+from ..candidates.base import TreeCandidateGenerator
+from ..drafts.tree import DraftTree, LevelPrice
+from ..goodput.cost import DraftCost
+from ..goodput.prefill_gate import PrefillGate
 from .request import Request
 
 logger = logging.get_logger(__name__)

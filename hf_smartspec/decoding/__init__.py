@@ -1,0 +1,1 @@
+"""The decoding loop: draft, forward, verify, commit, observe."""
