@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..checks import is_integer
 from ..drafts.tree import DraftTree, LevelPrice
+from ..prepare.checks import is_integer
 from .base import USUAL_NODES, TreeCandidateGenerator
 from .compiled import compiled
 from .datastore_file import Datastore

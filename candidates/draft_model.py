@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from ..checks import is_integer
 from ..drafts.tree import DraftTree, LevelPrice
+from ..prepare.checks import is_integer
 from ..sampling.processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward

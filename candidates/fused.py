@@ -9,8 +9,8 @@ import numpy as np
 from transformers import LogitsProcessorList
 from transformers.utils import logging
 
-from ..checks import is_integer
 from ..drafts.tree import DraftTree, LevelPrice
+from ..prepare.checks import is_integer
 from .base import TreeCandidateGenerator
 from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 

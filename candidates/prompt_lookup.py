@@ -5,8 +5,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..checks import is_integer
 from ..drafts.tree import DraftTree
+from ..prepare.checks import is_integer
 from .base import TreeCandidateGenerator
 
 _BORDER = -1  # between texts; no token

@@ -4,8 +4,8 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from ..checks import is_integer
 from ..drafts.tree import DraftTree
+from ..prepare.checks import is_integer
 from .suffix_batch import (
     END,
     MAX_PENDING,

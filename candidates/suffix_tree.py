@@ -11,8 +11,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..checks import is_integer
 from ..drafts.tree import DraftTree, LevelPrice
+from ..prepare.checks import is_integer
 from .base import USUAL_NODES, TreeCandidateGenerator
 from .datastore_file import tokenizer_fingerprint
 from .suffix_batch import MAX_PENDING

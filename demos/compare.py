@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_smartspec import SmartSpecConfig, enabled
 from hf_smartspec.benchmark.loading import left_padded
 from hf_smartspec.benchmark.timing import synchronize
-from hf_smartspec.config import suffix_trees
+from hf_smartspec.prepare.config import suffix_trees
 
 
 @dataclass(frozen=True)

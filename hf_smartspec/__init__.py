@@ -7,13 +7,13 @@ from .candidates import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from .config import SmartSpecConfig
-from .decode import decode
 from .decoding.request import GenerationStatistics
 from .drafts.tree import DraftTree
 from .engine import Engine
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
+from .prepare.config import SmartSpecConfig
+from .prepare.decode import decode
 from .results import EngineOutput
 from .sampling.processors import SeededGumbelLogitsProcessor
 

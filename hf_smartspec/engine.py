@@ -14,17 +14,17 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from .adaptive import cost_of
 from .candidates.base import TreeCandidateGenerator
-from .checks import check_positive
-from .config import SmartSpecConfig
 from .decoding.call import DecodingCall
 from .decoding.request import GenerationStatistics
 from .generate import generating, run_with
 from .goodput import GoodputAuction
 from .goodput.report import LoggedPolicy, SpeculationReport
 from .memory import EngineMemory
-from .prepare import model_limits, prepare_call, row_seeds
+from .prepare.call import model_limits, prepare_call, row_seeds
+from .prepare.checks import check_positive
+from .prepare.config import SmartSpecConfig
+from .prepare.policy import cost_of
 from .results import EngineOutput, Results, Ticket
 from .runner import EngineRunner
 from .target.support import can_pack, can_pack_call, plain_reason

@@ -15,7 +15,7 @@ from .decoding.call import DecodingCall
 from .decoding.loop import DecodingLoop
 from .goodput.policy import LengthPolicy
 from .memory import EngineMemory
-from .prepare import model_limits
+from .prepare.call import model_limits
 from .results import EngineOutput, Results, Ticket, failed
 from .target.compat import RequestStatus
 

@@ -233,7 +233,7 @@ def test_memory_grows_while_rows_run(kind, is_tree, monkeypatch):
             super().__init__(model, 1, 1, prefill_chunk)
             grown.append(self)
 
-    monkeypatch.setattr(import_module("hf_smartspec.prepare"), "PackedForward", Small)
+    monkeypatch.setattr(import_module("hf_smartspec.prepare.call"), "PackedForward", Small)
     monkeypatch.setattr("hf_smartspec.candidates.draft_model.PackedForward", Small)
     setting = a_setting(limit={"max_new_tokens": 40})
     _, recording = run(setting, kind, is_tree, 6)

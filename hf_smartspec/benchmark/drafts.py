@@ -8,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..candidates import TreeCandidateGenerator
-from ..config import SmartSpecConfig
 from ..drafts.tree import DraftTree
+from ..prepare.config import SmartSpecConfig
 
 
 class ReplayCandidates(TreeCandidateGenerator):

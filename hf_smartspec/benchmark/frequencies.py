@@ -9,9 +9,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
-from ..config import SmartSpecConfig
 from ..drafts.tree import DraftTree
 from ..generate import enabled
+from ..prepare.config import SmartSpecConfig
 from .drafts import Drafting, SameTreeCandidates
 from .loading import left_padded
 from .runs import Recorder, eos_ids

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import SmartSpecConfig
+from ..prepare.config import SmartSpecConfig
 from .data_sets import DataSet, answered
 from .generate_loop import Method, Results, Settings, measure
 from .generate_report import has_differences, plot, print_results, summaries, worst

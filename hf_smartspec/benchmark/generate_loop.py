@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from ..config import SmartSpecConfig
 from ..decoding.request import GenerationStatistics
 from ..generate import enabled
+from ..prepare.config import SmartSpecConfig
 from .data_sets import DataSet, remember
 from .equality import Difference, find_differences
 from .loading import left_padded

@@ -11,9 +11,9 @@ from ..candidates import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from ..config import SmartSpecConfig
 from ..drafts.tree import DraftTree
 from ..goodput.acceptance import Calibrator
+from ..prepare.config import SmartSpecConfig
 
 SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
 USUAL = SOURCES[:3]

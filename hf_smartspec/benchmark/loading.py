@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..config import check_draft_model
+from ..prepare.config import check_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 

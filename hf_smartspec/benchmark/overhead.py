@@ -12,9 +12,9 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from ..config import SmartSpecConfig
 from ..drafts.tree import DraftTree
 from ..generate import enabled
+from ..prepare.config import SmartSpecConfig
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from .timing import Stopwatch, environment, side_by_side

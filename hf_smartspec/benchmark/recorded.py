@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
-from ..config import SmartSpecConfig
 from ..decoding.request import Request
 from ..engine import Engine
 from ..memory import EngineMemory
+from ..prepare.config import SmartSpecConfig
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..config import PRESETS
+from ..prepare.config import PRESETS
 from .drafts import ways_of_drafting
 from .equality import Comparison, TokenCheck
 from .frequencies import check_frequencies, exact_table, ways_of_sampling

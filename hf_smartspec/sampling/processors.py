@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from ..checks import check_seed
+from ..prepare.checks import check_seed
 
 # Look at the scores alone: one call serves rows of different lengths.
 _SCORE_ONLY = (

@@ -13,9 +13,9 @@ from hf_smartspec.benchmark.load_runs import Exploration, new_requests, simulate
 from hf_smartspec.benchmark.load_setup import Setup, merged
 from hf_smartspec.benchmark.simulate_figures import figure_5
 from hf_smartspec.benchmark.simulate_world import DraftOracle, World
-from hf_smartspec.config import SmartSpecConfig
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
+from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates, with_acceptance
 from tests.generate.helpers import noisy_copy, tiny_llama
 

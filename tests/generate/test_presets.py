@@ -10,8 +10,8 @@ import torch
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates
-from hf_smartspec.config import suffix_trees
 from hf_smartspec.goodput import CostModel, GoodputAuction
+from hf_smartspec.prepare.config import suffix_trees
 
 from .helpers import EOS, VOCAB_SIZE, tiny_llama
 

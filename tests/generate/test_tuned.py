@@ -9,7 +9,7 @@ import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates, DraftModelCandidates, FusedCandidates
 from hf_smartspec.candidates.tuned import TunedSource, TunedSources
-from hf_smartspec.config import suffix_trees
+from hf_smartspec.prepare.config import suffix_trees
 
 from .helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 

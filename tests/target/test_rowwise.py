@@ -170,7 +170,7 @@ def test_plain_decoding_gives_the_plain_tokens(architecture, batch, samples):
 
 @pytest.mark.parametrize("architecture", ["mamba", "openai-gpt"])
 def test_the_user_is_told_that_nothing_is_speculated(architecture, caplog):
-    hf_logging.get_logger("hf_smartspec.decode").warning_once.__func__.cache_clear()
+    hf_logging.get_logger("hf_smartspec.prepare.decode").warning_once.__func__.cache_clear()
     model = shared_model(architecture)
     with hf_smartspec.enabled(model), caplog.at_level(logging.WARNING):
         model.generate(**left_padded([[3, 4, 5]]), max_new_tokens=3, assistant="prompt_lookup")

@@ -14,19 +14,19 @@ from transformers.generation import (
 )
 from transformers.utils import logging
 
-from .adaptive import policy_of
+from ..decoding.call import DecodingCall
+from ..decoding.loop import DecodingLoop
+from ..decoding.request import GenerationStatistics, Request
+from ..drafts.tree import DraftTree
+from ..target.layout import RowInput
+from ..target.packed import PackedForward
+from ..target.rowwise import RowwiseForward, can_run_rowwise
+from ..target.support import can_pack_call, plain_reason
+from .call import model_limits, prepare_call, row_seeds
 from .checks import check_mask, check_settings, check_token_ids
 from .config import SmartSpecConfig
-from .decoding.call import DecodingCall
-from .decoding.loop import DecodingLoop
-from .decoding.request import GenerationStatistics, Request
-from .drafts.tree import DraftTree
 from .plain import decode_plainly
-from .prepare import model_limits, prepare_call, row_seeds
-from .target.layout import RowInput
-from .target.packed import PackedForward
-from .target.rowwise import RowwiseForward, can_run_rowwise
-from .target.support import can_pack_call, plain_reason
+from .policy import policy_of
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +58,7 @@ def decode(
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """
-    A decoding method for `model.generate(..., custom_generate=hf_smartspec.decode, assistant=...)`, called with what
+    A decoding method for `model.generate(..., custom_generate=hf_smartspec.prepare.decode, assistant=...)`, called with what
     `generate` has prepared. Used this way, transformers hands on neither `streamer` nor `tokenizer`: enable the model
     (`hf_smartspec.enable`) to stream or to use `stop_strings`.
 

@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from .candidates.base import TreeCandidateGenerator
+from ..candidates.base import TreeCandidateGenerator
+from ..decoding.call import ModelForward
+from ..goodput import CostModel, GoodputAuction, LengthPolicy
+from ..target.packed import PackedForward
+from ..target.profiling import load_or_profile
 from .config import SmartSpecConfig
-from .decoding.call import ModelForward
-from .goodput import CostModel, GoodputAuction, LengthPolicy
-from .target.packed import PackedForward
-from .target.profiling import load_or_profile
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .candidates import (
+from ..candidates import (
     Datastore,
     DatastoreCandidates,
     DraftModelCandidates,
@@ -22,13 +22,13 @@ from .candidates import (
     TreeCandidateGenerator,
     WrappedCandidates,
 )
-from .candidates.base import NoCandidates
-from .candidates.fused import AcceptedLengths
-from .candidates.tuned import TunedSource, TunedSources
+from ..candidates.base import NoCandidates
+from ..candidates.fused import AcceptedLengths
+from ..candidates.tuned import TunedSource, TunedSources
+from ..decoding.verify import METHODS
+from ..goodput.acceptance import Calibrator
+from ..goodput.policy import FixedLength, LengthPolicy
 from .checks import is_integer
-from .decoding.verify import METHODS
-from .goodput.acceptance import Calibrator
-from .goodput.policy import FixedLength, LengthPolicy
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _DATASTORE = "datastore:"
@@ -302,7 +302,7 @@ def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
 
 def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raises `ValueError` unless the draft model can draft for the target."""
-    from .target.support import can_pack
+    from ..target.support import can_pack
 
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
     if sizes[0] != sizes[1]:

@@ -9,17 +9,17 @@ from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import logging
 
-from .candidates.base import TreeCandidateGenerator
+from ..candidates.base import TreeCandidateGenerator
+from ..decoding.batch import DecodingBatch
+from ..decoding.call import DecodingCall, ModelForward, ModelLimits
+from ..decoding.request import Request
+from ..decoding.verify import METHODS
+from ..sampling.processors import TokenPicker, row_seed
+from ..target.packed import PackedForward
+from ..target.rowwise import RowwiseForward
+from ..target.support import can_pack_call
 from .checks import check_seed
 from .config import SmartSpecConfig
-from .decoding.batch import DecodingBatch
-from .decoding.call import DecodingCall, ModelForward, ModelLimits
-from .decoding.request import Request
-from .decoding.verify import METHODS
-from .sampling.processors import TokenPicker, row_seed
-from .target.packed import PackedForward
-from .target.rowwise import RowwiseForward
-from .target.support import can_pack_call
 
 logger = logging.get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""From the arguments of a `generate` call to a call in the decoding loop."""
