@@ -9,13 +9,13 @@ from .candidates import (
 )
 from .decoding.request import GenerationStatistics
 from .drafts.tree import DraftTree
-from .engine import Engine
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
 from .prepare.config import SmartSpecConfig
 from .prepare.decode import decode
-from .results import EngineOutput
 from .sampling.processors import SeededGumbelLogitsProcessor
+from .serving.engine import Engine
+from .serving.outputs import EngineOutput
 
 __version__ = "0.1.0"
 

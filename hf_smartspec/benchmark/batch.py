@@ -10,9 +10,9 @@ import numpy as np
 from rich.console import Console
 from transformers.utils.logging import tqdm
 
-from ..engine import Engine
 from ..goodput import FixedLength
 from ..prepare.config import SmartSpecConfig
+from ..serving.engine import Engine
 from .ablation_plots import draw, from_zero
 from .load_setup import Setup, add_model_arguments, check_outputs, check_sources, command_of, load_setup
 from .load_sources import SOURCES

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..candidates import DraftModelCandidates
-from ..engine import Engine
 from ..goodput import CostModel, DraftCost, LengthPolicy, StepRows
 from ..goodput.papers.policies import BatchLookupTable, StepGoodput
 from ..goodput.report import LoggedPolicy
-from ..results import EngineOutput
+from ..serving.engine import Engine
+from ..serving.outputs import EngineOutput
 from ..simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ..simulator.results import pooled
 from ..simulator.sources import TimedCandidates

@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..candidates import DraftModelCandidates, TreeCandidateGenerator
-from ..engine import Engine
 from ..goodput import LengthPolicy
 from ..prepare.config import SmartSpecConfig
+from ..serving.engine import Engine
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .load_sources import WITH_DRAFT_MODEL, new_source

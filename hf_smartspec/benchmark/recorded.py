@@ -8,9 +8,9 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ..decoding.request import Request
-from ..engine import Engine
-from ..memory import EngineMemory
 from ..prepare.config import SmartSpecConfig
+from ..serving.engine import Engine
+from ..serving.kv_memory import EngineMemory
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
 

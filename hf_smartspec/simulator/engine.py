@@ -17,10 +17,10 @@ from ..decoding.request import Request
 from ..decoding.verify import coupled_picks
 from ..goodput.cost import CostModel, DraftCost
 from ..goodput.policy import LengthPolicy
-from ..memory import EngineMemory
-from ..prefixes import PrefixRows
 from ..sampling.processors import TokenPicker
-from ..scheduler import Scheduler
+from ..serving.kv_memory import EngineMemory
+from ..serving.prefix_cache import PrefixRows
+from ..serving.scheduler import Scheduler
 from .clock import EventClock
 from .forward import SimulatedForward
 from .requests import LoadRequest

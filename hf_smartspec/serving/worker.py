@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from .decoding.call import DecodingCall
-from .decoding.loop import DecodingLoop
-from .goodput.policy import LengthPolicy
-from .memory import EngineMemory
-from .prepare.call import model_limits
-from .results import EngineOutput, Results, Ticket, failed
-from .target.compat import RequestStatus
+from ..decoding.call import DecodingCall
+from ..decoding.loop import DecodingLoop
+from ..goodput.policy import LengthPolicy
+from ..prepare.call import model_limits
+from ..target.compat import RequestStatus
+from .kv_memory import EngineMemory
+from .outputs import EngineOutput, Results, Ticket, failed
 
 logger = get_logger(__name__)
 

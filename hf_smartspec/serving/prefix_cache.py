@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .target.layout import CacheRow
+from ..target.layout import CacheRow
 
 _MIN_SHARED = 8  # tokens; below, copying is not worth the trouble
 

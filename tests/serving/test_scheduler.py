@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.scheduler import MemoryShape, Scheduler
+from hf_smartspec.serving.scheduler import MemoryShape, Scheduler
 
 SIZES = st.lists(st.integers(1, 40), max_size=30)
 

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .decoding.call import DecodingCall
-from .decoding.request import Request
-from .prefixes import PrefixRows, SharedPrefix
-from .results import Ticket
+from ..decoding.call import DecodingCall
+from ..decoding.request import Request
+from ..target.layout import CacheRow, RowInput
+from ..target.packed import PackedForward
+from ..target.slot_cache import SlotCache
+from .outputs import Ticket
+from .prefix_cache import PrefixRows, SharedPrefix
 from .scheduler import MemoryShape, Scheduler
-from .target.layout import CacheRow, RowInput
-from .target.packed import PackedForward
-from .target.slot_cache import SlotCache
 
 _FIRST_SLOTS, _FIRST_CAPACITY = 1, 64
 _USUAL_BYTES = 2**32  # where the machine does not say how much memory it has

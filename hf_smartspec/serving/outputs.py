@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .decoding.call import DecodingCall
-from .decoding.request import GenerationStatistics, Request
-from .target.compat import GenerationOutput, RequestStatus
+from ..decoding.call import DecodingCall
+from ..decoding.request import GenerationStatistics, Request
+from ..target.compat import GenerationOutput, RequestStatus
 
 
 @dataclass

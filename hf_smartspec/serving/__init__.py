@@ -1,0 +1,1 @@
+"""Continuous batching: requests come and go while others run."""
