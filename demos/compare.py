@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_smartspec import SmartSpecConfig, enabled
-from hf_smartspec.benchmark.loading import left_padded
-from hf_smartspec.benchmark.timing import synchronize
+from hf_smartspec.commands.common.models import left_padded
+from hf_smartspec.commands.common.timing import synchronize
 from hf_smartspec.prepare.config import suffix_trees
 
 

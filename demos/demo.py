@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_smartspec
 from compare import Result, all_methods, compare
-from hf_smartspec.benchmark.equality import find_differences
-from hf_smartspec.benchmark.loading import (
+from hf_smartspec.commands.common.equality import find_differences
+from hf_smartspec.commands.common.models import (
     DTYPES,
     UsageError,
     check_device,
@@ -36,9 +36,9 @@ from hf_smartspec.benchmark.loading import (
     load_tokenizer,
     read_prompts,
 )
-from hf_smartspec.benchmark.report import make_console, table
-from hf_smartspec.benchmark.runs import Decoding, decode_plainly, decode_speculatively
-from hf_smartspec.benchmark.timing import environment
+from hf_smartspec.commands.common.runs import Decoding, decode_plainly, decode_speculatively
+from hf_smartspec.commands.common.timing import environment
+from hf_smartspec.commands.verify.report import make_console, table
 
 HERE = Path(__file__).resolve().parent
 _MAX_SECONDS = 45.0  # per batch size; on a slower or busier machine there are fewer repetitions

@@ -84,7 +84,7 @@ def test_demo_fails_where_ours_differ(demo, folder, prompts, monkeypatch, capsys
 
 def test_drafts_are_left_as_they_were(demo, folder, prompts):
     from compare import Method, compare
-    from hf_smartspec.benchmark.loading import load_model
+    from hf_smartspec.commands.common.models import load_model
 
     set_verbosity_error()  # transformers' own assisted decoding announces a deprecation of its own
     target, draft = (load_model(str(folder / name)) for name in ("target", "draft"))
@@ -95,7 +95,7 @@ def test_drafts_are_left_as_they_were(demo, folder, prompts):
 
 def test_nothing_is_remembered_from_turn_to_turn(demo, folder):
     from compare import Method, ready_for
-    from hf_smartspec.benchmark.loading import load_model
+    from hf_smartspec.commands.common.models import load_model
     from hf_smartspec.prepare.config import suffix_trees
 
     model, auto = load_model(str(folder / "target")), Method("ours, auto", {"assistant": "auto"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_smartspec import profiling
-from hf_smartspec.cli import main
+from hf_smartspec.commands.main import main
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.target.profiling import Design, load_or_profile, measure, profile_model, profile_path
 

@@ -1,0 +1,209 @@
+"""`smartspec bench sources`: what each part of the model-free sources contributes, as the papers' ablations ask."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers.utils.logging import tqdm
+
+from ..common.models import UsageError, check_output
+from ..common.recordings import default_tokenizer, tokenizer_of
+from ..common.timing import environment
+from ..verify.command import positive
+from ..verify.report import make_console, table
+from . import claims as claims
+from . import plots as plots
+from . import runs as runs
+from . import sources as sources
+from .claims import Claim, Figures, Numbers
+
+_YIELD = {"tokens per step, share of drafts accepted": "{tokens_per_step:.2f} {acceptance_rate:.0%}"}
+
+
+class Ablation(NamedTuple):
+    """One comparison."""
+
+    title: str
+    measure: Callable[[runs.Workload, Figures], None]
+    cells: Mapping[str, str]  # what the tables show: heading, and the format of one setting's numbers
+    claims: Callable[[Figures], list[Claim]]
+    plot: Callable[[Figures, Path], None]
+    note: str = ""
+
+
+ABLATIONS = {
+    "trees": Ablation(
+        "Global tree of earlier outputs, tree of the request, both",
+        partial(runs.replay_settings, sources.tree_settings),
+        _YIELD,
+        claims.tree_claims,
+        plots.plot_trees,
+        "`global` begins every draft anew with the tokens it looks up, `neither` shows what these alone find.",
+    ),
+    "length": Ablation(
+        "Draft length: alpha times the match length, fixed, down to a learnt probability",
+        partial(runs.replay_settings, sources.length_settings),
+        {"accepted / drafted tokens per step": "{accepted_per_step:.2f}/{drafted_per_step:.1f}"},
+        claims.length_claims,
+        plots.plot_lengths,
+        "`alpha` and `fixed` score by counts, as published; at most 64 nodes.",
+    ),
+    "size": Ablation(
+        "Number of earlier outputs in the global tree",
+        partial(runs.replay_settings, sources.size_settings),
+        {**_YIELD, "microseconds per drafted token": "{us_per_node:.2f}"},
+        claims.size_claims,
+        plots.plot_sizes,
+        "Each set of outputs lies within the next; nothing is added while replaying.",
+    ),
+    "shift": Ablation(
+        "A sudden shift of the workload, from one data set to the next",
+        runs.measure_shifts,
+        {"tokens per step": "{tokens_per_step:.2f}"},
+        claims.shift_claims,
+        plots.plot_shifts,
+        "Behind the shift: `kept` goes on adding outputs, `frozen` adds none, `fresh` begins with nothing.",
+    ),
+    "datastore": Ablation(
+        "SSSD's sources: the request's own text, a datastore of the earlier outputs, both",
+        partial(runs.replay_settings, sources.datastore_settings),
+        _YIELD,
+        claims.datastore_claims,
+        plots.plot_datastore,
+        "Calibrated, and the same 16 nodes at most for all.",
+    ),
+    "hybrid": Ablation(
+        "Hybrid: a draft model speaks where suffix trees promise no more than tau tokens",
+        runs.measure_hybrids,
+        {"tokens per step": "{tokens_per_step:.2f}", "speed-up": "{speed_up:.2f}"},
+        claims.hybrid_claims,
+        plots.plot_hybrids,
+        "Answers that the target of --models gave itself to a few prompts; trees begin empty. Speed-up: measured "
+        "seconds of drafting, verification taken as one forward over one token, at batch 1.",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
+    parser.add_argument(
+        "--only", nargs="+", choices=ABLATIONS, metavar="NAME", help=f"of {', '.join(ABLATIONS)} (default: all)"
+    )
+    parser.add_argument("--limit", type=positive, default=100, metavar="N", help="replayed per file (default: 100)")
+    parser.add_argument(
+        "--earlier", type=positive, default=1000, metavar="N",
+        help="requests before them, whose outputs sources know (default: 1000)",
+    )  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument(
+        "--models", type=Path, metavar="FOLDER",
+        help="with a target and a draft in it, for the hybrid (default: the demo's)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw them, one .png file each")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    if args.plots:
+        plots.check_folder(args.plots)
+    models = _models(args)
+    names = _names(args, models)
+    splits = sources.read_splits(args.files, args.limit, args.earlier, tokenizer_of(args.tokenizer))
+    report: dict[str, Any] = {
+        "environment": environment(torch.device("cpu"), torch.float32),
+        "data_sets": {split.name: {"earlier": len(split.earlier), "replayed": len(split.replayed)} for split in splits},
+        "ablations": {},
+    }
+    console = make_console()
+    try:
+        for name in tqdm(names, desc="ablations", disable=None, leave=False):
+            report["ablations"][name] = _run(name, runs.Workload(splits, models), args.plots, console)
+    finally:  # interrupted, the ablations that are done are still worth keeping
+        if args.json and report["ablations"]:
+            args.json.write_text(json.dumps(_finite(report), indent=2) + "\n")
+    console.print(f"[dim]{escape(str(report['environment']))}[/dim]", highlight=False)
+    return 0
+
+
+def _models(args: argparse.Namespace) -> Path | None:
+    """The folder of the hybrid's models; None where there are none."""
+    if args.models is None:
+        target = default_tokenizer()
+        return None if target is None else Path(target).parent
+    for name in ("target", "draft"):
+        if not (args.models / name / "config.json").is_file():
+            raise UsageError(f"--models: {str(args.models / name)!r} holds no model")
+    return args.models
+
+
+def _names(args: argparse.Namespace, models: Path | None) -> list[str]:
+    """The ablations that can be run; raises `UsageError` if one was asked for that cannot."""
+    missing = {}
+    if len(args.files) < 2:
+        missing["shift"] = "a shift needs two files: from one to the next"
+    if models is None:
+        missing["hybrid"] = "the hybrid needs --models FOLDER: the demo's are not here"
+    for name in args.only or ():
+        if name in missing:
+            raise UsageError(f"--only {name}: {missing[name]}")
+    return list(dict.fromkeys(args.only)) if args.only else [name for name in ABLATIONS if name not in missing]
+
+
+def _run(name: str, workload: runs.Workload, folder: Path | None, console: Console) -> dict[str, Any]:
+    ablation = ABLATIONS[name]
+    figures: Figures = {}
+    ablation.measure(workload, figures)
+    found = ablation.claims(figures)
+    _print(name, figures, found, console)
+    if folder:
+        ablation.plot(figures, folder / f"{name}.png")
+    return {"title": ablation.title, "claims": [claim._asdict() for claim in found], "figures": figures}
+
+
+def _print(name: str, figures: Figures, found: list[Claim], console: Console) -> None:
+    ablation = ABLATIONS[name]
+    console.print(f"[bold]{name}: {escape(ablation.title)}[/bold]", highlight=False)
+    for heading, form in ablation.cells.items():
+        for series, settings in _series(figures, form):
+            lines = table(f"{series}: {heading}", "data set", *settings)
+            for data_set, groups in figures.items():
+                cells = (_cell(groups[series].get(setting), form) for setting in settings)
+                lines.add_row(escape(data_set), *cells)
+            console.print(lines)
+    for claim in found:
+        console.print(f"[{'green' if claim.holds else 'yellow'}]*[/] {escape(str(claim))}", highlight=False)
+    console.print(f"[dim]{escape(ablation.note)}[/dim]\n", highlight=False)
+
+
+def _series(figures: Figures, form: str) -> Iterator[tuple[str, list[str]]]:
+    """The series that have these numbers, with all settings that occur in any data set."""
+    for series in next(iter(figures.values()), {}):
+        settings = dict.fromkeys(setting for groups in figures.values() for setting in groups[series])
+        if any(_cell(numbers, form) for numbers in next(iter(figures.values()))[series].values()):
+            yield series, list(settings)
+
+
+def _cell(numbers: Numbers | None, form: str) -> str:
+    """One setting's numbers; nothing where it was not measured."""
+    try:
+        known = {key: math.nan if value is None else value for key, value in (numbers or {}).items()}
+        return form.format(**known).replace("nan%", "-").replace("nan", "-")
+    except KeyError:
+        return ""
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,141 @@
+"""`smartspec bench batch`: seconds per token over batch size and draft length (Su et al., Figure 1)."""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from transformers.utils.logging import tqdm
+
+from ..goodput import FixedLength
+from ..prepare.config import SmartSpecConfig
+from ..serving.engine import Engine
+from .ablation.plots import draw, from_zero
+from .common.setup import Setup, add_model_arguments, check_outputs, check_sources, command_of, load_setup
+from .common.sources import SOURCES
+from .common.timing import environment
+from .verify.command import not_negative, positive
+from .verify.report import make_console, table
+
+Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds per token of every repetition
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.set_defaults(replay=False, remember=0)
+    parser.add_argument(
+        "--batch-sizes", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="B",
+        help="default: 1 2 4 8 16 32",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=not_negative, nargs="+", default=list(range(9)), metavar="K", help="default: 0 to 8"
+    )
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=["draft"], help="default: draft")
+    parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of every cell (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs(args)
+    setup = load_setup(args)
+    check_sources(args, setup)
+    console = make_console()
+    grids: dict[str, Grid] = {source: {} for source in args.sources}
+    try:
+        measure(setup, args, grids)
+    finally:  # interrupted, what was measured so far is still worth reading
+        rows = [row for source, grid in grids.items() for row in summaries(source, grid)]
+        for source, grid in grids.items():
+            _print(source, grid, setup, console)
+        if args.json:
+            system = environment(setup.model.device, setup.model.dtype)
+            report = {"command": command_of(args), "environment": system, "results": rows}
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        if args.plot and rows:
+            plot({source: grid for source, grid in grids.items() if grid}, args.plot)
+    return 0
+
+
+def measure(setup: Setup, args: argparse.Namespace, grids: dict[str, Grid]) -> None:
+    """Fills the grids; at every batch size, the lengths take turns."""
+    sizes, lengths = sorted(set(args.batch_sizes)), sorted(set(args.lengths))
+    num = len(args.sources) * len(sizes) * len(lengths) * args.repeats
+    with tqdm(total=num, desc="decoding", disable=None, leave=False) as progress:
+        for source, grid in grids.items():
+            seconds_per_token(setup, source, min(sizes), max(lengths))  # warms up
+            for size in sizes:
+                for _ in range(args.repeats):
+                    for length in lengths:
+                        seconds = seconds_per_token(setup, source, size, length)
+                        grid.setdefault(size, {}).setdefault(length, []).append(seconds)
+                        progress.update()
+
+
+def seconds_per_token(setup: Setup, source: str, batch_size: int, length: int) -> float:
+    """
+    Decodes one batch of requests that end together, with drafts of one length. Prompts are not counted: they are
+    all run in the first step. The mean over the requests of their seconds from the first to the last token, by tokens.
+    """
+    prompts = [setup.prompts[index % len(setup.prompts)] for index in range(batch_size)]
+    config = SmartSpecConfig(setup.new_source(source), policy=FixedLength(length))
+    size = sum(map(len, prompts))
+    engine = Engine(setup.model, config, max_batch_size=batch_size, max_prefill_tokens=size)
+    outputs = engine.generate(prompts, max_new_tokens=setup.max_new_tokens, eos_token_id=None)
+    seconds = [
+        (output.lifespan[1] - (output.first_token_time or output.lifespan[0]))
+        / max(len(output.generated_tokens) - 1, 1)
+        for output in outputs
+    ]
+    return float(np.mean(seconds))
+
+
+def best_length(lengths: dict[int, list[float]]) -> int:
+    return min(lengths, key=lambda length: median(lengths[length]))
+
+
+def summaries(source: str, grid: Grid) -> list[dict[str, Any]]:
+    return [
+        {"source": source, "batch_size": size, "length": length, "seconds_per_token": median(seconds),
+         "is_best": length == best_length(lengths)}
+        for size, lengths in grid.items() for length, seconds in lengths.items()
+    ]  # fmt: skip
+
+
+def _print(source: str, grid: Grid, setup: Setup, console: Console) -> None:
+    if not grid:
+        return
+    lengths = list(next(iter(grid.values())))
+    title = (
+        f"{source}, {setup.model.num_parameters() / 1e6:.0f} M parameters: ms per token of a request; *: best length"
+    )
+    lines = table(title, "batch", *(f"k={length}" for length in lengths))
+    for size, cells in grid.items():
+        best = best_length(cells)
+        shown = [
+            f"{1e3 * median(cells[length]):.1f}{'*' if length == best else ' '}" if length in cells else ""
+            for length in lengths
+        ]
+        lines.add_row(str(size), *shown)
+    console.print(lines)
+    console.print(f"Best lengths: { ({size: best_length(cells) for size, cells in grid.items()}) }", highlight=False)
+
+
+def plot(grids: dict[str, Grid], path: Path) -> None:
+    """A panel per source, a line per batch size, with a star at its best length."""
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, (source, grid) in zip(axes, grids.items()):
+            for size, cells in grid.items():
+                seconds = {length: 1e3 * median(values) for length, values in cells.items()}
+                color = axis.plot(list(seconds), list(seconds.values()), label=f"batch {size}")[0].get_color()
+                best = best_length(cells)
+                axis.plot(best, seconds[best], marker="*", markersize=12, color=color)
+            axis.set_title(source)
+            axis.set_xlabel("draft length")
+            axis.set_ylabel("ms per token of a request")
+            from_zero(axis)
+            axis.legend(fontsize="small")
+
+    draw(path, len(grids), paint)

@@ -1,0 +1,162 @@
+"""What a command names: models, tokenizers and prompts, loaded with errors of one clear line."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ...prepare.config import check_draft_model
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
+
+# Neutral, of different lengths, and partly repetitive, so that prompt lookup finds something.
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a small village by the sea, and in the village by the sea there lived a fisherman who",
+    "Q: What is 12 + 30?\nA: 42\nQ: What is 15 + 20?\nA: 35\nQ: What is 11 + 23?\nA:",
+    "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
+    "Water boils at",
+    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday, Wednesday,",
+    "SELECT name, age FROM people WHERE age > 30;\n-- the same for cities\nSELECT name, size FROM cities WHERE",
+    "List three reasons why trees are useful to people.",
+)
+
+
+class UsageError(Exception):
+    """A command cannot do what it was asked to; its message is shown as one line, and the exit status is 2."""
+
+
+def check_device(name: str) -> None:
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
+
+
+def check_output(path: Path | None) -> None:
+    """A file that cannot be written is refused before any work."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"cannot write {str(path)!r}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+
+
+def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference."""
+    _check_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model: PreTrainedModel = factory.from_pretrained(name, dtype=getattr(torch, dtype))
+    except Exception as error:  # of many kinds; all mean that it cannot be loaded
+        raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
+    model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
+    return model.eval()
+
+
+def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:
+    """A model that can draft for the target, on its device."""
+    draft = load_model(name, dtype, str(target.device))
+    try:
+        check_draft_model(draft, target)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return draft
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies beside the model; None if there is none."""
+    folder = Path(name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        return None  # transformers would make up an empty one from the model's type
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception:  # transformers raises many kinds for a missing or unreadable tokenizer
+        return None
+
+
+def _check_folder(name: str) -> None:
+    looks_local = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or not name
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise UsageError(f"the folder {name!r} holds no model: it has no config.json")
+    elif looks_local or Path(name).exists():
+        raise UsageError(f"no such model folder: {name!r}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a .jsonl file that have a "prompt", or the lines of any other text file as such rows."""
+    path = Path(path)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the prompts {str(path)!r}: {_first_line(error)}") from error
+    if not lines:
+        raise UsageError(f"{str(path)!r} holds no prompts")
+    if path.suffix != ".jsonl":
+        return [{"prompt": line} for line in lines]
+    return [_prompt_row(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _prompt_row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise UsageError(f'{str(path)!r}, row {number} has no text under "prompt"')
+    return row
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: int) -> list[list[int]]:
+    """Token ids of each prompt, as a user's turn where the tokenizer knows chats; of long prompts, the end."""
+    rows = []
+    for text in texts:
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": text}]
+            rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+            ids = tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
+        else:
+            ids = tokenizer(text, verbose=False).input_ids
+        rows.append(ids[-max_len:])
+    return [row for row in rows if row]
+
+
+def random_prompts(num_prompts: int, vocab_size: int, max_len: int, seed: int) -> list[list[int]]:
+    """Ragged rows of random token ids, each with a phrase that comes back, for models without a tokenizer."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num_prompts):
+        phrase = rng.integers(0, vocab_size, rng.integers(3, 7)).tolist()
+        middle = rng.integers(0, vocab_size, rng.integers(1, 12)).tolist()
+        rows.append((phrase + middle + phrase + phrase[:2])[-max_len:])
+    return rows
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int] | np.ndarray], pad_id: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` of shape `[rows, longest]`, as `generate` wants them."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}

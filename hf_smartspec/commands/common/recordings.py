@@ -1,0 +1,133 @@
+"""Recorded requests for `smartspec replay`: prompts and real responses, from JSON lines to token ids."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
+
+from .models import UsageError, load_tokenizer
+
+TURNS = ("all", "last", "none")
+_DEMO_TOKENIZER = Path("demos/models/target")
+
+
+class Fields(NamedTuple):
+    """Where a row's texts stand."""
+
+    prompt: str = "prompt"
+    response: str = "response"
+    turns: str = "all"  # of rows with "turns": every assistant turn is a request, only the last, or look at none
+
+
+class Texts(NamedTuple):
+    """One request as text."""
+
+    context: list[str]  # the prompt, or the turns before the response
+    response: str
+
+
+class Recording(NamedTuple):
+    """One request as token ids, both int64."""
+
+    prompt: np.ndarray  # [prompt_len]
+    response: np.ndarray  # [response_len], at least 1
+
+
+def default_tokenizer() -> str | None:
+    """The demo's tokenizer, from the current folder or the repository; None where there is neither."""
+    for folder in (_DEMO_TOKENIZER, Path(__file__).parents[2] / _DEMO_TOKENIZER):
+        if (folder / "tokenizer.json").is_file():
+            return str(folder)
+    return None
+
+
+def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
+    name = name or default_tokenizer()
+    if name is None:
+        raise UsageError("--tokenizer: name one, the demo's is not here")
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise UsageError(f"--tokenizer: cannot load a tokenizer from {name!r}")
+    return tokenizer
+
+
+def read_requests(path: Path, fields: Fields, limit: int | None) -> list[Texts]:
+    """
+    The first `limit` requests of a .jsonl or .jsonl.gz file, in its order; those without a response are left out.
+
+    Raises:
+        UsageError: if the file cannot be read, or holds no request.
+    """
+    requests: list[Texts] = []
+    for number, row in enumerate(_rows(path), start=1):
+        requests += [item for item in _requests(row, fields, f"{path.name!r}, row {number}") if item.response]
+        if limit is not None and len(requests) >= limit:
+            break
+    if not requests:
+        raise UsageError(f"{str(path)!r} holds no responses")
+    return requests[:limit]
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    yield json.loads(line)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
+
+
+def _requests(row: Any, fields: Fields, place: str) -> list[Texts]:
+    if not isinstance(row, dict):
+        raise UsageError(f"{place} is no JSON object")
+    if fields.turns != "none" and row.get("turns"):
+        return _turns(row["turns"], place)[-1 if fields.turns == "last" else 0 :]
+    for name in (fields.prompt, fields.response):
+        if not isinstance(row.get(name), str):
+            raise UsageError(f'{place} has no text under "{name}"')
+    return [Texts([row[fields.prompt]], row[fields.response])]
+
+
+def _turns(turns: Any, place: str) -> list[Texts]:
+    """Every assistant turn, with the conversation before it."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise UsageError(f'{place}: "turns" must be a list of objects with "role" and "content"')
+    texts = [_turn_text(turn) for turn in turns]
+    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant" and texts[index]]
+    return [Texts(texts[:index], texts[index]) for index in answers]
+
+
+def _turn_text(turn: dict[str, Any]) -> str:
+    """What was said, and the tools that were called: the model wrote both."""
+    calls = turn.get("tool_calls") or ""
+    parts = (turn.get("content") or "", calls if isinstance(calls, str) else json.dumps(calls))
+    return "\n".join(part for part in parts if part)
+
+
+def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_prompt: int) -> list[Recording]:
+    """
+    Token ids of every request; of long contexts, the last `max_prompt` tokens. Turns stand on lines of their own and
+    no chat template is used: its fixed tokens are in no response, and every model has another.
+    """
+    known: dict[str, np.ndarray] = {}  # turns come again in every later context of their conversation
+
+    def encode(text: str) -> np.ndarray:
+        if text not in known:
+            known[text] = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, np.int64)
+        return known[text]
+
+    recordings = []
+    for request in tqdm(requests, desc="tokenizing", disable=None, leave=False):
+        context = np.concatenate([encode(text + "\n") for text in request.context] or [np.zeros(0, np.int64)])
+        recordings.append(Recording(context[-max_prompt:].copy(), encode(request.response)))
+    return [recording for recording in recordings if len(recording.response)]

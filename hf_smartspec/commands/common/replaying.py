@@ -1,0 +1,140 @@
+"""Replaying recorded responses through a model: it runs at its own cost, and picks the tokens that were recorded."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor, PreTrainedModel
+
+from ...decoding.request import Request
+from ...prepare.config import SmartSpecConfig
+from ...serving.engine import Engine
+from ...serving.kv_memory import EngineMemory
+from ...target.layout import CacheRow, RowInput
+from ...target.packed import PackedForward
+
+_HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup of transformers asks which are not
+
+
+class RecordedText(LogitsProcessor):
+    """
+    Gives the recorded token of every row the highest score; behind the end of the response, the end of sequence. Rows
+    are known by their prompts: two of one prompt replay the first one's response.
+
+    Args:
+        prompts (`torch.Tensor` of shape `[rows, length]`): As passed to `generate`.
+        responses (sequence of `np.ndarray` of shape `[n]`): Recorded token ids of each row.
+        end_id (`int`): The end-of-sequence token.
+    """
+
+    keeps_no_state = True
+
+    def __init__(self, prompts: torch.Tensor, responses: Sequence[np.ndarray], end_id: int):
+        self.is_paused = False
+        self._prompt_len = prompts.shape[1]
+        self._texts: dict[bytes, list[int]] = {}
+        for name, response in zip(self._names(prompts), responses):
+            self._texts.setdefault(name, [*response.tolist(), end_id])
+
+    def _names(self, input_ids: torch.Tensor) -> list[bytes]:
+        return [row.tobytes() for row in input_ids[:, : self._prompt_len].cpu().numpy()]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.is_paused:
+            return scores
+        texts = [self._texts[name] for name in self._names(input_ids)]
+        at = input_ids.shape[1] - self._prompt_len
+        scores = scores.clone()  # type: ignore[assignment]
+        scores[range(len(texts)), [text[min(at, len(text) - 1)] for text in texts]] = _HIGHEST
+        return scores
+
+    @contextmanager
+    def replaying(self, model: PreTrainedModel, draft: PreTrainedModel | None = None) -> Iterator[None]:
+        """
+        Inside, only the target's own scores are changed: transformers applies the target's processors to its draft
+        model too, which would then draft what was recorded.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(model.register_forward_hook(lambda *_: self._pause(False)))
+            if draft is not None:
+                stack.enter_context(draft.register_forward_hook(lambda *_: self._pause(True)))
+            yield
+
+    def _pause(self, value: bool) -> None:
+        self.is_paused = value
+
+
+class RecordedForward(PackedForward):
+    """
+    A target that runs at its cost, arg max included, and picks the tokens of known texts. Drafts that leave a text are
+    right nowhere behind that; nobody asks.
+
+    Args:
+        end_id (`int`): The token behind the end of every text.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int, end_id: int):
+        super().__init__(model, num_rows, capacity)
+        self._end_id = end_id
+        self._texts: dict[CacheRow, np.ndarray] = {}
+        self._picks: list[int] = []
+
+    def set_text(self, row: CacheRow, text: np.ndarray) -> None:
+        """What the row's request will say, from its prompt on, int64 `[length]`."""
+        self._texts[row] = np.append(text, self._end_id)
+
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+        logits, offsets = super().forward(inputs)
+        self._picks = [self._end_id] * len(logits)
+        for item, first in zip(inputs, offsets):
+            text = self._texts[item.row]
+            positions = item.row.length + np.append(0, item.tree.depths)
+            self._picks[first : first + len(positions)] = text[np.minimum(positions, len(text) - 1)].tolist()
+        return logits, offsets
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        super().argmax(logits)
+        return self._picks
+
+
+class _RecordedMemory(EngineMemory):
+    """An engine's memory that tells the forward what its rows will say."""
+
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None, engine: "ReplayEngine"):
+        super().__init__(model, max_batch_size, max_bytes)
+        self.texts = engine.texts
+        self.forward: RecordedForward = RecordedForward(model, self.cache.num_slots, self.cache.capacity, engine.end_id)
+
+    def place(self, request: Request, running: list[Request]) -> None:
+        super().place(request, running)
+        text = np.concatenate([request.prompt, self.texts[request.prompt.tobytes()]])
+        self.forward.set_text(request.cache_row, text)
+
+
+class ReplayEngine(Engine):
+    """
+    An engine whose target runs at its cost but picks recorded responses.
+
+    Args:
+        model, assistant, max_batch_size: As `Engine` takes them.
+        prompts, responses (sequences of `np.ndarray`, int64): All requests that will be added: prompts `[prompt_len]`,
+            each another one, and responses `[n]`.
+        end_id (`int`): The end-of-sequence token, which stands behind every response.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant: SmartSpecConfig,
+        max_batch_size: int,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[np.ndarray],
+        end_id: int,
+    ):
+        self.texts = {prompt.tobytes(): response for prompt, response in zip(prompts, responses)}
+        self.end_id = end_id
+        super().__init__(model, assistant, max_batch_size)
+
+    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> EngineMemory:
+        return _RecordedMemory(self.model, max_batch_size, max_bytes, self)

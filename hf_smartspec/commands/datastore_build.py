@@ -1,0 +1,129 @@
+"""`smartspec datastore build`: a file of continuations for `DatastoreCandidates`, from texts."""
+
+import argparse
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import TextIO
+
+import numpy as np
+from rich.console import Console
+
+from ..candidates.datastore_file import Document, build_datastore
+from .common.models import UsageError, check_output, load_tokenizer
+
+_UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="texts: .jsonl (one JSON object a line) or plain text (one document a file), either of them also as .gz; "
+        "or token ids: .npy (one axis, -1 between documents)",
+    )
+    parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="the target's: a local folder or a hub id")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the file to write or to replace")
+    parser.add_argument(
+        "--field",
+        action="append",
+        metavar="NAME",
+        help="where the text is in a row of .jsonl; may be given several times (default: response)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was built to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.output)
+    check_output(args.json)
+    for path in args.inputs:
+        if not path.is_file():
+            raise UsageError(f"no such file: {str(path)!r}")
+    tokenizer = load_tokenizer(args.tokenizer)
+    if tokenizer is None:
+        raise UsageError(f"cannot load a tokenizer from {args.tokenizer!r}")
+    started = perf_counter()
+    try:
+        store = build_datastore(read_documents(args.inputs, args.field or ["response"]), args.output, tokenizer)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    seconds, size = perf_counter() - started, args.output.stat().st_size
+    result = {
+        "output": str(args.output),
+        "tokens": store.num_tokens,
+        "bytes": size,
+        "seconds": round(seconds, 3),
+        "fingerprint": store.fingerprint,
+    }
+    Console().print(
+        f"{args.output}: {store.num_tokens:,} tokens, {size / 1e6:.1f} MB, built in {seconds:.1f} s",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def read_documents(paths: list[Path], fields: list[str]) -> Iterator[Document]:
+    """All documents of all files; raises `UsageError` for a file that cannot be read or holds none."""
+    for path in paths:
+        is_empty = True
+        for document in _read(path, fields):
+            is_empty = False
+            yield document
+        if is_empty:
+            raise UsageError(f"{str(path)!r} holds no text" + (f" under {fields}" if ".jsonl" in path.suffixes else ""))
+
+
+def _read(path: Path, fields: list[str]) -> Iterator[Document]:
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    try:
+        if path.suffix == ".npy":
+            yield _read_tokens(path)
+            return
+        with _open(path) as file:
+            if kind == ".jsonl":
+                yield from _read_rows(file, path, fields)
+            elif text := file.read():
+                yield text
+    except _UNREADABLE as error:
+        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _open(path: Path) -> TextIO:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
+
+
+def _read_rows(file: TextIO, path: Path, fields: list[str]) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{str(path)!r}, row {number} is no JSON object")
+        for name in fields:
+            text = row.get(name) or ""  # not every row has an answer
+            if not isinstance(text, str):
+                raise UsageError(f"{str(path)!r}, row {number} has no text under {name!r}, but {type(text).__name__}")
+            if text:
+                yield text
+
+
+def _read_tokens(path: Path) -> np.ndarray:
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise UsageError(f"{str(path)!r} must hold integer token ids along one axis")
+    return ids

@@ -1,0 +1,161 @@
+"""`smartspec bench generate`: `assistant=` against plain `generate` and transformers' own, on real prompts."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...prepare.config import SmartSpecConfig
+from ..common.data_sets import DataSet, answered
+from ..common.models import UsageError, load_draft
+from ..common.recordings import Fields, Texts, read_requests
+from ..common.setup import (
+    add_output_arguments,
+    add_target_arguments,
+    add_text_arguments,
+    check_outputs,
+    check_replay,
+    command_of,
+    demo_folder,
+    load_target,
+    max_prompt_len,
+)
+from ..common.timing import environment
+from ..verify.command import positive
+from ..verify.report import make_console
+from .loop import Method, Results, Settings, measure
+from .report import has_differences, plot, print_results, summaries, worst
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE",
+        help="prompts and responses, .jsonl or .jsonl.gz; one is one data set (default: the demo's prompts)",
+    )  # fmt: skip
+    add_target_arguments(parser)
+    parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 8], metavar="B", help="default: 1 8")
+    parser.add_argument("--limit", type=positive, default=8, metavar="N", help="requests per data set (default: 8)")
+    parser.add_argument("--max-new-tokens", type=positive, default=96, metavar="N", help="default: 96")
+    parser.add_argument(
+        "--max-prompt", type=positive, default=1024, metavar="N", help="tokens of a prompt, its end (default: 1024)"
+    )
+    parser.add_argument(
+        "--assistant", nargs="+", metavar="MODEL_OR_PRESET",
+        help="what `assistant=` is, a list joined by plus signs (suffix+MODEL); of draft models by themselves, "
+        "transformers' `assistant_model=` is measured too (default: auto, prompt_lookup, and the demo's draft for the "
+        "demo's target)",
+    )  # fmt: skip
+    add_text_arguments(parser)
+    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs(args)
+    texts = _read(args)
+    model, tokenizer = _load_target(args)
+    methods = _methods(args, model)
+    sizes = (args.limit, args.remember, max_prompt_len(args, model), args.max_new_tokens)
+    data = [DataSet.of(name, requests, tokenizer, *sizes) for name, requests in texts.items()]
+    if not args.replay:
+        data = [
+            item._replace(past=answered(item.past, model, max(args.batch_size), args.max_new_tokens)) for item in data
+        ]
+    console = make_console()
+    report: dict[str, Any] = {
+        "command": command_of(args) | {"files": list(texts)},
+        "parameters": model.num_parameters(),
+    }
+    report["environment"] = environment(model.device, model.dtype)
+    _print_setting(report, console)
+    results: Results = {}
+    try:
+        settings = Settings(args.max_new_tokens, args.replay, args.repetitions)
+        measure(model, methods, data, args.batch_size, settings, results)
+    finally:  # interrupted, what was measured so far is still worth reading
+        if any(tally.calls for tallies in results.values() for tally in tallies.values()):
+            print_results(results, console, args.replay)
+            if args.json:
+                report |= {"results": summaries(results), "worst_speedup": worst(results)}
+                args.json.write_text(json.dumps(report, indent=2) + "\n")
+            if args.plot:
+                plot(results, args.plot, args.replay)
+    return 1 if has_differences(results, [method.name for method in methods if method.assistant is not None]) else 0
+
+
+def _read(args: argparse.Namespace) -> dict[str, list[Texts]]:
+    """The requests of every file; of the demo's prompts, some of every category."""
+    if args.files:
+        return {str(path): read_requests(path, Fields(), None) for path in args.files}
+    requests = read_requests(demo_folder() / "prompts.jsonl", Fields(), None)
+    step = max((len(requests) - args.remember) // args.limit, 1)
+    return {"prompts.jsonl": requests[: args.remember] + requests[args.remember :: step]}
+
+
+def _load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model, tokenizer = load_target(args)
+    name = args.model or "the demo's target"
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"--model: {name!r} is no decoder-only model")
+    check_replay(args, model)
+    return model, tokenizer
+
+
+def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
+    """This library's, then transformers' own."""
+    names = args.assistant or ["auto", "prompt_lookup"]
+    if not args.assistant and not args.model:
+        names = [*names, str(demo_folder() / "models" / "draft")]
+    own, others = [], [Method("transformers, prompt lookup", arguments={"prompt_lookup_num_tokens": 10})]
+    drafts: dict[str, PreTrainedModel] = {}
+    names = list(dict.fromkeys(names))
+    for name in names:
+        items, shown = _items(name), _shown(name, names)
+        for item in filter(_is_model, items):
+            drafts[item] = drafts.get(item) or load_draft(item, model, args.dtype)
+        assistants = [drafts.get(item, item) for item in items]
+        draft = next((drafts[item] for item in items if item in drafts), None)
+        own.append(Method(shown, assistant=assistants if len(items) > 1 else assistants[0], draft=draft))
+        if len(items) == 1 and draft is not None:
+            others.append(Method(f"transformers, {shown}", arguments={"assistant_model": draft}, draft=draft))
+    for method in own:
+        try:
+            SmartSpecConfig(method.assistant).source_for(model)
+        except (TypeError, ValueError, OSError) as error:
+            raise UsageError(f"--assistant: {error}") from error
+    return [*own, *others]
+
+
+def _items(name: str) -> list[str]:
+    """The presets and models of a list; a folder may have a plus sign in its name."""
+    return [name] if Path(name).is_dir() else name.split("+")
+
+
+def _is_model(item: str) -> bool:
+    return Path(item).is_dir() or ("/" in item and ":" not in item)
+
+
+def _shown(name: str, names: Sequence[str]) -> str:
+    """Models by the last part of their name, where that tells them apart."""
+    parts = {other: [Path(item).name if _is_model(item) else item for item in _items(other)] for other in names}
+    short = {other: "+".join(items) for other, items in parts.items()}
+    return short[name] if list(short.values()).count(short[name]) == 1 else name
+
+
+def _print_setting(report: dict[str, Any], console: Console) -> None:
+    command, system = report["command"], report["environment"]
+    outputs = "recorded responses, replayed" if command["replay"] else "the model's own outputs"
+    past = f", {command['remember']} remembered by suffix trees" if command["remember"] else ""
+    console.print(
+        f"[bold]smartspec bench generate[/bold] {escape(command['model'] or 'the demo target')}, "
+        f"{report['parameters'] / 1e6:.0f} M parameters, {system['dtype']}\n{outputs}, greedy, up to "
+        f"{command['max_new_tokens']} new tokens; {command['limit']} requests per data set{past}\n"
+        f"{escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, transformers "
+        f"{system['transformers']}\n",
+        highlight=False,
+    )

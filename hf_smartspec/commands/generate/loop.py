@@ -1,0 +1,309 @@
+"""Measuring ways to call `generate` side by side: the same prompts, taking turns call by call."""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
+
+from ...decoding.request import GenerationStatistics
+from ...generate import enabled
+from ...prepare.config import SmartSpecConfig
+from ..common.data_sets import DataSet, remember
+from ..common.equality import Difference, find_differences
+from ..common.models import left_padded
+from ..common.replaying import RecordedText
+from ..common.rounding import Rounding, measure_rounding
+from ..common.runs import Decoding, decode_plainly, eos_ids
+from ..common.timing import synchronize
+
+PLAIN = "plain generate"
+_ROUNDED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    A way to call `generate`: this library's, if it has an `assistant`, or transformers' with the given arguments.
+
+    Args:
+        name (`str`): Shown in tables.
+        assistant: A preset name, a draft model, or a list of these.
+        arguments (`dict`): Arguments of transformers' `generate`; its assistants serve batches of one.
+        draft (`PreTrainedModel`, *optional*): The draft model that is involved, if there is one.
+    """
+
+    name: str
+    assistant: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    draft: PreTrainedModel | None = None
+
+    def serves(self, batch_size: int) -> bool:
+        return batch_size == 1 or not self.arguments
+
+
+class Settings(NamedTuple):
+    """What is the same for all methods."""
+
+    max_new_tokens: int
+    replays: bool  # whether the target picks the recorded responses
+    repetitions: int
+
+
+class Call(NamedTuple):
+    """One timed `generate` call; times in seconds."""
+
+    seconds: float
+    prefill_seconds: float  # up to the end of the target's forward over the prompts
+    num_rows: int
+    num_tokens: int  # generated, of all rows, up to and with each row's end-of-sequence token
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.num_tokens
+
+    @property
+    def decode_seconds_per_token(self) -> float:
+        """Of the tokens behind the first one of every row, which the prefill yields; NaN if there are none."""
+        num_tokens = self.num_tokens - self.num_rows
+        return (self.seconds - self.prefill_seconds) / num_tokens if num_tokens else np.nan
+
+
+@dataclass
+class Tally:
+    """
+    What one method did on one data set at one batch size. `statistics` are of a first round, which is not timed: for
+    their sake the cache is returned, which costs time. `differences` is about all rounds, by row.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
+    differences: dict[int, Difference] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the calls, so that one that the machine was busy during does not count."""
+        return median(1 / call.seconds_per_token for call in self.calls)
+
+    @property
+    def seconds_per_request(self) -> float:
+        """Median over the calls; rows of a batch share its time."""
+        return median(call.seconds / call.num_rows for call in self.calls)
+
+    def speedup(self, plain: "Tally") -> float:
+        """Plain decoding's time per token by this one's: the median over the calls, each against its neighbour."""
+        pairs = list(zip(plain.calls, self.calls))
+        return median(before.seconds_per_token / after.seconds_per_token for before, after in pairs)
+
+    def decode_speedup(self, plain: "Tally") -> float:
+        """The same without the prefill; NaN if no call generated more than one token a row."""
+        pairs = zip(plain.calls, self.calls)
+        ratios = [before.decode_seconds_per_token / after.decode_seconds_per_token for before, after in pairs]
+        return float(np.nanmedian(ratios)) if not np.isnan(ratios).all() else np.nan
+
+
+Results = dict[tuple[str, int], dict[str, Tally]]  # by data set and batch size; then by method, plain decoding first
+
+
+def measure(
+    model: PreTrainedModel,
+    methods: Sequence[Method],
+    data: Sequence[DataSet],
+    batch_sizes: Sequence[int],
+    settings: Settings,
+    results: Results,
+) -> None:
+    """
+    Fills `results`: every data set at every batch size, decoded greedily with plain `generate` and every method. The
+    methods take turns, call by call, so that a change in the machine's load meets all of them.
+
+    Suffix trees keep outputs from call to call: requests arrive in the order of the data set, and drafts improve.
+    Every method, data set, batch size and round has trees of its own, which know the data set's past only.
+    """
+    rounding = _rounding(model, data, max(batch_sizes))
+    sizes = [dict.fromkeys(min(size, len(item.prompts)) for size in batch_sizes) for item in data]
+    groups = [
+        _Group(model, methods, item, size, settings, rounding) for item, sizes in zip(data, sizes) for size in sizes
+    ]
+    with tqdm(total=sum(group.num_calls for group in groups), desc="generating", disable=None, leave=False) as progress:
+        for group in groups:
+            results[group.data.name, group.batch_size] = group.tallies
+            for _ in group.run():
+                progress.update()
+
+
+def _rounding(model: PreTrainedModel, data: Sequence[DataSet], num_prompts: int) -> Rounding:
+    prompts = [prompt for item in data for prompt in item.prompts][:num_prompts]
+    inputs = left_padded(prompts, model.generation_config.pad_token_id, model.device)
+    run = decode_plainly(model, inputs, Decoding(), _ROUNDED_TOKENS, records=True)
+    assert run.logits is not None, "recorded"
+    return measure_rounding(model, prompts, run.tokens, run.logits)
+
+
+class _Group:
+    """One data set at one batch size."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        methods: Sequence[Method],
+        data: DataSet,
+        batch_size: int,
+        settings: Settings,
+        rounding: Rounding,
+    ):
+        self.model, self.data, self.batch_size = model, data, batch_size
+        self.settings, self.rounding = settings, rounding
+        self.methods = [method for method in (Method(PLAIN), *methods) if method.serves(batch_size)]
+        self.tallies = {method.name: Tally() for method in self.methods}
+        self.starts = range(0, len(data.prompts), batch_size)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.methods) * len(self.starts) * (1 + self.settings.repetitions)
+
+    def run(self) -> Iterator[None]:
+        """One call at a time."""
+        for turn in range(1 + self.settings.repetitions):
+            for start in self.starts:
+                plain: list[list[int]] = []
+                for method in self.methods:
+                    rows = self._call(method, start, turn)
+                    plain = plain or rows
+                    self._compare(self.tallies[method.name], start, plain, rows)
+                    yield
+
+    def _call(self, method: Method, start: int, turn: int) -> list[list[int]]:
+        """The generated tokens of every row; its tally gets the statistics (turn 0), or the times (later turns)."""
+        prompts = self.data.prompts[start : start + self.batch_size]
+        inputs = left_padded(prompts, self.model.generation_config.pad_token_id, self.model.device)
+        arguments = dict(method.arguments)
+        if method.assistant is not None:
+            namespace = f"{self.data.name} {self.batch_size} {method.name} {turn}"
+            config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace)
+            if start == 0 and self.data.past:
+                remember(config.source_for(self.model), self.data.past, namespace)
+        monitor = TargetMonitor(sum(map(len, prompts)))
+        with ExitStack() as stack:
+            if self.settings.replays:
+                responses = self.data.responses[start : start + self.batch_size]
+                recorded = RecordedText(inputs["input_ids"], responses, eos_ids(self.model)[0])
+                arguments["logits_processor"] = [recorded]
+                stack.enter_context(recorded.replaying(self.model, method.draft))
+            stack.enter_context(_unchanged(method.draft))
+            stack.enter_context(enabled(self.model))
+            stack.enter_context(monitor.attached_to(self.model))
+            output = self.model.generate(
+                **inputs,
+                **arguments,
+                do_sample=False,
+                max_new_tokens=self.settings.max_new_tokens,
+                return_dict_in_generate=turn == 0,
+            )
+            seconds = monitor.seconds_since_start()
+        rows = self._rows(output if turn else output.sequences, inputs["input_ids"].shape[1])
+        num_tokens = sum(map(len, rows))
+        tally = self.tallies[method.name]
+        if turn == 0 and method.arguments:
+            tally.statistics += monitor.statistics(num_tokens)
+        elif turn == 0:
+            plain = GenerationStatistics(steps=num_tokens, generated_tokens=num_tokens)
+            tally.statistics += getattr(output, "statistics", None) or plain
+        else:
+            tally.calls.append(Call(seconds, monitor.prefill_seconds, len(rows), num_tokens))
+        return rows
+
+    def _rows(self, sequences: torch.Tensor, prompt_len: int) -> list[list[int]]:
+        """New tokens of every row, up to and with its end-of-sequence token."""
+        ends = set(eos_ids(self.model))
+        rows = sequences[:, prompt_len:].tolist()
+        lengths = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
+        return [row[:length] for row, length in zip(rows, lengths)]
+
+    def _compare(self, tally: Tally, start: int, plain: list[list[int]], rows: list[list[int]]) -> None:
+        for index, (expected, found) in enumerate(zip(plain, rows), start):
+            for item in find_differences(torch.tensor([expected]), torch.tensor([found])):
+                tally.differences[index] = replace(self._judged(item, index, expected), row=index)
+
+    @torch.no_grad()
+    def _judged(self, item: Difference, index: int, plain: list[int]) -> Difference:
+        """The difference, with how clearly one forward over the common text prefers plain decoding's token."""
+        if self.settings.replays or item.plain_token < 0 or item.own_token < 0:
+            return item
+        text = torch.tensor([self.data.prompts[index] + plain[: item.position]], device=self.model.device)
+        logits = self.model(input_ids=text, logits_to_keep=1).logits[0, -1].float()
+        gap = float(logits[item.plain_token] - logits[item.own_token])
+        tolerance = self.rounding.tolerance(float(logits.abs().max()))
+        return replace(item, plain_gap=gap, own_gap=-gap, tolerance=tolerance)
+
+
+class TargetMonitor:
+    """
+    Watches the target's forwards during one `generate` call: when the prompts were done, and what was fed, as needed
+    where no statistics are returned.
+
+    Args:
+        num_prompt_tokens (`int`): Of all rows, padding left aside.
+    """
+
+    def __init__(self, num_prompt_tokens: int):
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_forwards = self.num_fed = 0
+        self.prefill_seconds = 0.0
+
+    @contextmanager
+    def attached_to(self, model: PreTrainedModel) -> Iterator[None]:
+        def watch(module, args, kwargs, output):
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            is_prefill = self.num_fed < self.num_prompt_tokens
+            self.num_forwards += 1
+            self.num_fed += ids.numel()
+            if is_prefill and self.num_fed >= self.num_prompt_tokens:
+                self.prefill_seconds = self.seconds_since_start()
+
+        self._device = model.device
+        synchronize(self._device)
+        self._start = time.perf_counter()
+        hook = model.register_forward_hook(watch, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def seconds_since_start(self) -> float:
+        synchronize(self._device)
+        return time.perf_counter() - self._start
+
+    def statistics(self, num_tokens: int) -> GenerationStatistics:
+        """
+        Of transformers' assisted decoding of one row: its forwards feed the last token and the draft, and each yields
+        one token that was not drafted.
+        """
+        num_drafted = self.num_fed - self.num_prompt_tokens - (self.num_forwards - 1)
+        return GenerationStatistics(
+            steps=self.num_forwards,
+            forwards=self.num_forwards,
+            drafted_tokens=num_drafted,
+            accepted_tokens=num_tokens - self.num_forwards,
+            generated_tokens=num_tokens,
+        )
+
+
+@contextmanager
+def _unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
+    """transformers leaves the draft length that it has learnt, and more, on the draft's generation config."""
+    if draft is None:
+        yield
+        return
+    before = copy.deepcopy(draft.generation_config)
+    try:
+        yield
+    finally:
+        draft.generation_config = before

@@ -1,0 +1,1 @@
+"""`smartspec bench load` and `smartspec bench timeline`."""

@@ -1,0 +1,237 @@
+"""`smartspec bench load`: latency and goodput of the engine over the request rate, for every way to speculate."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from transformers.utils.logging import tqdm
+
+from ...goodput.papers.policies import BatchLookupTable
+from ...simulator import LoadResult, poisson
+from ..common.models import UsageError, check_output
+from ..common.setup import (
+    Setup,
+    add_model_arguments,
+    add_text_arguments,
+    check_outputs,
+    check_sources,
+    command_of,
+    load_setups,
+    merged,
+    positive_number,
+)
+from ..common.sources import SOURCES, USUAL
+from ..common.timing import environment
+from ..verify.command import positive
+from ..verify.report import make_console
+from .costs import Calibration, Calibrations
+from .policies import NONE, ORACLE, Policies, policy_name
+from .report import Cell, Cells, Point, plot, print_points, summaries
+from .runs import (
+    calibrate,
+    capacity,
+    lookup_table,
+    new_requests,
+    serve,
+    simulate,
+    simulate_logged,
+    slowness,
+    warm_up,
+)
+
+_POLICIES = (NONE, "k=1", "k=3", "k=5", "table", "step", "auction")
+_SHARES = (0.3, 0.6, 0.9)  # of what the engine can serve without speculation: the default rates
+_REHEARSAL = 0.5  # of a load's seconds: of the short ones before and after, by which its simulation is timed
+_NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_text_arguments(parser)
+    parser.add_argument(
+        "--rates", type=positive_number, nargs="+", metavar="R",
+        help="requests per second (default: 0.3, 0.6 and 0.9 of what can be served without speculation)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sources", nargs="+", choices=SOURCES, default=list(USUAL),
+        help="auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
+        f"never come true, sure of themselves (default: {' '.join(USUAL)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
+        help=f"{', '.join(_POLICIES)}, request, or with --virtual oracle, which knows what comes true: an "
+        f"upper bound for all sources but hybrid (default: all but the last two); {NONE} is always measured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=positive_number, default=20.0, metavar="S", help="of arrivals, per run (default: 20)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=1, metavar="N",
+        help="runs of every row; ratios are medians over them, each run against its neighbour (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="show the same loads in virtual time beside them, on a machine as fast as in short rehearsals with other "
+        "arrivals right before and after each",
+    )
+    parser.add_argument(
+        "--virtual", action="store_true",
+        help="everything in virtual time, on the simulated engine, with recorded responses; only what steps cost is "
+        "measured before",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE",
+        help="with --virtual: what steps cost, in a file; what is in it is not measured, and what is not is added",
+    )  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    setups = load_setups(args)
+    check_sources(args, setups[0])
+    console, system = make_console(), environment(setups[0].model.device, setups[0].model.dtype)
+    report: dict[str, Any] = {"command": command_of(args), "environment": system}
+    cells: Cells = {}
+    bench = LoadBench(setups, args, cells)
+    _print_setting(setups, args, system, console)
+    try:
+        bench.run()
+    finally:  # interrupted, what was measured so far is still worth reading
+        rows = summaries(cells)
+        if rows:
+            print_points(rows, cells, console)
+            if args.json:
+                args.json.write_text(json.dumps(report | {"results": rows}, indent=2) + "\n")
+            if args.plot:
+                plot(rows, args.plot)
+    return 1 if any(row["is_too_slow"] for row in rows) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    check_outputs(args)
+    check_output(args.profile)
+    if args.profile and not args.virtual:
+        raise UsageError("--profile goes with --virtual")
+    if args.simulated and args.virtual:
+        raise UsageError("--simulated goes with the real engine, not with --virtual")
+    if ORACLE in args.policies and not args.virtual:
+        raise UsageError("--policies: only simulations have an oracle, see --virtual")
+    args.replay = args.replay or args.virtual
+
+
+def _print_setting(setups: Sequence[Setup], args: argparse.Namespace, system: dict[str, Any], console: Console) -> None:
+    lengths = [len(prompt) for setup in setups for prompt in setup.prompts]
+    model, time = setups[0].model, "virtual time, " if args.virtual else ""
+    texts = "recorded responses, replayed" if args.replay else "the target's own outputs"
+    past = f"; suffix trees remember {args.remember} more of each" if args.remember else ""
+    console.print(
+        f"[bold]smartspec bench load[/bold] {time}{model.num_parameters() / 1e6:.0f} M parameters, {system['dtype']}, "
+        f"{system['device']}, {system['threads']} threads\n{len(lengths)} prompts of {min(lengths)} to {max(lengths)} "
+        f"tokens from {len(setups)} data sets{past}\n{texts}, up to {args.max_new_tokens} tokens, at most "
+        f"{args.max_batch_size} requests at once; Poisson arrivals for {args.seconds:g} s\n",
+        highlight=False,
+    )
+
+
+class LoadBench:
+    """Fills `cells`: every data set, source, rate, repetition and policy, the policies side by side."""
+
+    def __init__(self, setups: Sequence[Setup], args: argparse.Namespace, cells: Cells):
+        self.setups, self.args, self.cells = setups, args, cells
+        self.names = list(dict.fromkeys([NONE, *args.policies]))
+        self._tables: dict[str, BatchLookupTable] = {}
+        self._virtual: Calibrations | None = None
+        if args.virtual:
+            self._whole = merged(setups)
+            model = self._whole.model
+            machine = {"parameters": model.num_parameters()} | environment(model.device, model.dtype)
+            sample = self._whole.sample(_NUM_CALIBRATED)
+            self._virtual = Calibrations(partial(calibrate, sample), args.profile, machine)
+
+    def run(self) -> None:
+        num_rates = len(self.args.rates or _SHARES)
+        num_runs = num_rates * self.args.repeats * len(self.names)
+        num = len(self.setups) * len(self.args.sources) * (1 + num_runs)
+        with tqdm(total=num, desc="serving", disable=None, leave=False) as progress:
+            for setup in self.setups:
+                calibrations = self._virtual or Calibrations(partial(calibrate, setup))
+                rates = self.args.rates
+                for source in self.args.sources:
+                    calibration = calibrations[source]
+                    progress.update()
+                    if rates is None:
+                        most = capacity(setup, source, calibration)
+                        rates = [float(f"{share * most:.2g}") for share in _SHARES]
+                    policies = self._policies(setup, source, calibration)
+                    for rate in rates:
+                        if not self.args.virtual:
+                            warm_up(setup, source, policies.new(self.names[-1]))
+                        self._measure(setup, Point(setup.name, source, rate), calibration, policies, progress)
+
+    def _policies(self, setup: Setup, source: str, calibration: Calibration) -> Policies:
+        policies = Policies(calibration.cost)
+        if "table" in self.names and self.args.virtual:  # is made once for each source, as its costs are measured once
+            if source not in self._tables:
+                self._tables[source] = lookup_table(self._whole, source, calibration)
+            policies.table = self._tables[source]
+        elif "table" in self.names:
+            policies.table = lookup_table(setup, source, calibration)
+        return policies
+
+    def _measure(self, setup: Setup, point: Point, calibration: Calibration, policies: Policies, progress: Any) -> None:
+        cells = self.cells[point] = {name: Cell() for name in self.names}
+        for repeat in range(self.args.repeats):
+            rng = np.random.default_rng([setup.seed, repeat])
+            times = poisson(point.rate, max(round(point.rate * self.args.seconds), 1), rng)
+            requests = new_requests(setup, times, rng)
+            times = poisson(point.rate, max(round(point.rate * self.args.seconds * _REHEARSAL), 2), rng)
+            rehearsed = new_requests(setup, times, rng)
+            order = list(cells.items())
+            for name, cell in order if repeat % 2 == 0 else reversed(order):
+                world = setup, point.source, calibration, partial(policies.new, name)
+                if self.args.simulated:
+                    self._run_beside(*world, requests, rehearsed, cell)
+                else:
+                    self._run(*world, requests, cell)
+                progress.update()
+
+    def _run(
+        self, setup: Setup, source: str, calibration: Calibration, new_policy: Any, requests: Any, cell: Cell
+    ) -> None:
+        if self.args.virtual and not self.args.explain:
+            cell.results.append(simulate(setup, source, calibration, new_policy, requests))
+        elif self.args.virtual:
+            result, explanation = simulate_logged(setup, source, calibration, new_policy, requests)
+            cell.results.append(result)
+            cell.explanations.append(explanation)
+        else:
+            cell.results.append(result := LoadResult())
+            explanation = serve(setup, source, new_policy(), requests, result)
+            if self.args.explain:
+                cell.explanations.append(explanation)
+
+    def _run_beside(
+        self,
+        setup: Setup,
+        source: str,
+        calibration: Calibration,
+        new_policy: Any,
+        requests: Any,
+        rehearsed: Any,
+        cell: Cell,
+    ) -> None:
+        """The load on the real engine between two rehearsals; then in virtual time, timed by these."""
+        rehearsals = [LoadResult(), LoadResult()]
+        serve(setup, source, new_policy(), rehearsed, rehearsals[0])
+        self._run(setup, source, calibration, new_policy, requests, cell)
+        serve(setup, source, new_policy(), rehearsed, rehearsals[1])
+        factor = slowness(setup, source, calibration, new_policy, rehearsed, rehearsals)
+        cell.factors.append(factor)
+        cell.simulated.append(simulate(setup, source, calibration.scaled(factor), new_policy, requests))

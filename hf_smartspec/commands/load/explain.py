@@ -1,0 +1,75 @@
+"""Why a load was fast or slow: what the engine's report says about each policy, side by side."""
+
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+
+from ...goodput.report import SpeculationReport
+from ..verify.report import table
+
+_DEPTHS = 4
+
+
+class Explanation(NamedTuple):
+    """
+    What an engine says about one load.
+
+    Args:
+        report (`SpeculationReport`): Sums over all steps.
+        wait (`float`): Mean seconds that a request waited in the queue.
+    """
+
+    report: SpeculationReport
+    wait: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"wait": self.wait, "best_fixed": self.report.best_fixed} | asdict(self.report)
+
+
+def print_explanations(title: str, explanations: dict[str, Explanation], console: Console) -> None:
+    """One line per policy."""
+    columns = ("draft", "select", "prefill", "verify", "wait", "nodes", "in vain", "pays", "best")
+    lines = table(escape(title), "policy", *columns, "comes true")
+    for name, (report, wait) in explanations.items():
+        seconds = report.seconds
+        parts = (seconds["draft"], seconds["other"], seconds["prefill"], seconds["verify"])
+        lines.add_row(
+            name,
+            *(f"{value:.2f}" for value in (*parts, wait)),
+            f"{_mean_nodes(report):.1f}",
+            f"{report.in_vain / report.drafted:.0%}" if report.drafted else "-",
+            "-" if report.break_even is None else f"{report.break_even:.2f}",
+            _best(report),
+            _acceptance(report) or "-",
+        )
+    console.print(lines)
+
+
+LEGEND = (
+    "draft, select (with commit and observation), prefill, verify: seconds of all steps. wait: in the queue, mean "
+    "seconds. nodes: verified per row and step; in vain: of them. pays: probability from which a node has paid. best: "
+    "fixed number of nodes in hindsight, and its goodput by what was reached, by the cost model. comes true: % of "
+    "levels, from the first on."
+)
+
+
+def _mean_nodes(report: SpeculationReport) -> float:
+    num_rows = sum(report.nodes_per_row.values())
+    return sum(size * count for size, count in report.nodes_per_row.items()) / max(num_rows, 1)
+
+
+def _best(report: SpeculationReport) -> str:
+    if report.best_fixed is None:
+        return "-"
+    return f"{report.best_fixed}: {report.hindsight[report.best_fixed] / max(report.goodput, 1e-9):.2f}"
+
+
+def _acceptance(report: SpeculationReport) -> str:
+    """Percent by depth; a line per source, with its name where there are several."""
+    lines = []
+    for source, levels in report.acceptance.items():
+        name = source.removesuffix("Candidates") + " " if len(report.acceptance) > 1 else ""
+        lines.append(name + " ".join(f"{rate:.0%}".rstrip("%") for num, rate in levels[:_DEPTHS] if num))
+    return "\n".join(lines)

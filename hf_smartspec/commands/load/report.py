@@ -1,0 +1,289 @@
+"""What `smartspec bench load` found: tables, verdicts, and a figure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from ...simulator import LoadResult
+from ...simulator.results import pooled
+from ..ablation.plots import draw, from_zero, shared_legend
+from ..verify.report import table
+from .explain import LEGEND, Explanation, print_explanations
+from .policies import AUCTION, NONE, is_fixed
+
+LEAST_GOODPUT, MOST_LATENCY = 0.98, 1.02  # of no speculation's: what the auction must keep to
+FIDELITY = 0.10  # relative error of the simulated mean latency that counts as faithful
+_SATURATED = 0.1  # share of their latency that requests wait in the queue of an engine that is asked too much
+
+
+class Point(NamedTuple):
+    """One load."""
+
+    data_set: str
+    source: str
+    rate: float  # requests per second
+
+    def __str__(self) -> str:
+        return f"{short(self.data_set)}, {self.source}, {self.rate:g}/s"
+
+
+@dataclass
+class Cell:
+    """
+    What one policy made of one load: one result per repetition, of the real engine or, with --virtual, of the simulated
+    one. `simulated`: the same loads beside the real ones, and `factors` by which steps were slower than in the
+    calibration, just before and after each, so that the simulation's are, too.
+    """
+
+    results: list[LoadResult] = field(default_factory=list)
+    explanations: list[Explanation] = field(default_factory=list)
+    simulated: list[LoadResult] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+
+Cells = dict[Point, dict[str, Cell]]  # by load and policy; "none" comes first
+
+
+def short(data_set: str) -> str:
+    """Of a path, the name without endings."""
+    return Path(data_set).name.partition(".")[0]
+
+
+def summaries(cells: Cells) -> list[dict[str, Any]]:
+    """
+    One row per load and policy. Figures are of the requests of all repetitions; ratios are medians over the
+    repetitions, each against its neighbour with the same arrivals, and None where none was finished.
+    """
+    rows = []
+    for point, policies in cells.items():
+        measured = {
+            name: pooled(_finished(cell.results)).as_dict()
+            for name, cell in policies.items()
+            if _is_served(cell.results)
+        }
+        if NONE not in measured:
+            continue
+        best = best_fixed(measured)
+        for name, figures in measured.items():
+            cell = policies[name]
+            row: dict[str, Any] = point._asdict() | {"policy": name} | figures
+            row |= _ratios(policies[NONE].results, cell.results)
+            row["is_best_fixed"] = name == best
+            if name == AUCTION:
+                row["latency_by_best_fixed"] = _median(latency_ratios(cell.results, policies[best].results))
+            row["is_too_slow"] = name == AUCTION and _is_slow(row)
+            if _is_served(cell.simulated):
+                row |= _fidelity(cell)
+            if cell.explanations:
+                row["explanations"] = [item.as_dict() for item in cell.explanations]
+            rows.append(row)
+    return rows
+
+
+def _fidelity(cell: Cell) -> dict[str, Any]:
+    """Simulated beside real, run by run: errors are those of the mean latency."""
+    errors = [ratio - 1 for ratio in latency_ratios(cell.simulated, cell.results)]
+    real = pooled(_finished(cell.results))
+    return {
+        "simulated_latency": pooled(cell.simulated).mean_latency,
+        "simulation_factors": cell.factors,
+        "simulation_errors": errors,
+        "simulation_error": _median(errors),
+        "is_saturated": real.seconds_waited > _SATURATED * float(real.latencies.sum()),
+    }
+
+
+def _is_served(results: list[LoadResult]) -> bool:
+    return any(result.served for result in results)
+
+
+def _finished(results: Sequence[LoadResult]) -> list[LoadResult]:
+    """Without a last one that was interrupted, where there are others."""
+    most = max(len(result.served) for result in results)
+    return [result for result in results if len(result.served) == most]
+
+
+def _ratios(plain: Sequence[LoadResult], results: Sequence[LoadResult]) -> dict[str, Any]:
+    speedups = latency_ratios(plain, results)
+    ratios = [after.goodput / before.goodput for before, after in _pairs(plain, results)]
+    return {
+        "speedup": _median(speedups), "speedups": speedups,
+        "goodput_ratio": _median(ratios), "goodput_ratios": ratios,
+    }  # fmt: skip
+
+
+def latency_ratios(results: Sequence[LoadResult], others: Sequence[LoadResult]) -> list[float]:
+    """The former's mean latency by the latter's, of every repetition that both have finished."""
+    return [result.mean_latency / other.mean_latency for result, other in _pairs(results, others)]
+
+
+def _pairs(results: Sequence[LoadResult], others: Sequence[LoadResult]) -> list[tuple[LoadResult, LoadResult]]:
+    """Where one was interrupted, the other has answered more."""
+    pairs = zip(results, others)
+    return [(one, other) for one, other in pairs if one.served and len(one.served) == len(other.served)]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _is_slow(row: dict[str, Any]) -> bool:
+    if row["speedup"] is None:
+        return False
+    return bool(row["goodput_ratio"] < LEAST_GOODPUT or row["speedup"] < 1 / MOST_LATENCY)
+
+
+def best_fixed(measured: dict[str, dict[str, Any]]) -> str:
+    """The fixed choice that would have had the least latency, known in hindsight."""
+    return min((name for name in measured if is_fixed(name)), key=lambda name: measured[name]["mean_latency"])
+
+
+# Heading, key, format.
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("mean", "mean_latency", ".3f"),
+    ("p90", "p90_latency", ".3f"),
+    ("p99", "p99_latency", ".3f"),
+    ("first", "first_token", ".3f"),
+    ("tokens/s", "goodput", ".1f"),
+    ("lat. x", "speedup", ".2f"),
+    ("good. x", "goodput_ratio", ".2f"),
+    ("/step", "mean_accepted_length", ".2f"),
+)
+_SIMULATED = (("sim.", "simulated_latency", ".3f"), ("error", "simulation_error", "+.1%"))
+
+
+def print_points(rows: list[dict[str, Any]], cells: Cells, console: Console) -> None:
+    """A table per data set, and what they say together; then why, where that was asked for."""
+    for data_set in dict.fromkeys(row["data_set"] for row in rows):
+        _print_data_set(data_set, [row for row in rows if row["data_set"] == data_set], console)
+    _print_overview([row for row in rows if row["policy"] == AUCTION and row["speedup"] is not None], console)
+    for line in verdicts(rows):
+        console.print(line, highlight=False)
+    explained = {
+        point: {name: cell.explanations[-1] for name, cell in policies.items() if cell.explanations}
+        for point, policies in cells.items()
+    }
+    if any(explained.values()):
+        console.print()
+        for point, explanations in explained.items():
+            if explanations:
+                print_explanations(f"Why: {point}", explanations, console)
+        console.print(LEGEND, highlight=False)
+
+
+def _print_data_set(data_set: str, rows: list[dict[str, Any]], console: Console) -> None:
+    columns = _COLUMNS
+    if any("simulated_latency" in row for row in rows):
+        columns = tuple(column for column in _COLUMNS if column[0] != "p99") + _SIMULATED
+    title = f"{short(data_set)}: latencies in seconds"
+    lines = table(escape(title), "source", "rate", "policy", *(name for name, _, _ in columns), num_text=3)
+    labels = ("", "")
+    for row in rows:
+        before, labels = labels, (row["source"], f"{row['rate']:g}/s")
+        if before not in (("", ""), labels):
+            lines.add_section()
+        name = row["policy"] + (" *" if row["is_best_fixed"] else "")
+        values = [format(row[key], form) if row.get(key) is not None else "" for _, key, form in columns]
+        lines.add_row(
+            *(labels if labels != before else ("", "")),
+            f"[red]{name} SLOWER[/red]" if row["is_too_slow"] else name,
+            *values,
+        )
+    console.print(lines)
+
+
+def _print_overview(auction: list[dict[str, Any]], console: Console) -> None:
+    """The auction's worst ratio over the rates, where there are several data sets or sources."""
+    sources, data_sets = (list(dict.fromkeys(row[key] for row in auction)) for key in ("source", "data_set"))
+    if len(sources) * len(data_sets) < 2:
+        return
+    console.print("[bold]Auction: latency x no speculation, at the worst rate[/bold]")
+    lines = table("", "data set", *sources)
+    for data_set in data_sets:
+        cells = []
+        for source in sources:
+            same = [row for row in auction if (row["data_set"], row["source"]) == (data_set, source)]
+            value = f"{min(row['speedup'] for row in same):.2f}" if same else ""
+            cells.append(f"[red]{value}[/red]" if any(row["is_too_slow"] for row in same) else value)
+        lines.add_row(escape(short(data_set)), *cells)
+    console.print(lines)
+
+
+def verdicts(rows: list[dict[str, Any]]) -> Iterable[str]:
+    """What the tables say about the auction, and about the simulation."""
+    yield (
+        "*: best fixed choice in hindsight. first: token. lat. x, good. x: how many times better than no speculation, "
+        "median over the repetitions. /step: tokens."
+    )
+    auction = [row for row in rows if row["policy"] == AUCTION and row["speedup"] is not None]
+    if auction:
+        worst = min(auction, key=lambda row: row["speedup"])
+        num_slow = sum(row["is_too_slow"] for row in auction)
+        place = Point(worst["data_set"], worst["source"], worst["rate"])
+        yield (
+            f"Auction: slower than no speculation (goodput below {LEAST_GOODPUT}, or latency above {MOST_LATENCY}) at "
+            f"{num_slow} of {len(auction)} loads; worst latency x {worst['speedup']:.2f} ({place})."
+        )
+    ratios = [row["latency_by_best_fixed"] for row in auction if row["latency_by_best_fixed"] is not None]
+    if ratios:
+        yield (
+            f"Auction's latency by that of the best fixed choice: median {np.median(ratios):.2f}, worst "
+            f"{max(ratios):.2f}."
+        )
+    yield from _fidelity_verdict([row for row in rows if row.get("simulation_error") is not None])
+
+
+def _fidelity_verdict(rows: list[dict[str, Any]]) -> Iterable[str]:
+    if not rows:
+        return
+    below = [row for row in rows if not row["is_saturated"]]
+    errors = [abs(row["simulation_error"]) for row in below]
+    runs = [error for row in below for error in row["simulation_errors"]]
+    factors = [factor for row in rows for factor in row["simulation_factors"]]
+    spread = ""
+    if below:
+        single = max(map(abs, runs))
+        spread = f": median {np.median(errors):.1%}, worst {max(errors):.1%}, worst of single runs {single:.1%}"
+    yield (
+        f"Simulation: mean latency within {FIDELITY:.0%} of the engine's in {sum(e <= FIDELITY for e in errors)} of "
+        f"{len(below)} rows below saturation (at most {_SATURATED:.0%} of the latency is waiting in the queue)"
+        f"{spread}. Errors are medians over the repetitions. In the rehearsals, which the "
+        f"simulation is timed by, steps took {min(factors):.2f} to {max(factors):.2f} times what the calibration says."
+    )
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up of the mean latency over the request rate, a panel per data set and source; simulated ones dashed."""
+    rows = [row for row in rows if row["speedup"] is not None]
+    panels = list(dict.fromkeys((row["data_set"], row["source"]) for row in rows))
+    if not panels:
+        return
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, panel in zip(axes, panels):
+            here = [row for row in rows if (row["data_set"], row["source"]) == panel]
+            for name in dict.fromkeys(row["policy"] for row in rows):
+                shown = [row for row in here if row["policy"] == name]
+                color = axis.plot([row["rate"] for row in shown], [row["speedup"] for row in shown],
+                                  marker="o", label=name)[0].get_color()  # fmt: skip
+                pairs = [(row["rate"], _simulated_speedup(here, row)) for row in shown if "simulated_latency" in row]
+                axis.plot(*zip(*pairs) if pairs else ([], []), linestyle="--", color=color)
+            axis.set_title(f"{short(panel[0])}, {panel[1]}")
+            axis.set_xlabel("requests per second")
+            axis.set_ylabel("latency: no speculation / this")
+            from_zero(axis)
+        shared_legend(figure, axes)
+
+    draw(path, len(panels), paint)
+
+
+def _simulated_speedup(rows: list[dict[str, Any]], like: dict[str, Any]) -> float:
+    same = [row for row in rows if row["rate"] == like["rate"]]
+    plain = next((row for row in same if row["policy"] == NONE and "simulated_latency" in row), None)
+    return plain["simulated_latency"] / like["simulated_latency"] if plain else float("nan")

@@ -1,0 +1,279 @@
+"""Loads on the real engine and on the simulated one, and the measurements that the latter needs."""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...candidates import DraftModelCandidates
+from ...goodput import CostModel, DraftCost, LengthPolicy, StepRows
+from ...goodput.papers.policies import BatchLookupTable, StepGoodput
+from ...goodput.report import LoggedPolicy
+from ...serving.engine import Engine
+from ...serving.outputs import EngineOutput
+from ...simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
+from ...simulator.results import pooled
+from ...simulator.sources import TimedCandidates
+from ...target.profiling import load_or_profile
+from ..common.setup import Drafts, Setup
+from ..common.sources import WITH_DRAFT_MODEL
+from .costs import Calibration
+from .explain import Explanation
+from .policies import NONE, Policies
+
+LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
+_TABLE_BATCHES = 32  # the largest batch of the look-up table
+_TABLE_LENGTH = 8
+_SCALINGS = 2  # rounds in which the simulated machine is made as fast as the real one
+_NUM_ALONE = 8  # prompts of the calibration that run alone
+
+
+class Exploration(StepGoodput):
+    """Tries all lengths in turn, and learns what a step costs, what drafting costs and what is accepted."""
+
+    def __init__(self, cost: CostModel):
+        super().__init__(cost, max(LENGTHS))
+        self.num_steps = 0
+
+    def max_nodes(self, rows: StepRows) -> np.ndarray:
+        self.num_steps += 1
+        return np.minimum(rows.caps, LENGTHS[self.num_steps % len(LENGTHS)])
+
+
+# The real engine
+
+
+def serve(
+    setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[LoadRequest], result: LoadResult
+) -> Explanation:
+    """
+    Sends requests at their arrival times, answered or not, and fills in the result when all are answered; interrupted,
+    with those that are. Returns what the engine says about it.
+    """
+    engine = setup.new_engine(setup.new_source(source), policy)
+    outputs: dict[str, EngineOutput] = {}
+    with engine:
+        start = time.perf_counter()
+        try:
+            for index, request in enumerate(requests):
+                time.sleep(max(start + request.arrival - time.perf_counter(), 0))
+                engine.add_request(request.prompt, request_id=str(index), max_new_tokens=request.max_new_tokens)
+            outputs |= {output.request_id: output for output in engine}
+            errors = [output.error for output in outputs.values() if output.error is not None]
+            if errors:
+                raise RuntimeError(f"{len(errors)} requests failed; the first one: {errors[0]}")
+        except KeyboardInterrupt:
+            while (output := engine.get_result(timeout=0)) is not None:
+                outputs[output.request_id] = output
+            raise
+        finally:
+            for name, output in outputs.items():
+                request = requests[int(name)]
+                first = output.first_token_time or output.lifespan[1]
+                times = (first - start, output.lifespan[1] - start)
+                result.served.append(Served(request.arrival, *times, len(output.generated_tokens)))
+            result.served.sort()
+            result.statistics += engine.statistics
+    result.seconds_waited = sum(output.lifespan[0] - output.created_time for output in outputs.values())
+    return Explanation(engine.report(), result.seconds_waited / max(len(requests), 1))
+
+
+def warm_up(setup: Setup, source: str, policy: LengthPolicy) -> None:
+    """A few tokens through a whole engine."""
+    engine = setup.new_engine(setup.new_source(source), policy)
+    engine.generate(setup.prompts[:2], max_new_tokens=min(8, setup.max_new_tokens))
+
+
+def calibrate(setup: Setup, source: str) -> Calibration:
+    """
+    Some prompts one by one, then all at once, on the real engine. What it answers, which no policy changes, are then
+    the responses of the setup.
+    """
+    policy = Exploration(CostModel.from_dict(load_or_profile(setup.model).as_dict()))
+    warm_up(setup, source, policy)
+    with setup.new_engine(setup.new_source(source), policy) as engine:
+        delays = [_seconds_to_queue(engine, prompt, setup) for prompt in setup.prompts[:_NUM_ALONE]]
+    counts = engine.statistics
+    together = setup.new_source(source)
+    engine = setup.new_engine(together, policy)
+    outputs = engine.generate(setup.prompts, max_new_tokens=setup.max_new_tokens)
+    counts += engine.statistics
+    if setup.responses is None:
+        setup.responses = [np.array(output.generated_tokens, np.int64) for output in outputs]
+    inside = _step_seconds(LoadResult(statistics=counts))
+    cost = DraftCost(is_autoregressive=together.is_autoregressive, width=together.width)
+    per_call, per_row = policy.timer.seconds(cost)
+    draft = replace(cost, per_call=per_call, per_row=per_row)
+    besides = max(counts.seconds_total / max(counts.forwards, 1) - inside, 0.0)
+    return Calibration(policy.cost, draft, besides, median(delays), together.default_num_nodes)
+
+
+def _seconds_to_queue(engine: Engine, prompt: np.ndarray, setup: Setup) -> float:
+    """Serves one request."""
+    start = time.perf_counter()
+    output = engine.get_result(engine.add_request(prompt, max_new_tokens=setup.max_new_tokens))
+    assert output is not None, "it was asked for"
+    return output.created_time - start
+
+
+# The simulated one
+
+
+def new_requests(setup: Setup, times: np.ndarray, rng: np.random.Generator) -> list[LoadRequest]:
+    """A request per arrival: all prompts in random order, again and again."""
+    order = np.concatenate([rng.permutation(len(setup.prompts)) for _ in range(len(times) // len(setup.prompts) + 1)])
+    responses = setup.responses or [np.zeros(0, np.int64)] * len(setup.prompts)
+    return [
+        LoadRequest(float(when), setup.prompts[index], setup.max_new_tokens, responses[index])
+        for when, index in zip(times, order.tolist())
+    ]
+
+
+@torch.no_grad()
+def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel, known: Drafts) -> list[LoadRequest]:
+    """
+    The same requests with what a draft model would propose: chains come true as long as its arg max over the true text
+    agrees with it, so one forward over each text tells all of them. `known` has those of earlier calls.
+    """
+    result = []
+    for item in requests:
+        text = np.concatenate([item.prompt, item.response])
+        name = text.tobytes()
+        if name not in known:
+            ids = torch.from_numpy(text[None]).to(draft.device)
+            scores = draft(ids).logits[0, len(item.prompt) - 1 : -1].float().softmax(dim=-1)
+            best = scores.max(dim=-1)
+            ranks = (best.indices.cpu().numpy() != item.response).astype(np.int64)
+            known[name] = ranks, best.values.cpu().numpy()[:, None]
+        ranks, probs = known[name]
+        result.append(replace(item, ranks=ranks, probs=probs))
+    return result
+
+
+class TimedDrafter(TimedCandidates):
+    """The second of two sources; by another name, so that their drafts are calibrated apart."""
+
+
+def new_engine(
+    setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
+) -> SimulatedEngine:
+    """A simulated engine with a source that has learnt nothing yet but what is remembered."""
+    drafter: TableCandidates | TimedDrafter | None = None
+    if source in WITH_DRAFT_MODEL:
+        assert setup.draft is not None, "asked for where there is a draft only"
+        model = DraftModelCandidates(setup.draft)
+        drafter = TableCandidates((1,) * model.most_nodes, is_autoregressive=True, heeds_prices=model.heeds_prices)
+    if drafter is not None and calibration.drafter is not None:
+        drafter = TimedDrafter(drafter, EventClock(), calibration.drafter)
+    engine = SimulatedEngine(
+        calibration.cost,
+        setup.new_source(source, drafter),
+        calibration.draft,
+        max_batch_size=max_batch_size or setup.max_batch_size,
+        step_seconds=calibration.step_seconds,
+        request_seconds=calibration.request_seconds,
+        end_id=setup.end_id,
+    )
+    if isinstance(drafter, TimedDrafter):
+        drafter.clock = engine.clock
+    return engine
+
+
+PolicyMaker = Callable[[SimulatedEngine], LengthPolicy]
+
+
+def simulate(
+    setup: Setup,
+    source: str,
+    calibration: Calibration,
+    new_policy: PolicyMaker,
+    requests: Sequence[LoadRequest],
+    max_batch_size: int | None = None,
+) -> LoadResult:
+    """The same load in virtual time; the requests must have their responses."""
+    if source in WITH_DRAFT_MODEL:
+        assert setup.draft is not None, "asked for where there is a draft only"
+        requests = with_draft_model(requests, setup.draft, setup.drafts)
+    engine = new_engine(setup, source, calibration, max_batch_size)
+    return engine.run(requests, new_policy(engine))
+
+
+def simulate_logged(
+    setup: Setup, source: str, calibration: Calibration, new_policy: PolicyMaker, requests: Sequence[LoadRequest]
+) -> tuple[LoadResult, Explanation]:
+    """The same, with what an engine would say about it."""
+    logs: list[LoggedPolicy] = []
+    names: dict[str, str] = {}
+
+    def logged(engine: SimulatedEngine) -> LoggedPolicy:
+        logs.append(LoggedPolicy(new_policy(engine), copy.deepcopy(calibration.cost)))
+        timed = [item for item in (engine.source, engine.source.drafter) if isinstance(item, TimedCandidates)]
+        names.update({type(item).__name__: type(item.source).__name__ for item in timed})
+        return logs[0]
+
+    result = simulate(setup, source, calibration, logged, requests)
+    report = logs[0].report()
+    report.acceptance = {
+        " + ".join(names.get(part, part) for part in name.split(" + ")): levels
+        for name, levels in report.acceptance.items()
+    }
+    return result, Explanation(report, result.seconds_waited / max(len(requests), 1))
+
+
+def slowness(
+    setup: Setup,
+    source: str,
+    calibration: Calibration,
+    new_policy: PolicyMaker,
+    requests: Sequence[LoadRequest],
+    rehearsals: Sequence[LoadResult],
+) -> float:
+    """
+    By which factor a mean step takes longer than the calibration says, judged by rehearsals: short loads on the real
+    engine, right before and after the one that is to be simulated. Machines drift by more than simulations err.
+
+    Args:
+        requests (sequence of `LoadRequest`): What was served in each rehearsal.
+        rehearsals (sequence of `LoadResult`): What came of it.
+    """
+    real, factor = _step_seconds(pooled(rehearsals)), 1.0
+    for _ in range(_SCALINGS):
+        twin = simulate(setup, source, calibration.scaled(factor), new_policy, requests)
+        factor *= real / _step_seconds(twin)
+    return factor
+
+
+def _step_seconds(result: LoadResult) -> float:
+    counts = result.statistics
+    inside = counts.seconds_draft + counts.seconds_select + counts.seconds_forward + counts.seconds_verify
+    return inside / max(counts.forwards, 1)
+
+
+def capacity(setup: Setup, source: str, calibration: Calibration) -> float:
+    """Requests per second that the simulated engine answers without speculation when all have arrived already."""
+    requests = new_requests(setup, np.zeros(4 * setup.max_batch_size), np.random.default_rng(setup.seed))
+    policy = partial(Policies(calibration.cost).new, NONE)
+    return len(requests) / simulate(setup, source, calibration, policy, requests).seconds
+
+
+def lookup_table(setup: Setup, source: str, calibration: Calibration) -> BatchLookupTable:
+    """
+    Su et al.'s table: the seconds per token of full batches of every size with every length. The grid search runs in
+    virtual time, which takes seconds where the engine would take minutes.
+    """
+
+    def seconds_per_token(batch_size: int, length: int) -> float:
+        if length > calibration.max_nodes:
+            return np.inf
+        requests = new_requests(setup, np.zeros(2 * batch_size), np.random.default_rng(setup.seed))
+        policy = partial(Policies(calibration.cost).new, f"k={length}")
+        return 1 / simulate(setup, source, calibration, policy, requests, batch_size).goodput
+
+    size = min(_TABLE_BATCHES, setup.max_batch_size)
+    return BatchLookupTable.profiled(seconds_per_token, size, _TABLE_LENGTH)

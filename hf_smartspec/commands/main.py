@@ -1,0 +1,125 @@
+"""The `smartspec` command. Commands are imported when they are called: torch and transformers take seconds."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+USAGE_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class Command(NamedTuple):
+    """Where a command lives; its module has `add_arguments(parser)` and `run(args) -> int`."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    ("verify",): Command("benchmark.verify", "check on your own model that speculation changes nothing"),
+    ("replay",): Command("benchmark.replay", "measure candidate sources on real responses, without a model"),
+    ("profile",): Command("benchmark.profile", "measure what a model's forward costs, once per model and machine"),
+    ("tune",): Command("benchmark.tune", "find options of candidate sources that fit recorded responses"),
+    ("datastore", "build"): Command("benchmark.datastore_build", "build a file of continuations, from texts"),
+    ("bench", "generate"): Command("benchmark.generate_bench", "measure `assistant=` against plain `generate`"),
+    ("bench", "queue"): Command("benchmark.queue", "serve a queue of prompts, against transformers' batches"),
+    ("bench", "overhead"): Command("benchmark.overhead", "measure what the machinery costs by itself"),
+    ("bench", "sources"): Command("benchmark.ablation", "measure what each part of the model-free sources contributes"),
+    ("bench", "simulate"): Command("benchmark.simulate", "play the papers' loads, and traces, on a simulated engine"),
+    ("bench", "load"): Command("benchmark.load", "measure latency and goodput of the engine over the request rate"),
+    ("bench", "batch"): Command("benchmark.batch", "measure seconds per token over batch size and draft length"),
+    ("bench", "timeline"): Command("benchmark.timeline", "measure latency while busy and quiet phases alternate"),
+    ("bench", "memory"): Command("benchmark.scale", "measure what suffix trees and datastores cost as they grow"),
+}
+GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 (the check failed), 2 (bad arguments) or 130 (Ctrl-C)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("smartspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    path = _command_path(arguments)
+    if path is None:
+        return _top_level(arguments)
+    command = COMMANDS[path]
+    module = importlib.import_module(f"hf_smartspec.{command.module}")
+    parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(command.help))
+    module.add_arguments(parser)
+    args = parser.parse_args(arguments[len(path) :])
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from .common.models import UsageError
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    try:
+        return module.run(args)
+    except UsageError as error:
+        parser.fail(str(error))
+
+
+def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
+    """The command that the first words name; None if they name none."""
+    return next((path for path in COMMANDS if tuple(arguments[: len(path)]) == path), None)
+
+
+def _top_level(arguments: list[str]) -> int:
+    """Help, `--version`, and errors about words that name no command."""
+    parser = Parser(prog="smartspec", description="Lossless speculative decoding for HuggingFace transformers.")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    groups: dict[str, Any] = {}
+    for path, command in COMMANDS.items():
+        *group, name = path
+        place = commands
+        for word in group:
+            if word not in groups:
+                parent = commands.add_parser(word, help=GROUPS[word], description=_sentence(GROUPS[word]))
+                groups[word] = parent.add_subparsers(
+                    metavar="COMMAND", title="commands", required=True, parser_class=Parser
+                )
+            place = groups[word]
+        place.add_parser(name, help=command.help)
+    args = parser.parse_args(arguments)
+    if args.version:
+        from .. import __version__
+
+        print(f"smartspec {__version__}")
+        return 0
+    parser.print_help(sys.stderr)
+    return USAGE_ERROR
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line that ends with where to look, and that takes no abbreviated flags."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.fail(message)
+
+    def fail(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""`smartspec bench memory`: what suffix trees and datastores cost as they grow."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers.utils.logging import tqdm
+
+from ..ablation.plots import draw, from_zero
+from ..common.models import UsageError, check_output
+from ..common.recordings import Fields, read_requests, tokenize, tokenizer_of
+from ..common.timing import environment
+from ..replay.plots import check_matplotlib
+from ..verify.command import not_negative
+from ..verify.report import make_console, table
+from .runs import (
+    BATCH_SIZE,
+    HELD_OUT_LEN,
+    LEAST_BYTES,
+    LEAST_TOKENS,
+    NUM_NODES,
+    TextStream,
+    TreeProbe,
+    measure_datastore,
+    measure_eviction,
+)
+
+_MAX_PROMPT = 512
+_CHUNK = 1000  # texts tokenised at a time
+
+# Heading, key, format.
+_COLUMNS = (
+    ("insert", "insert_us_per_token", ".2f"),
+    ("bytes", "bytes_per_token", ".1f"),
+    ("draft", "draft_us", ".1f"),
+    ("drafted", "drafted", ".2f"),
+    (f"draft, {BATCH_SIZE} rows", "batch_draft_us", ".0f"),
+    ("per row", "batch_draft_us_per_row", ".2f"),
+    ("drafted", "batch_drafted", ".2f"),
+    ("remove", "remove_us_per_token", ".2f"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz with responses")
+    parser.add_argument(
+        "--tokens", type=partial(_at_least, LEAST_TOKENS), nargs="+", metavar="N",
+        default=[100_000, 1_000_000, 10_000_000],
+        help="sizes of the tree at which to measure (default: 100000 1000000 10000000)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--datastore-tokens", type=not_negative, default=20_000_000, metavar="N",
+        help="size of the datastore to build; 0: none (default: 20000000)",
+    )  # fmt: skip
+    parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
+                        help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+
+
+def _at_least(least: int, text: str) -> int:
+    value = not_negative(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    check_output(args.plot)
+    if args.plot:
+        check_matplotlib(args.plot)
+    console, report = make_console(), _empty_report()
+    stream = _stream(args)
+    try:
+        probe = TreeProbe(stream)
+        for size in tqdm(sorted(set(args.tokens)), desc="suffix tree", disable=None, leave=False):
+            report["suffix_tree"].append(probe.measure(size))
+        report["eviction"] = measure_eviction(stream, args.max_bytes)
+        if args.datastore_tokens:
+            with tempfile.TemporaryDirectory() as folder:
+                report["datastore"] = measure_datastore(stream, args.datastore_tokens, Path(folder) / "datastore")
+    finally:  # interrupted, what was measured so far is still worth reading
+        _print(report, console)
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+        if args.plot and report["suffix_tree"]:
+            plot(report["suffix_tree"], args.plot)
+    return 0 if report["eviction"]["holds"] else 1
+
+
+def _empty_report() -> dict[str, Any]:
+    system = environment(torch.device("cpu"), torch.float32)
+    return {"environment": system, "suffix_tree": [], "eviction": None, "datastore": None}
+
+
+def _stream(args: argparse.Namespace) -> TextStream:
+    """
+    The responses of all files, but those of `BATCH_SIZE` requests from everywhere in them, which are held out.
+
+    Raises:
+        UsageError: if there are too few long responses.
+    """
+    requests = [item for path in args.files for item in read_requests(path, Fields(), None)]
+    tokenizer = tokenizer_of(args.tokenizer)
+    responses: list[np.ndarray] = []
+    for first in tqdm(range(0, len(requests), _CHUNK), desc="tokenizing", disable=None, leave=False):
+        texts = [item.response for item in requests[first : first + _CHUNK]]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        responses += [np.array(ids, np.int32) for ids in encoded]
+    long = [index for index, response in enumerate(responses) if len(response) >= HELD_OUT_LEN]
+    if len(long) <= BATCH_SIZE:
+        raise UsageError(
+            f"the files hold {len(long)} responses of at least {HELD_OUT_LEN} tokens; more than {BATCH_SIZE} are needed"
+        )
+    held_out = {long[index * len(long) // BATCH_SIZE] for index in range(BATCH_SIZE)}
+    rest = [response for index, response in enumerate(responses) if index not in held_out]
+    return TextStream(rest, tokenize([requests[index] for index in sorted(held_out)], tokenizer, _MAX_PROMPT))
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    if rows := report["suffix_tree"]:
+        lines = table("Suffix tree, in microseconds; bytes per token", "tokens", *(name for name, _, _ in _COLUMNS))
+        for row in rows:
+            lines.add_row(f"{row['tokens']:,}", *(format(row[key], form) for _, key, form in _COLUMNS))
+        if len(rows) > 1:
+            ratios = {key: rows[-1][key] / rows[0][key] for _, key, _ in _COLUMNS}
+            lines.add_section()
+            lines.add_row("last / first", *(f"{ratio:.2f}" for ratio in ratios.values()))
+        console.print(lines)
+    if found := report["eviction"]:
+        console.print(
+            f"Full at {found['max_bytes']:,} bytes ({found['tokens']:,} tokens): {found['replace_us_per_token']:.2f} "
+            "microseconds to add a token and to forget another; the most in use were "
+            f"{found['largest_bytes']:,} bytes, so the bound {'holds' if found['holds'] else 'is BROKEN'}.",
+            highlight=False,
+        )
+    if found := report["datastore"]:
+        console.print(
+            f"Datastore of {found['tokens']:,} tokens: built in {found['build_seconds']:.1f} s, "
+            f"{found['bytes'] / 1e6:.1f} MB; microseconds per draft: {found['draft_us']:.1f} for one row, "
+            f"{found['batch_draft_us_per_row']:.2f} per row of {BATCH_SIZE}.",
+            highlight=False,
+        )
+    console.print(
+        f"[dim]Real outputs, repeated with every tenth token replaced. Insert and remove: per token of the newest and "
+        f"oldest outputs. Draft: median call behind every token of {BATCH_SIZE} held-out requests, up to {NUM_NODES} "
+        f"nodes per row, the last token taken in. {escape(str(report['environment']))}[/dim]",
+        highlight=False,
+    )
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Every cost against the number of tokens."""
+    panels = {
+        "insert, µs per token": "insert_us_per_token",
+        "remove, µs per token": "remove_us_per_token",
+        "memory, bytes per token": "bytes_per_token",
+        f"draft of {NUM_NODES} nodes, µs": "draft_us",
+        f"draft for {BATCH_SIZE} rows, µs per row": "batch_draft_us_per_row",
+    }
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, (label, key) in zip(axes, panels.items()):
+            axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], marker="o")
+            axis.set_xscale("log")
+            from_zero(axis)
+            axis.set_xlabel("tokens in the tree")
+            axis.set_ylabel(label)
+            axis.grid(alpha=0.3)
+
+    draw(path, len(panels), paint)

@@ -1,0 +1,202 @@
+"""`smartspec bench overhead`: what the machinery costs, with speculation's gains left out."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import tqdm
+
+from ..drafts.tree import DraftTree
+from ..generate import enabled
+from ..prepare.config import SmartSpecConfig
+from ..target.layout import RowInput
+from ..target.packed import PackedForward
+from .common.timing import Stopwatch, environment, side_by_side
+
+CONTEXT = 256  # cached tokens per row before the measured forward
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8], help="tokens per row")
+    parser.add_argument("--repeats", type=int, default=15, help="measured forwards per setting (default: 15)")
+    parser.add_argument("--layers", type=int, default=15, help="15 layers make 205 M parameters (default)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    torch.set_num_threads(args.threads)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    console = Console()
+    model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    results: dict[str, Any] = {
+        "environment": environment(device, dtype),
+        "parameters": model.num_parameters(),
+        "context": CONTEXT,
+        "forward": forward_overhead(model, args.batch_sizes, args.widths, args.repeats),
+        "step": step_overhead(model, draft, batch_size=8),
+        # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
+        "no_speculation": no_speculation(model.float(), batch_size=8),
+    }
+    _print_forward(console, results)
+    _print_step(console, results["step"])
+    _print_no_speculation(console, results["no_speculation"])
+    console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+def random_llama(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama of random weights; 15 layers have 205 M parameters. Its cost is real, its text is not."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2880,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def forward_overhead(
+    model: PreTrainedModel, batch_sizes: list[int], widths: list[int], repeats: int
+) -> list[dict[str, float]]:
+    """Plain forward over `[batch, width]` tokens against the packed forward over the same tokens."""
+    settings = [(batch_size, width) for batch_size in batch_sizes for width in widths]
+    rows = []
+    for batch_size, width in tqdm(settings, desc="forward"):
+        ids = torch.randint(3, model.config.vocab_size, (batch_size, CONTEXT + width), device=model.device)
+        functions = {"plain": _plain_forward(model, ids, width), "packed": _packed_forward(model, ids, width)}
+        seconds = side_by_side(functions, repeats, model.device)
+        ratio = seconds["packed"] / seconds["plain"]
+        rows.append({"batch_size": batch_size, "width": width, **seconds, "ratio": ratio})
+    return rows
+
+
+def _plain_forward(model, ids, width):
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
+
+    def forward():
+        model(input_ids=ids[:, CONTEXT:], past_key_values=cache)
+        cache.crop(-width)
+
+    return forward
+
+
+def _packed_forward(model, ids, width):
+    tokens = ids.cpu().numpy()
+    packed = PackedForward(model, len(tokens), CONTEXT + width)
+    rows = [packed.add() for _ in tokens]
+    packed.forward([RowInput(row, line[:CONTEXT]) for row, line in zip(rows, tokens)])
+    trees = [DraftTree.chain(line[CONTEXT + 1 :]) for line in tokens]
+
+    def forward():
+        feeds = [line[CONTEXT : CONTEXT + 1] for line in tokens]
+        packed.forward([RowInput(row, feed, tree) for row, feed, tree in zip(rows, feeds, trees)])
+        for row in rows:
+            row.length = CONTEXT
+
+    return forward
+
+
+def step_overhead(model: PreTrainedModel, draft: PreTrainedModel, batch_size: int, repeats: int = 3) -> dict[str, Any]:
+    """The share of generation time that is spent outside the two models' forwards, by source."""
+    ids = torch.randint(3, model.config.vocab_size, (batch_size, 64), device=model.device)
+    sources = {"draft model, 4 nodes": SmartSpecConfig(draft, num_nodes=4)}
+    sources["draft model, tree of 8"] = SmartSpecConfig(draft, num_nodes=8, width=3)
+    sources["prompt lookup, 4 nodes"] = SmartSpecConfig("prompt_lookup", num_nodes=4)
+    results = {}
+    for name, config in sources.items():
+        shares = []
+        for _ in range(repeats + 1):
+            target_watch, draft_watch = Stopwatch(), Stopwatch()
+            with enabled(model), target_watch.attached_to(model), draft_watch.attached_to(draft):
+                output = model.generate(
+                    ids, assistant=config, max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True
+                )
+            total = output.statistics.seconds_total
+            inside = target_watch.seconds + draft_watch.seconds
+            shares.append({"total": total, "inside": inside, "steps": output.statistics.forwards})
+        results[name] = sorted(shares[1:], key=lambda item: 1 - item["inside"] / item["total"])[len(shares[1:]) // 2]
+        results[name]["outside_share"] = 1 - results[name]["inside"] / results[name]["total"]
+    return results
+
+
+def no_speculation(model: PreTrainedModel, batch_size: int, new_tokens: int = 64, repeats: int = 3) -> dict[str, float]:
+    """Plain `generate` against the engine without drafts: ragged prompts, rows that end at different lengths."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(8, 96, batch_size)
+    ids = torch.zeros(batch_size, int(lengths.max()), dtype=torch.long, device=model.device)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.from_numpy(rng.integers(3, model.config.vocab_size, length))
+        mask[row, -length:] = 1
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
+    arguments["eos_token_id"] = _ends(model.generate(ids, **arguments, eos_token_id=None), ids.shape[1])
+    outputs = {}
+
+    def plain():
+        outputs["plain"] = model.generate(ids, **arguments)
+
+    def engine():
+        outputs["engine"] = model.generate(ids, **arguments, assistant="none")
+
+    with enabled(model):
+        seconds = side_by_side({"plain": plain, "engine": engine}, repeats, model.device, warmup=1)
+    new = {name: int((output[:, ids.shape[1] :] != 0).sum()) for name, output in outputs.items()}
+    return {
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        **{f"{name}_tokens": value for name, value in new.items()},
+        "speedup": seconds["plain"] / seconds["engine"],
+    }
+
+
+def _ends(sequences: torch.Tensor, prompt_length: int) -> list[int]:
+    """Token ids that, taken as ends of sequence, stop the rows at lengths spread over the whole run."""
+    generated = sequences[:, prompt_length:].tolist()
+    return [line[(row + 1) * len(line) // len(generated) - 1] for row, line in enumerate(generated)]
+
+
+def _print_forward(console: Console, results: dict[str, Any]) -> None:
+    title = f"Packed against plain forward, {results['parameters'] / 1e6:.0f} M parameters, context {CONTEXT}"
+    table = Table("batch", "tokens per row", "plain ms", "packed ms", "packed / plain", title=title)
+    for row in results["forward"]:
+        values = (f"{row['plain'] * 1e3:.1f}", f"{row['packed'] * 1e3:.1f}", f"{row['ratio']:.3f}")
+        table.add_row(str(row["batch_size"]), str(row["width"]), *values)
+    console.print(table)
+    console.print(f"median packed / plain: {np.median([row['ratio'] for row in results['forward']]):.3f}")
+
+
+def _print_step(console: Console, results: dict[str, Any]) -> None:
+    table = Table("source", "ms per step", "outside the forwards", title="A step of the engine at batch 8")
+    for name, row in results.items():
+        table.add_row(name, f"{row['total'] / row['steps'] * 1e3:.1f}", f"{row['outside_share']:.1%}")
+    console.print(table)
+
+
+def _print_no_speculation(console: Console, row: dict[str, float]) -> None:
+    console.print(
+        f"No speculation, float32, batch 8, ragged prompts and ends: plain {row['plain_seconds']:.2f} s "
+        f"({row['plain_tokens']} tokens), engine {row['engine_seconds']:.2f} s ({row['engine_tokens']} tokens), "
+        f"speed-up {row['speedup']:.2f}"
+    )

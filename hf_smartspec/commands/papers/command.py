@@ -1,0 +1,157 @@
+"""`smartspec bench simulate`: the papers' figures about load, and recorded traces, on a simulated engine."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from transformers.utils.logging import tqdm
+
+from ...simulator import LoadRequest, read_trace, with_acceptance
+from ..ablation.plots import check_folder, draw, shared_legend
+from ..common.models import UsageError, check_output
+from ..common.recordings import Fields, Recording, default_tokenizer, read_requests, tokenize, tokenizer_of
+from ..common.setup import positive_number
+from ..verify.command import positive
+from ..verify.report import make_console, table
+from .figures import FIGURES
+from .world import ALPHA, Figure, World
+
+_MAX_PROMPT = 1024
+_TRACE_POLICIES = ("none", "k=1", "k=3", "k=5", "step", "auction")
+_MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT = 4096, 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE",
+        help=".jsonl or .jsonl.gz with responses, for Figure 12 (default: the demo's)",
+    )  # fmt: skip
+    parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES), help="default: all")
+    parser.add_argument("--requests", type=positive, default=200, metavar="N", help="per load (default: 200)")
+    parser.add_argument(
+        "--traces", nargs="+", type=Path, default=[], metavar="CSV",
+        help="also play these traces, of Azure's or Mooncake's format",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace-seconds", type=positive_number, metavar="S", help="the beginning of the traces only (default: all)"
+    )
+    parser.add_argument("--trace-rate", type=positive_number, metavar="R", help="play traces at R requests per second")
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    if args.plots:
+        check_folder(args.plots)
+    world = World(args.requests, _recordings(args), args.seed)
+    traces = {path.name: _trace_requests(path, args, world) for path in args.traces}
+    console, done = make_console(), []
+    _print_setting(world, console)
+    try:
+        with tqdm(desc="simulating", unit=" loads", disable=None, leave=False) as progress:
+            world.tick = progress.update
+            for figure in _figures(args.figures, traces, world):
+                done.append(figure)
+                _print(figure, console)
+    finally:  # interrupted, what was simulated so far is still worth having
+        if args.json:
+            args.json.write_text(json.dumps([asdict(figure) for figure in done], indent=2) + "\n")
+        for figure in done if args.plots else ():
+            _plot(figure, args.plots / f"{figure.name.replace(' ', '_').replace(',', '').replace('.', '')}.png")
+    return 0 if all(claim.holds for figure in done for claim in figure.claims) else 1
+
+
+def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
+    if "12" not in args.figures:
+        return {}
+    files = args.files
+    if not files:
+        folder = default_tokenizer()
+        if folder is None:
+            raise UsageError("name FILE: the demo's texts are not here")
+        files = [Path(folder).parents[1] / "prompts.jsonl"]
+    tokenizer = tokenizer_of(args.tokenizer)
+    return {path.name: tokenize(read_requests(path, Fields(), args.requests), tokenizer, _MAX_PROMPT) for path in files}
+
+
+def _trace_requests(path: Path, args: argparse.Namespace, world: World) -> list[LoadRequest]:
+    try:
+        trace = read_trace(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--traces: {error}") from error
+    if args.trace_rate:
+        trace = trace.at_rate(args.trace_rate)
+    requests = LoadRequest.of_trace(trace.shortened(_MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT), world.rng(16))
+    if args.trace_seconds:
+        requests = [item for item in requests if item.arrival <= args.trace_seconds]
+    return with_acceptance(requests, world.rng(17).beta(10 * ALPHA, 10 * (1 - ALPHA), len(requests)), world.rng(18))
+
+
+def _figures(names: list[str], traces: dict[str, list[LoadRequest]], world: World) -> Iterator[Figure]:
+    for name in names:
+        made = FIGURES[name](world)
+        yield from [made] if isinstance(made, Figure) else made
+    for name, requests in traces.items():
+        yield trace_figure(name, requests, world)
+
+
+def trace_figure(name: str, requests: list[LoadRequest], world: World) -> Figure:
+    """Latencies of all policies on one trace."""
+    span = requests[-1].arrival
+    title = f"{len(requests)} requests in {span:.0f} s, draft model of alpha {ALPHA}"
+    figure = Figure(f"trace {name}", title, "percentile (0: mean)", "latency, s")
+    panel: dict[str, dict[float, float]] = {}
+    start = time.perf_counter()
+    for policy in _TRACE_POLICIES:
+        result = world.run_draft(requests, world.policy(policy))
+        panel[policy] = {0.0: result.mean_latency} | {float(rank): result.latency(rank) for rank in (50, 90, 99)}
+    seconds = (time.perf_counter() - start) / len(_TRACE_POLICIES)
+    figure.panels[f"{span / 3600:.2f} h, simulated in {seconds:.0f} s each"] = panel
+    ratio = panel["auction"][0.0] / panel["none"][0.0]
+    figure.claim(f"the auction is not slower than no speculation ({ratio:.2f} of its mean latency)", ratio <= 1.02)
+    return figure
+
+
+def _print_setting(world: World, console: Console) -> None:
+    one, many = (1e3 * float(world.target.seconds(0, size)) for size in (1, 128))
+    console.print(
+        "[bold]smartspec bench simulate[/bold] A 7 B model on an A100 and its 160 M draft, by data sheet: forwards of "
+        f"1 and 128 tokens take {one:.1f} and {many:.1f} ms, a level of drafts {1e3 * world.draft.per_call:.1f} ms.\n",
+        highlight=False,
+    )
+
+
+def _print(figure: Figure, console: Console) -> None:
+    for name, series in figure.panels.items():
+        title = f"{figure.name}: {figure.title}. {name}: {figure.y}"
+        lines = table(escape(title), figure.x, *series)
+        for x in next(iter(series.values()), {}):
+            lines.add_row(f"{x:g}", *(f"{values[x]:.4g}" for values in series.values()))
+        console.print(lines)
+    for text, holds in figure.claims:
+        console.print(f"{'[green]yes[/green]' if holds else '[red]NO [/red]'} {escape(text)}", highlight=False)
+    console.print()
+
+
+def _plot(figure: Figure, path: Path) -> None:
+    def paint(canvas: Any, axes: list[Any]) -> None:
+        for axis, (name, series) in zip(axes, figure.panels.items()):
+            for label, values in series.items():
+                axis.plot(list(values), list(values.values()), marker="o", label=label)
+            axis.set_title(name)
+            axis.set_xlabel(figure.x)
+            axis.set_ylabel(figure.y)
+            axis.grid(alpha=0.3)
+        canvas.suptitle(f"{figure.name}: {figure.title}")
+        shared_legend(canvas, axes)
+
+    draw(path, len(figure.panels), paint)

@@ -1,0 +1,214 @@
+"""`smartspec profile`: what a model's forward costs, predicted and measured, and how many tokens ride free."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers import PreTrainedModel
+
+from ..goodput import CostModel, CostPoint, Roofline, free_tokens
+from ..target.profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
+from ..target.support import can_pack
+from .common.cost_matched import enlarge
+from .common.models import DTYPES, UsageError, check_device, check_output, load_model
+from .common.timing import environment
+from .replay.plots import check_matplotlib
+from .verify.command import positive
+from .verify.report import make_console, table
+
+_SLACK = 0.1  # "free": at most so much slower than one token
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--parameters", type=float, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"
+    )
+    parser.add_argument("--refresh", action="store_true", help="measure anew, whatever is known")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="draw predicted against measured, into a .png file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    check_output(args.show)
+    if args.show:
+        check_matplotlib(args.show)
+    check_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = _load(args)
+    measured = measure(model, DESIGN + HELD_OUT)
+    num_design = sum(item.context + item.width <= _num_positions(model) for item in DESIGN)
+    points = {"design": measured[:num_design], "held out": measured[num_design:]}
+    cost = None if args.refresh else read_profile(model)
+    is_new = cost is None
+    if cost is None:
+        cost = CostModel.fit(points["design"])
+        write_profile(model, cost)
+    report = _report(args, model, cost, points) | {"is_new": is_new}
+    _print(report, make_console())
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.show:
+        _draw(report, args.show)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> PreTrainedModel:
+    model = load_model(args.model, args.dtype, args.device)
+    if args.parameters:
+        try:
+            model = enlarge(model, args.parameters)
+        except ValueError as error:
+            raise UsageError(f"--parameters: {error}") from error
+    if not can_pack(model):
+        raise UsageError(f"{type(model).__name__} is served by transformers' own loop: there is nothing to profile")
+    return model
+
+
+def _num_positions(model: PreTrainedModel) -> float:
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or float("inf")
+
+
+def _report(
+    args: argparse.Namespace, model: PreTrainedModel, cost: CostModel, points: dict[str, list[CostPoint]]
+) -> dict[str, Any]:
+    """Everything as plain numbers."""
+    per_parameter = model.dtype.itemsize
+    roofline = Roofline.of_profile(cost, model.num_parameters(), per_parameter)
+    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    theoretical = roofline.free_tokens(hidden_size, per_parameter)
+    return {
+        "model": args.model,
+        "parameters": model.num_parameters(),
+        "environment": environment(model.device, model.dtype),
+        "profile": str(profile_path(model)),
+        "cost": cost.as_dict(),
+        "points": {name: [_line(cost, point) for point in items] for name, items in points.items()},
+        "median_error": {name: cost.median_error(items) for name, items in points.items()},
+        "free_tokens": free_tokens(cost, _SLACK),
+        "roofline": {
+            "flops": roofline.flops if np.isfinite(roofline.flops) else None,
+            "bandwidth": roofline.bandwidth,
+            "free_tokens": theoretical if np.isfinite(theoretical) else None,
+        },
+    }
+
+
+def _line(cost: CostModel, point: CostPoint) -> dict[str, float]:
+    context, batched, width, seconds = point
+    return {
+        "rows": batched // width,
+        "context": context * width // batched,
+        "width": width,
+        "measured": seconds,
+        "predicted": float(cost.seconds(context, batched, width)),
+    }
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    system = report["environment"]
+    console.print(
+        f"[bold]smartspec profile[/bold] {escape(report['model'])}, {report['parameters'] / 1e6:.1f} M parameters\n"
+        f"{system['dtype']} on {escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, "
+        f"transformers {system['transformers']}\n"
+        f"profile {'measured now, kept in' if report['is_new'] else 'as kept in'} {escape(report['profile'])}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for name, title in (("design", "At the points of the fit"), ("held out", "At other points")):
+        _print_points(report["points"][name], title, console)
+        console.print(f"median error: {report['median_error'][name]:.1%}\n", highlight=False)
+    _print_cost(report, console)
+    _print_budget(report, console)
+
+
+def _print_points(points: Sequence[dict[str, float]], title: str, console: Console) -> None:
+    columns = ("rows", "context", "tokens per row", "measured ms", "predicted ms", "error")
+    lines = table(title, *columns, num_text=0)
+    for point in points:
+        numbers = (str(point[name]) for name in ("rows", "context", "width"))
+        seconds = (f"{point[name] * 1e3:.2f}" for name in ("measured", "predicted"))
+        lines.add_row(*numbers, *seconds, f"{point['predicted'] / point['measured'] - 1:+.1%}")
+    console.print(lines)
+
+
+def _print_cost(report: dict[str, Any], console: Console) -> None:
+    cost = report["cost"]
+    tokens = f"{cost['gamma'] * 1e3:.3f} ms * tokens + {cost['delta'] * 1e3:.2f} ms"
+    if cost["knots"]:
+        pairs = zip(cost["knots"], cost["curve"])
+        tokens = "a curve over tokens (" + ", ".join(f"{x:.0f}: {y * 1e3:.2f}" for x, y in pairs) + " ms)"
+    console.print(
+        f"T = ({cost['alpha'] * 1e6:.3f} + {cost['beta'] * 1e6:.3f} * width) us * context + {tokens}\n"
+        "context: cached tokens read, over all rows; width: tokens of the row that has most\n",
+        highlight=False,
+    )
+
+
+def _print_budget(report: dict[str, Any], console: Console) -> None:
+    roofline = report["roofline"]
+    console.print(
+        f"Up to {report['free_tokens']} tokens in a forward, rows times tokens per row, ride free: they take at most "
+        f"{_SLACK:.0%} longer than one.",
+        highlight=False,
+    )
+    speed = "further tokens cost nothing measurable"
+    if roofline["flops"] is not None:
+        speed = f"multiplies at {roofline['flops'] / 1e12:.2f} TFLOP/s"
+    console.print(
+        f"Seen as a roofline (SSSD, section 3.2.1), the model reads its weights at {roofline['bandwidth'] / 1e9:.0f} "
+        f"GB/s and {speed}.",
+        highlight=False,
+    )
+    if roofline["free_tokens"] is not None:
+        console.print(
+            f"If reading and multiplying overlapped perfectly, {roofline['free_tokens']:.0f} tokens would ride free.",
+            highlight=False,
+        )
+
+
+def _draw(report: dict[str, Any], path: Path) -> None:
+    """Predicted against measured, and both over the tokens in the forward."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for (name, points), marker in zip(report["points"].items(), "ox"):
+        measured = [point["measured"] * 1e3 for point in points]
+        predicted = [point["predicted"] * 1e3 for point in points]
+        tokens = [point["rows"] * point["width"] for point in points]
+        label = f"{name} (median error {report['median_error'][name]:.1%})"
+        left.scatter(measured, predicted, marker=marker, label=label)
+        right.scatter(tokens, measured, marker=marker, label=f"{name}, measured")
+    ends = [min(left.get_xlim()[0], left.get_ylim()[0]), max(left.get_xlim()[1], left.get_ylim()[1])]
+    left.plot(ends, ends, color="grey", linewidth=1, zorder=0)
+    left.set(xlabel="measured, ms", ylabel="predicted, ms", title="A forward: predicted against measured")
+    cost, everything = CostModel.from_dict(report["cost"]), [p for points in report["points"].values() for p in points]
+    sizes = np.arange(1, max(point["rows"] * point["width"] for point in everything) + 1)
+    right.plot(sizes, cost.seconds(0, sizes) * 1e3, color="grey", label="predicted without context")
+    right.axvline(report["free_tokens"], linestyle=":", color="grey", label=f"{report['free_tokens']} tokens ride free")
+    right.set(xlabel="tokens in the forward", ylabel="ms", xscale="log", title="Cost of a forward by its tokens")
+    right.set_xticks(ticks := [2**power for power in range(int(sizes[-1]).bit_length())], [str(tick) for tick in ticks])
+    right.minorticks_off()
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {str(path)!r}: {error}") from error
+    finally:
+        pyplot.close(figure)

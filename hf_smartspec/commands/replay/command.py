@@ -1,0 +1,293 @@
+"""`smartspec replay`: what sources would have drafted for recorded responses, and what drafting costs."""
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers.utils.logging import tqdm
+
+from ...goodput.papers.entropy import empirical_entropy
+from ..common.models import UsageError, check_output
+from ..common.recordings import TURNS, Fields, Recording, read_requests, tokenize, tokenizer_of
+from ..common.timing import environment
+from ..verify.command import positive
+from ..verify.report import make_console, table
+from .curves import Point, geometric_mean, ratios_at_equal_drafts
+from .loop import Replayer, Tally, warm_up
+from .plots import check_matplotlib, plot
+from .sources import SOURCES, SourceSpec, parse_specs
+
+_ENTROPY_DEPTH = 16
+_DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
+
+Results = dict[str, dict[SourceSpec, Tally]]  # by data set and source
+
+
+class DataSet(NamedTuple):
+    """One file."""
+
+    name: str
+    recordings: list[Recording]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
+    parser.add_argument(
+        "--sources", nargs="+", metavar="SPEC",
+        help=f"NAME[:OPTION=VALUE,...][@NODES,NODES,...], where NAME is one of {', '.join(SOURCES)}, or "
+        f"MODULE:CLASS(OPTION=VALUE, ...); default: {' '.join(_DEFAULT_SOURCES)}",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=positive, default=300, metavar="N", help="requests per file (default: 300)")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="requests at once (default: 1)")
+    parser.add_argument(
+        "--max-nodes", type=positive, metavar="N", help="draft nodes per request and step (default: the source's own)"
+    )
+    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
+    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
+    parser.add_argument(
+        "--turns", choices=TURNS, default="all",
+        help="of conversations, replay all assistant turns (default), the last, or none but the two fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
+    )
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument("--carry-over", action="store_true", help="sources keep from file to file what they learnt")
+    parser.add_argument(
+        "--against", metavar="NAME", help="also compare at equal numbers of drafted tokens with this one of the sources"
+    )
+    parser.add_argument(
+        "--entropy", type=positive, nargs="?", const=100, metavar="N",
+        help="print the empirical entropy of N responses (default: 100): how much suffix decoding will find; without "
+        "--sources, nothing else",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+
+
+def run(args: argparse.Namespace) -> int:
+    specs = _specs(args)
+    check_output(args.json)
+    check_output(args.plot)
+    if args.plot:
+        check_matplotlib(args.plot)
+    data = _load(args)
+    console = make_console()
+    report: dict[str, Any] = {"command": {name: _plain(value) for name, value in vars(args).items()}}
+    report["environment"] = environment(torch.device("cpu"), torch.float32)
+    if args.entropy:
+        report["entropy_bits"] = _print_entropy(data, args.entropy, console)
+    results: Results = {}
+    try:
+        if specs:
+            replay(data, specs, results, args.limit, args.batch_size, args.max_nodes, args.carry_over)
+    finally:  # interrupted, what was measured so far is still worth reading
+        _report(results, report, args, console)
+    return 0
+
+
+def _specs(args: argparse.Namespace) -> list[SourceSpec]:
+    texts = args.sources or ([] if args.entropy else _DEFAULT_SOURCES)
+    specs = [spec for text in texts for spec in parse_specs(text)]
+    if len({spec.text for spec in specs}) < len(specs):
+        raise UsageError(f"--sources: one is named twice in {' '.join(texts)}")
+    if args.against is not None and args.against not in {spec.name for spec in specs}:
+        raise UsageError(f"--against: {args.against!r} is none of the sources ({' '.join(texts)})")
+    return specs
+
+
+def _load(args: argparse.Namespace) -> list[DataSet]:
+    fields = Fields(args.prompt_field, args.response_field, args.turns)
+    limit = max(args.limit, args.entropy or 0)
+    texts = {str(path): read_requests(path, fields, limit) for path in args.files}
+    tokenizer = tokenizer_of(args.tokenizer)
+    return [DataSet(name, tokenize(requests, tokenizer, args.max_prompt)) for name, requests in texts.items()]
+
+
+def replay(
+    data: Sequence[DataSet],
+    specs: Sequence[SourceSpec],
+    results: Results,
+    limit: int | None = None,
+    batch_size: int = 1,
+    num_nodes: int | None = None,
+    carries_over: bool = False,
+) -> None:
+    """
+    Replays every data set with every source, filling `results` on the way. Sources take turns, request by request, so
+    that a change in the machine's load meets all of them.
+
+    Args:
+        limit (`int`, *optional*): Requests per data set.
+        batch_size (`int`): Requests that run at once.
+        num_nodes (`int`, *optional*): Draft nodes per request and step, for sources whose specification names none.
+        carries_over (`bool`): Whether sources keep what they learnt from one data set to the next.
+    """
+    replayers: dict[SourceSpec, Replayer] = {}
+    total = sum(len(item.recordings[:limit]) for item in data) * len(specs)
+    with tqdm(total=total, desc="replaying", disable=None, leave=False) as progress:
+        for name, recordings in data:
+            recordings = recordings[:limit]
+            if not replayers or not carries_over:
+                replayers = {spec: _replayer(spec, recordings[0], batch_size, num_nodes) for spec in specs}
+            tallies = {spec: Tally.of(len(recordings)) for spec in specs}
+            results[name] = tallies
+            runs = [replayer.run(recordings, tallies[spec]) for spec, replayer in replayers.items()]
+            try:
+                for _ in zip_longest(*runs):
+                    progress.update(len(runs))
+            finally:
+                for item in runs:
+                    item.close()
+
+
+def _replayer(spec: SourceSpec, recording: Recording, batch_size: int, num_nodes: int | None) -> Replayer:
+    source = spec.build()
+    warm_up(source, spec.build, recording)
+    return Replayer(source, num_nodes if spec.num_nodes is None else spec.num_nodes, batch_size)
+
+
+def compare(results: Results, against: str) -> list[dict[str, Any]]:
+    """
+    Every source against the settings of one, data set by data set, at the baseline's number of drafted tokens per step:
+    rows of the data set, the baseline's setting and point, and the ratio of accepted tokens by source name.
+    """
+    rows = []
+    for name, tallies in results.items():
+        curves = _curves(tallies)
+        baseline = curves.pop(against)
+        settings = [spec.text for spec in tallies if spec.name == against]
+        ratios = {other: ratios_at_equal_drafts(curve, baseline) for other, curve in curves.items()}
+        for index, (setting, point) in enumerate(zip(settings, baseline)):
+            by_source = {other: values[index] for other, values in ratios.items()}
+            rows.append({"data_set": name, "baseline": setting, **point._asdict(), "ratios": by_source})
+    return rows
+
+
+def _curves(tallies: Mapping[SourceSpec, Tally]) -> dict[str, list[Point]]:
+    curves: dict[str, list[Point]] = {}
+    for spec, tally in tallies.items():
+        numbers = tally.summary()
+        point = Point(numbers["drafted_per_step"] or 0.0, numbers["accepted_per_step"] or 0.0)
+        curves.setdefault(spec.name, []).append(point)
+    return curves
+
+
+def _report(results: Results, report: dict[str, Any], args: argparse.Namespace, console: Console) -> None:
+    report["data_sets"] = {
+        name: {spec.text: tally.summary() | {"by_request": tally.requests.tolist()} for spec, tally in tallies.items()}
+        for name, tallies in results.items()
+    }
+    for name, tallies in results.items():
+        _print_tallies(name, tallies, console)
+    if args.against and results:
+        report["against"] = compare(results, args.against)
+        report["against_mean"] = _print_comparison(report["against"], console)
+    if results:
+        console.print(
+            "[dim]Tokens per request and step. ECE of draft probabilities in the second half of the requests: raw, "
+            "calibrated on the first half, and calibrated on all before. Microseconds: to draft, per step and draft "
+            f"token, and to take in a committed token and a token of the prompt; batch {args.batch_size} on "
+            f"{escape(str(report['environment']['device']))}.[/dim]",
+            highlight=False,
+        )
+    if args.json and (results or args.entropy):
+        args.json.write_text(json.dumps(_finite(report), indent=2) + "\n")
+    if args.plot and results:
+        plot({Path(name).name: tallies for name, tallies in results.items()}, args.plot)
+
+
+# Heading, key of `Tally.summary`, format.
+_DRAFTS = (
+    ("per step", "tokens_per_step", ".2f"),
+    ("drafted", "drafted_per_step", ".2f"),
+    ("accepted", "acceptance_rate", ".1%"),
+    ("ECE raw", "ece_raw", ".3f"),
+    ("half", "ece_calibrated", ".3f"),
+    ("online", "ece_online", ".3f"),
+)
+_COSTS = (
+    ("propose a step", "propose_us_per_step", ".1f"),
+    ("a draft token", "propose_us_per_drafted_token", ".1f"),
+    ("observe", "observe_us_per_token", ".1f"),
+    ("prompt", "start_us_per_prompt_token", ".2f"),
+    ("bytes cached", "bytes_per_cached_token", ".0f"),
+)
+
+
+def _print_tallies(name: str, tallies: Mapping[SourceSpec, Tally], console: Console) -> None:
+    numbers = {spec.text: tally.summary() for spec, tally in tallies.items()}
+    first = next(iter(numbers.values()))
+    title = f"{Path(name).name}: {first['requests']} requests, {first['generated_tokens']} tokens"
+    for heading, columns in ((title, _DRAFTS), ("Microseconds, and bytes per cached token", _COSTS)):
+        lines = table(heading, "source", *(name for name, _, _ in columns))
+        _fold(lines, 0)
+        for text, values in numbers.items():
+            lines.add_row(escape(text), *(_shown(values[key], form) for _, key, form in columns))
+        console.print(lines)
+
+
+def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> dict[str, float]:
+    """The table, and the geometric mean of every source's ratios over its rows."""
+    names = list(rows[0]["ratios"])
+    lines = table(
+        "Accepted tokens per step at equal drafted tokens", "data set", "baseline", "drafted", "accepted",
+        *(escape(name) for name in names), num_text=2,
+    )  # fmt: skip
+    _fold(lines, 0, 1, *range(4, 4 + len(names)))
+    for row in rows:
+        numbers = (f"{row['drafted']:.2f}", f"{row['accepted']:.2f}")
+        ratios = (_shown(row["ratios"][name], ".2f") for name in names)
+        lines.add_row(escape(Path(row["data_set"]).name), escape(row["baseline"]), *numbers, *ratios)
+    means = {name: geometric_mean([row["ratios"][name] for row in rows]) for name in names}
+    lines.add_row("geometric mean", "", "", "", *(_shown(mean, ".3f") for mean in means.values()))
+    console.print(lines)
+    return means
+
+
+def _print_entropy(data: Sequence[DataSet], num_responses: int, console: Console) -> dict[str, float]:
+    lines = table(
+        f"Empirical entropy, suffix trees of {_ENTROPY_DEPTH} levels", "data set", "responses", "tokens", "bits"
+    )
+    entropies = {}
+    for name, recordings in data:
+        responses = [recording.response for recording in recordings[:num_responses]]
+        entropies[name] = empirical_entropy(responses, _ENTROPY_DEPTH)
+        num_tokens = sum(map(len, responses))
+        lines.add_row(escape(Path(name).name), str(len(responses)), str(num_tokens), f"{entropies[name]:.3f}")
+    console.print(lines)
+    return entropies
+
+
+def _fold(lines: Table, *columns: int) -> None:
+    """Long names go on in the next line; numbers stay whole."""
+    for index in columns:
+        lines.columns[index].no_wrap, lines.columns[index].overflow = False, "fold"
+
+
+def _shown(value: float | int | None, form: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, for JSON."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

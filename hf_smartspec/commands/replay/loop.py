@@ -1,0 +1,221 @@
+"""
+A simulated verifier: sources draft, and their drafts are compared with the response that was really given
+(SuffixDecoding's simulated experiments, section 4.4 and appendix A.2).
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...candidates import TreeCandidateGenerator
+from ...drafts.tree import DraftTree
+from ...goodput.acceptance import Calibrator, expected_calibration_error, outcomes
+from ..common.recordings import Recording
+
+_MICROSECONDS = 1e6
+
+
+class Nodes(NamedTuple):
+    """Nodes of one proposal whose parent was on the real path; arrays of shape `[m]`."""
+
+    request: int  # position of the request in the data set
+    scores: np.ndarray  # float32, as the source gave them
+    depths: np.ndarray  # int64
+    match_lengths: np.ndarray  # int64
+    hits: np.ndarray  # bool, whether the response has this token
+
+
+@dataclass
+class Tally:
+    """What one source did on one data set."""
+
+    # Per request, in the data set's order: tokens, steps, drafted and accepted tokens.
+    requests: np.ndarray
+    nodes: list[Nodes] = field(default_factory=list)
+    propose_seconds: list[float] = field(default_factory=list)  # per call
+    observe_seconds: float = 0.0
+    start_seconds: float = 0.0
+    prompt_tokens: int = 0
+    num_bytes: int | None = None
+    num_cached_tokens: int | None = None
+
+    @classmethod
+    def of(cls, num_requests: int) -> "Tally":
+        return cls(np.zeros((num_requests, 4), np.int64))
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Plain numbers, times in microseconds; None where nothing was measured."""
+        tokens, steps, drafted, accepted = (int(value) for value in self.requests.sum(axis=0))
+        propose = sum(self.propose_seconds)
+        return {
+            "requests": int((self.requests[:, 1] > 0).sum()),
+            "generated_tokens": tokens,
+            "steps": steps,
+            "drafted_tokens": drafted,
+            "accepted_tokens": accepted,
+            "tokens_per_step": _ratio(tokens, steps),
+            "accepted_per_step": _ratio(accepted, steps),
+            "drafted_per_step": _ratio(drafted, steps),
+            "acceptance_rate": _ratio(accepted, drafted),
+            "propose_us_per_step": _ratio(propose * _MICROSECONDS, steps),
+            "propose_us_per_call_median": _quantile(self.propose_seconds, 0.5),
+            "propose_us_per_call_p99": _quantile(self.propose_seconds, 0.99),
+            "propose_us_per_drafted_token": _ratio(propose * _MICROSECONDS, drafted),
+            "observe_us_per_token": _ratio(self.observe_seconds * _MICROSECONDS, tokens),
+            "start_us_per_prompt_token": _ratio(self.start_seconds * _MICROSECONDS, self.prompt_tokens),
+            "bytes_per_cached_token": _ratio(self.num_bytes or 0, self.num_cached_tokens or 0),
+            **self.calibration(),
+        }
+
+    def calibration(self) -> dict[str, float | None]:
+        """
+        Expected calibration error of the second half of the requests: of the raw scores (`ece_raw`), calibrated on
+        the first half only (`ece_calibrated`), and calibrated on all requests before (`ece_online`).
+        """
+        half = len(self.requests) // 2
+        held_out = _joined([nodes for nodes in self.nodes if nodes.request >= half])
+        if held_out is None:
+            return {"ece_raw": None, "ece_calibrated": None, "ece_online": None}
+        frozen, online = Calibrator(), Calibrator()
+        for nodes in self.nodes:
+            if nodes.request < half:
+                frozen.update("source", *nodes[1:])
+        probs = []
+        for nodes in self.nodes:
+            if nodes.request >= half:
+                probs.append(online.calibrate("source", *nodes[1:4]))
+            online.update("source", *nodes[1:])
+        return {
+            "ece_raw": expected_calibration_error(held_out.scores, held_out.hits),
+            "ece_calibrated": expected_calibration_error(frozen.calibrate("source", *held_out[1:4]), held_out.hits),
+            "ece_online": expected_calibration_error(np.concatenate(probs), held_out.hits),
+        }
+
+
+def _ratio(value: float, number: float) -> float | None:
+    return value / number if number else None
+
+
+def _quantile(seconds: Sequence[float], quantile: float) -> float | None:
+    return float(np.quantile(seconds, quantile)) * _MICROSECONDS if seconds else None
+
+
+def _joined(nodes: Sequence[Nodes]) -> Nodes | None:
+    return Nodes(-1, *(np.concatenate(arrays) for arrays in list(zip(*nodes))[1:])) if nodes else None
+
+
+@dataclass
+class _Row:
+    """A request in progress."""
+
+    index: int  # in the data set
+    response: np.ndarray  # int64 `[response_len]`
+    position: int = 0  # tokens committed so far
+
+
+class Replayer:
+    """
+    One source with its settings. It keeps what it has learnt from one data set to the next.
+
+    Args:
+        source (`TreeCandidateGenerator`): Anything that follows the contract.
+        num_nodes (`int`, *optional*): Nodes per row and step; the source's own default where not given.
+        batch_size (`int`): Requests that run at once and are drafted for in one call.
+    """
+
+    def __init__(self, source: TreeCandidateGenerator, num_nodes: int | None = None, batch_size: int = 1):
+        self.source, self.batch_size = source, batch_size
+        self.num_nodes = source.default_num_nodes if num_nodes is None else num_nodes
+        self._ids = count()
+
+    def run(self, recordings: Sequence[Recording], tally: Tally) -> Generator[None, None, None]:
+        """Replays the requests in order, as many at once as fit, and counts in `tally`; yields after every request."""
+        rows: dict[int, _Row] = {}
+        waiting = iter(enumerate(recordings))
+        try:
+            while self._fill(rows, waiting, tally):
+                for finished in self._step(rows, tally):
+                    del rows[finished]
+                    self.source.stop(finished)
+                    yield
+        finally:
+            for request_id in rows:
+                self.source.stop(request_id)
+            _measure_memory(self.source, tally)
+
+    def _fill(self, rows: dict[int, _Row], waiting: Iterator[tuple[int, Recording]], tally: Tally) -> bool:
+        """Starts requests in the free rows; whether there is anything to do."""
+        while len(rows) < self.batch_size and (item := next(waiting, None)) is not None:
+            index, (prompt, response) = item
+            request_id = next(self._ids)
+            rows[request_id] = _Row(index, response)
+            _, seconds = _timed(self.source.start, request_id, prompt)
+            tally.start_seconds += seconds
+            tally.prompt_tokens += len(prompt)
+        return bool(rows)
+
+    def _step(self, rows: dict[int, _Row], tally: Tally) -> list[int]:
+        """Drafts for all rows at once, commits what came true and one token more; the requests that are done."""
+        ids = list(rows)
+        trees, seconds = _timed(self.source.propose, ids, [self.num_nodes] * len(ids))
+        tally.propose_seconds.append(seconds)
+        for request_id, tree in zip(ids, trees):
+            row = rows[request_id]
+            tree = tree.most_likely(self.num_nodes)
+            rest = row.response[row.position :]
+            num_accepted = count_accepted(tree, rest)
+            committed = rest[: num_accepted + 1]
+            if len(tree):
+                tally.nodes.append(_judged(row.index, tree, rest))
+            tally.requests[row.index] += (len(committed), 1, len(tree), num_accepted)
+            _, seconds = _timed(self.source.observe, request_id, committed)
+            tally.observe_seconds += seconds
+            row.position += len(committed)
+        return [request_id for request_id in ids if rows[request_id].position == len(rows[request_id].response)]
+
+
+def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
+    """Length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
+    if tree.is_chain:
+        length = min(len(tree), len(truth))
+        wrong = np.flatnonzero(tree.tokens[:length] != truth[:length])
+        return int(wrong[0]) if len(wrong) else length
+    node = -1
+    for depth, token in enumerate(truth.tolist()):
+        child = tree.child(node, token)
+        if child is None:
+            return depth
+        node = child
+    return len(truth)
+
+
+def _judged(request: int, tree: DraftTree, rest: np.ndarray) -> Nodes:
+    nodes, hits = outcomes(tree, rest)
+    match_lengths = np.broadcast_to(tree.match_lengths, len(tree))
+    return Nodes(request, tree.probs[nodes], tree.depths[nodes], match_lengths[nodes], hits)
+
+
+def _timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = function(*args)
+    return result, time.perf_counter() - start
+
+
+def _measure_memory(source: Any, tally: Tally) -> None:
+    """Sources that cache tokens may say how many, and how many bytes they take."""
+    if hasattr(source, "num_bytes") and hasattr(source, "num_cached_tokens"):
+        tally.num_bytes, tally.num_cached_tokens = int(source.num_bytes()), int(source.num_cached_tokens())
+
+
+def warm_up(source: TreeCandidateGenerator, build: Callable[[], TreeCandidateGenerator], recording: Recording) -> None:
+    """Whatever a source compiles or loads at its first use happens here: by itself, or in another one of its kind."""
+    if hasattr(source, "warm_up"):
+        source.warm_up()
+        return
+    short = Recording(recording.prompt[:256], recording.response[:64])
+    for _ in Replayer(build()).run([short], Tally.of(1)):
+        pass

@@ -1,0 +1,218 @@
+"""`smartspec tune`: options of candidate sources that fit recorded responses, found by replay (SSSD, section 3.1.3)."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
+
+from ...candidates.tuned import TUNABLE, TunedSources
+from ..common.models import UsageError, check_output, load_model
+from ..common.recordings import TURNS, Fields, Recording, read_requests, tokenize, tokenizer_of
+from ..replay.curves import geometric_mean
+from ..verify.command import positive
+from ..verify.report import make_console, table
+from .search import Costs, Requests, Search, Trial, num_requests, speed
+from .space import THRESHOLD, Choice, Parameter, space_of, value_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
+    parser.add_argument(
+        "--sources", nargs="+", metavar="SPEC", default=["suffix"],
+        help=f"NAME[:OPTION=VALUE,...], where NAME is one of {', '.join(TUNABLE)}; several are fused, options that are "
+        "given stay (default: suffix)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, default=Path("tuned.json"), metavar="FILE", help="default: tuned.json")
+    parser.add_argument("--limit", type=positive, default=200, metavar="N", help="requests per file (default: 200)")
+    parser.add_argument(
+        "--held-out", type=_fraction, default=0.3, metavar="PART",
+        help="part of each file's requests, its last, that options are not chosen by (default: 0.3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--node-cost", type=_cost, default=Costs().node, metavar="C",
+        help=f"what a draft node adds to a step, as part of a step without drafts (default: {Costs().node})",
+    )  # fmt: skip
+    parser.add_argument("--nodes", type=positive, metavar="N", help="draft nodes per step, in place of tuning them")
+    parser.add_argument(
+        "--drafter", metavar="MODEL",
+        help="a draft model, to tune the threshold up to which it speaks in place of the sources",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drafter-cost", type=_cost, default=Costs().drafter, metavar="C",
+        help=f"what each of its draft tokens costs, as part of a step (default: {Costs().drafter})",
+    )  # fmt: skip
+    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
+    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
+    parser.add_argument("--turns", choices=TURNS, default="all", help="as of `smartspec replay` (default: all)")
+    parser.add_argument(
+        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
+    )
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
+    return value
+
+
+def _cost(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.output)
+    check_output(args.json)
+    space = space_of(args.sources, args.nodes)
+    data = _load(args)
+    draft = load_model(args.drafter) if args.drafter else None
+    costs, console = Costs(args.node_cost, args.drafter_cost), make_console()
+    choice, is_complete = space.default, False
+
+    def keep(search: Search) -> None:
+        nonlocal choice
+        choice = search.best.choice
+
+    try:
+        _search(choice, data, costs, None, space.parameters, keep)
+        if draft is not None:
+            _search(choice, data, costs, draft, [THRESHOLD], keep)
+        is_complete = True
+    finally:  # interrupted, the best so far is still worth having; the defaults are not worth an earlier file
+        found = _origin(args, data) | {"is_complete": is_complete}
+        if is_complete or choice != space.default:
+            TunedSources.of(choice | {"found": found}).save(args.output)
+            state = "the best options found" if is_complete else "interrupted; the best options so far"
+            console.print(f"{args.output}: {state}", soft_wrap=True, highlight=False, markup=False)
+            _print_choice(space.default, choice, [*space.parameters, THRESHOLD], console)
+    report = _compare(space.default, choice, data, costs, draft, console)
+    TunedSources.of(choice | {"found": found | {"mean_gain": report["mean_gain"]}}).save(args.output)
+    if args.json:
+        args.json.write_text(json.dumps({"choice": choice, **report}, indent=2) + "\n")
+    return 0
+
+
+def _load(args: argparse.Namespace) -> list[Requests]:
+    fields = Fields(args.prompt_field, args.response_field, args.turns)
+    texts = {str(path): read_requests(path, fields, args.limit) for path in args.files}
+    tokenizer = tokenizer_of(args.tokenizer)
+    return [
+        _split(name, tokenize(requests, tokenizer, args.max_prompt), args.held_out) for name, requests in texts.items()
+    ]
+
+
+def _split(name: str, recordings: list[Recording], held_out: float) -> Requests:
+    num_training = len(recordings) - math.ceil(held_out * len(recordings))
+    if num_training < 1:
+        raise UsageError(f"{name!r} has {len(recordings)} responses: too few to hold some out")
+    return Requests(name, recordings, num_training)
+
+
+def _search(
+    choice: Choice,
+    data: Sequence[Requests],
+    costs: Costs,
+    draft: PreTrainedModel | None,
+    parameters: Sequence[Parameter],
+    keep: Callable[[Search], None],
+) -> None:
+    """Tunes the parameters; `keep` sees the search after every one of them."""
+    total = num_requests(data, parameters)
+    with tqdm(total=total, desc="tuning", unit=" requests", disable=None, leave=False) as progress:
+        search = Search(choice, data, costs, draft, progress.update)
+        for parameter in search.run(parameters):
+            keep(search)
+            progress.set_postfix_str(f"{parameter.label}, speed {search.value:.3f}")
+
+
+def _origin(args: argparse.Namespace, data: Sequence[Requests]) -> dict[str, Any]:
+    """For readers of the file."""
+    return {
+        "files": {item.name: {"requests": len(item.recordings), "training": item.num_training} for item in data},
+        "node_cost": args.node_cost,
+        **({"drafter": args.drafter, "drafter_cost": args.drafter_cost} if args.drafter else {}),
+    }
+
+
+def _compare(
+    default: Choice,
+    choice: Choice,
+    data: Sequence[Requests],
+    costs: Costs,
+    draft: PreTrainedModel | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Default and tuned options on the training requests and, behind these, on those that were held out."""
+    trials = [Trial(item, data, draft) for item in (default, choice)]
+    total = 2 * sum(len(item.recordings) for item in data)
+    with tqdm(total=total, desc="comparing", unit=" requests", disable=None, leave=False) as progress:
+        for trial in trials:
+            trial.advance([len(item.recordings) for item in data], progress.update)
+    rows = []
+    lines = table(
+        "Default and tuned", "data set", "requests", "options", "per step", "drafted", "accepted", "speed", "gain",
+        num_text=3,
+    )  # fmt: skip
+    for index, item in enumerate(data):
+        parts = {"training": slice(item.num_training), "held out": slice(item.num_training, None)}
+        for part, requests in parts.items():
+            counts = [trial.counts[index][requests] for trial in trials]
+            rows.append({"data_set": item.name, "part": part} | _row(counts, costs))
+            _add_rows(lines, rows[-1])
+    means = {part: geometric_mean([row["gain"] for row in rows if row["part"] == part]) for part in parts}
+    for part, mean in means.items():
+        lines.add_row("geometric mean", part, "", "", "", "", "", f"{mean:.3f}")
+    console.print(lines)
+    console.print(
+        f"[dim]Speed: tokens per cost, where a step costs 1 and each of its draft nodes {costs.node:g}"
+        + (f", those of the draft model {costs.drafter:g} more" if draft is not None else "")
+        + "; without drafts, 1. Sources go on learning through the held-out requests, as they do in use.[/dim]",
+        highlight=False,
+    )
+    return {"rows": rows, "mean_gain": means}
+
+
+def _row(counts: Sequence[np.ndarray], costs: Costs) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name, numbers in zip(("default", "tuned"), counts):
+        tokens, steps, drafted, accepted, _ = (int(value) for value in numbers.sum(axis=0))
+        row[name] = {
+            "tokens_per_step": tokens / steps,
+            "drafted_per_step": drafted / steps,
+            "acceptance_rate": accepted / drafted if drafted else None,
+            "speed": speed(numbers, costs),
+        }
+    return row | {"gain": row["tuned"]["speed"] / row["default"]["speed"]}
+
+
+def _add_rows(lines: Any, row: dict[str, Any]) -> None:
+    for name in ("default", "tuned"):
+        item, is_first = row[name], name == "default"
+        place = (escape(Path(row["data_set"]).name), row["part"]) if is_first else ("", "")
+        rate = item["acceptance_rate"]
+        lines.add_row(
+            *place, name, f"{item['tokens_per_step']:.2f}", f"{item['drafted_per_step']:.2f}",
+            "-" if rate is None else f"{rate:.1%}", f"{item['speed']:.3f}", "" if is_first else f"{row['gain']:.3f}",
+        )  # fmt: skip
+
+
+def _print_choice(default: Choice, choice: Choice, parameters: Sequence[Parameter], console: Console) -> None:
+    lines = table("Options", "option", "default", "tuned")
+    for parameter in parameters:
+        before, after = value_of(default, parameter), value_of(choice, parameter)
+        if (before, after) != (None, None):
+            lines.add_row(parameter.label, *(str(value) for value in (before, after)))
+    console.print(lines)

@@ -1,0 +1,160 @@
+"""What `smartspec tune` may change, and the sources that a choice stands for."""
+
+import copy
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...candidates import FusedCandidates, TreeCandidateGenerator
+from ...candidates.base import USUAL_NODES
+from ...candidates.suffix_tree import USUAL_PROBABILITY
+from ...candidates.tuned import TUNABLE, TunedSources
+from ..common.models import UsageError
+from ..replay.sources import build_tuned, plain_options
+
+# A choice in the plain form that a file has (`TunedSources.of`): {"sources": [{"name", "options"}], "fused": {...}}.
+Choice = dict[str, Any]
+
+_NODES = (2, 4, 8, 16, 32)
+_PROBABILITIES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+_DISCOUNTS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
+_SHORT_MATCHES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.2)
+_THRESHOLDS = (None, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # None: learnt while decoding
+
+# Options of a source, what matters most first. The number of nodes goes by two names.
+_GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "suffix": {
+        "min_probability": _PROBABILITIES,
+        "num_nodes": _NODES,
+        "max_match": (4, 8, 16, 24, 32),
+        "factor": (0.5, 1.0, 2.0, 4.0, 8.0),
+        "offset": (0.0, 1.0, 2.0, 4.0),
+    },
+    "datastore": {
+        "num_nodes": _NODES,
+        "max_prefix": (3, 4, 6, 8, 12),
+        "min_continuations": (1, 3, 10, 30),
+        "branch_len": (4, 8, 12),
+    },
+    "prompt_lookup": {"num_tokens": _NODES, "max_ngram": (2, 3, 4, 6, 8), "min_ngram": (1, 2, 3)},
+}
+_USUAL = {"num_nodes": USUAL_NODES, "min_probability": USUAL_PROBABILITY}  # where the default is None
+_NODE_OPTIONS = ("num_nodes", "num_tokens")
+_OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
+_MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes know their match lengths
+
+
+class Parameter(NamedTuple):
+    """One thing that may be changed."""
+
+    label: str
+    path: tuple[str | int, ...]  # to its place in a choice
+    values: tuple[Any, ...]
+
+
+class Space(NamedTuple):
+    """What is tuned."""
+
+    default: Choice
+    parameters: list[Parameter]
+
+
+def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
+    """
+    Sources with the defaults of everything that can be tuned, and what that is: all but the options that are given.
+
+    Args:
+        texts (sequence of `str`): "NAME[:VALUE,OPTION=VALUE,...]" of each source.
+        num_nodes (`int`, *optional*): Draft nodes per row and step, if these are not to be tuned.
+
+    Raises:
+        UsageError: for an unknown source, or options that it does not have.
+    """
+    is_alone = len(texts) == 1
+    sources: list[dict[str, Any]] = []
+    parameters: list[Parameter] = []
+    for index, text in enumerate(texts):
+        name, given = _parsed(text)
+        accepted = inspect.signature(TUNABLE[name]).parameters
+        if num_nodes is not None and is_alone:
+            given |= {option: num_nodes for option in _NODE_OPTIONS if option in accepted}
+        tuned = [option for option in _GRIDS[name] if option not in given and _matters(option, given, is_alone)]
+        defaults = {option: accepted[option].default for option in tuned}
+        defaults |= {option: _USUAL[option] for option, default in defaults.items() if default is None}
+        sources.append({"name": name, "options": defaults | given})
+        parameters += [
+            Parameter(f"{name} {option}", ("sources", index, "options", option), _GRIDS[name][option])
+            for option in tuned
+        ]
+    choice: Choice = {"sources": sources, "fused": {} if is_alone else {"calibrated": True}}
+    try:
+        source = build(choice)
+    except (TypeError, ValueError, OSError) as error:
+        raise UsageError(f"--sources: {error}") from error
+    if isinstance(source, FusedCandidates):
+        choice["fused"] |= {
+            "num_nodes": num_nodes or source.default_num_nodes,
+            "min_probability": source.min_probability,
+            "discounts": [list(discount) for discount in source.discounts],
+        }
+        parameters += _of_fusion(choice, num_nodes is not None)
+    return Space(choice, parameters)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and given options of a source; files are read from other folders too, so their paths become absolute."""
+    name, _, rest = text.partition(":")
+    if name not in TUNABLE:
+        raise UsageError(f"--sources: {name!r} cannot be tuned; known are {', '.join(TUNABLE)}")
+    values, given = plain_options(rest)
+    given = dict(zip(inspect.signature(TUNABLE[name]).parameters, values)) | given
+    if "datastore" in given:
+        given["datastore"] = os.path.abspath(str(given["datastore"]))
+    return name, given
+
+
+def _matters(option: str, given: dict[str, Any], is_alone: bool) -> bool:
+    """Several sources have one number of nodes in common."""
+    if option in _NODE_OPTIONS:
+        return is_alone
+    return option not in _OF_COUNTS or given.get("scoring") == "counts"
+
+
+def _of_fusion(choice: Choice, is_limited: bool) -> list[Parameter]:
+    found = [] if is_limited else [Parameter("num_nodes", ("fused", "num_nodes"), _NODES)]
+    found.append(Parameter("min_probability", ("fused", "min_probability"), _PROBABILITIES))
+    for index, source in enumerate(choice["sources"]):
+        for level, where in enumerate(("first", "further")):
+            path = ("fused", "discounts", index, level)
+            found.append(Parameter(f"{source['name']} discount, {where}", path, _DISCOUNTS))
+        if source["name"] in _MATCHING:
+            path = ("fused", "discounts", index, 2)
+            found.append(Parameter(f"{source['name']} discount, short matches", path, _SHORT_MATCHES))
+    return [*found, Parameter("calibrated", ("fused", "calibrated"), (True, False))]
+
+
+THRESHOLD = Parameter("threshold", ("fused", "threshold"), _THRESHOLDS)
+
+
+def value_of(choice: Choice, parameter: Parameter) -> Any:
+    """The parameter's value; None where the choice says nothing of it."""
+    place: Any = choice
+    for key in parameter.path[:-1]:
+        place = place[key]
+    return place.get(parameter.path[-1]) if isinstance(place, dict) else place[parameter.path[-1]]
+
+
+def changed(choice: Choice, parameter: Parameter, value: Any) -> Choice:
+    """A copy of the choice with another value of one parameter."""
+    choice = copy.deepcopy(choice)
+    place: Any = choice
+    for key in parameter.path[:-1]:
+        place = place[key]
+    place[parameter.path[-1]] = value
+    return choice
+
+
+def build(choice: Choice, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
+    """The source that a choice stands for; `ValueError` or `TypeError` for values that do not fit."""
+    return build_tuned(TunedSources.of(choice), drafter)

@@ -1,0 +1,277 @@
+"""`smartspec verify`: is speculation lossless on your model, with your drafter, on your machine."""
+
+import argparse
+import copy
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
+
+from ...prepare.config import PRESETS
+from ..common.equality import Comparison, TokenCheck
+from ..common.models import (
+    DTYPES,
+    PROMPTS,
+    UsageError,
+    check_device,
+    check_output,
+    encode,
+    left_padded,
+    load_draft,
+    load_model,
+    load_tokenizer,
+    random_prompts,
+    read_prompts,
+)
+from ..common.rounding import Rounding, measure_rounding
+from ..common.runs import Decoding, decode_plainly
+from ..common.timing import environment
+from .drafts import ways_of_drafting
+from .frequencies import check_frequencies, exact_table, ways_of_sampling
+from .report import Report, make_console, print_report
+
+_SCORED_TOKENS = 16  # columns of scores that are compared: they are as wide as the vocabulary
+_SAMPLED_PROMPT = 8  # tokens of the prompt whose continuations are counted: it is run once per sample
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="target model: a local folder or a hub id")
+    parser.add_argument(
+        "--assistant",
+        default="prompt_lookup",
+        metavar="MODEL_OR_PRESET",
+        help=f"draft model (folder or hub id) or preset ({', '.join(sorted(PRESETS))}); default: prompt_lookup",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: 32")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='.jsonl with "prompt" in every row, or .txt with one per line'
+    )
+    parser.add_argument(
+        "--batch-sizes", type=positive_list, default=[1, 2, 5], metavar="B,B,...", help="default: 1,2,5"
+    )
+    parser.add_argument(
+        "--samples", type=not_negative, default=1000, metavar="N",
+        help="samples whose frequencies are compared with exact probabilities; 0: none (default: 1000)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of sampling (default: 0)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was found to this file")
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def positive_list(text: str) -> list[int]:
+    return [_integer(part, 1) for part in text.split(",")]
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    check_output(args.json)
+    texts = [row["prompt"] for row in read_prompts(args.prompts)] if args.prompts else list(PROMPTS)
+    check_device(args.device)
+    model = load_model(args.model, args.dtype, args.device)
+    model.generation_config = _without_sampling(model)
+    assistant = _load_assistant(args, model)
+    tokenizer = load_tokenizer(args.model)
+    prompts, source = _encoded_prompts(args, texts, model, tokenizer)
+    verifier = Verifier(model, assistant, prompts, args.batch_sizes, args.max_new_tokens, args.seed)
+    report = Report(
+        args.model,
+        args.assistant,
+        environment(model.device, model.dtype),
+        source,
+        [len(prompt) for prompt in prompts],
+        args.max_new_tokens,
+        verifier.measure_rounding(),
+    )
+    with _collecting_warnings(report.warnings):
+        verifier.run(report, args.samples)
+    print_report(report, make_console(), tokenizer)
+    if args.json:
+        args.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    return 1 if report.failures else 0
+
+
+def _without_sampling(model: PreTrainedModel) -> GenerationConfig:
+    """The model's generation config without its own sampling: how tokens are picked is this command's to say."""
+    config = copy.deepcopy(model.generation_config)
+    for name in "temperature top_k top_p top_h min_p typical_p epsilon_cutoff eta_cutoff num_beams max_length".split():
+        setattr(config, name, None)
+    config.do_sample = False
+    if config.pad_token_id is None:
+        ids = config.eos_token_id
+        config.pad_token_id = 0 if ids is None else ids[0] if isinstance(ids, list) else ids
+    return config
+
+
+def _load_assistant(args: argparse.Namespace, model: PreTrainedModel) -> str | PreTrainedModel:
+    if args.assistant in PRESETS:
+        return args.assistant
+    try:
+        return load_draft(args.assistant, model, args.dtype)
+    except UsageError as error:
+        raise UsageError(f"--assistant: {error} (presets are {', '.join(sorted(PRESETS))})") from error
+
+
+def _encoded_prompts(
+    args: argparse.Namespace, texts: list[str], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[list[int]], str]:
+    config = model.config.get_text_config(decoder=True)
+    max_len = getattr(config, "max_position_embeddings", None) or 2048
+    max_len = min(max_len - args.max_new_tokens, 1024)
+    if max_len < 1:
+        raise UsageError(f"--max-new-tokens: {args.max_new_tokens} tokens leave no room for a prompt in this model")
+    if tokenizer is None:
+        if args.prompts:
+            raise UsageError(f"--prompts need a tokenizer, and {args.model!r} has none")
+        return random_prompts(args.num_prompts, config.vocab_size, max_len, args.seed), "random token ids"
+    prompts = encode(texts[: args.num_prompts], tokenizer, max_len)
+    if not prompts:
+        raise UsageError(f"the tokenizer of {args.model!r} makes no tokens of the prompts")
+    if any(token >= config.vocab_size for prompt in prompts for token in prompt):
+        raise UsageError(f"the tokenizer of {args.model!r} has tokens beyond the model's {config.vocab_size}")
+    return prompts, str(args.prompts) if args.prompts else "built-in prompts"
+
+
+class Verifier:
+    """
+    Goes through all comparisons of one model.
+
+    Args:
+        model (`PreTrainedModel`): The target; its generation config must not sample.
+        assistant (`str` or `PreTrainedModel`): A preset or a draft model.
+        prompts (list of token ids): Without padding.
+        batch_sizes (sequence of `int`): All prompts are decoded at each of them.
+        max_new_tokens, seed (`int`): Of decoding, and of sampling.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant: str | PreTrainedModel,
+        prompts: list[list[int]],
+        batch_sizes: Sequence[int],
+        max_new_tokens: int,
+        seed: int,
+    ):
+        self.model, self.assistant, self.prompts, self.seed = model, assistant, prompts, seed
+        self.max_new_tokens = max_new_tokens
+        self.batch_sizes = list(dict.fromkeys(min(size, len(prompts)) for size in batch_sizes))
+        self.pad_id: int = model.generation_config.pad_token_id
+        self.decodings = [Decoding(), Decoding(seed)]
+        self.ways = ways_of_drafting(assistant, model.config.get_text_config(decoder=True).vocab_size)
+
+    def run(self, report: Report, num_samples: int) -> None:
+        """Fills in the report: tokens at every batch size, then scores, then frequencies."""
+        num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
+        with tqdm(total=num_checks, desc="verifying", disable=None, leave=False) as progress:
+            for size in self.batch_sizes:
+                self.check_tokens(report, size, progress)
+            self.check_scores(report, progress)
+            if num_samples:
+                self.check_frequencies(report, num_samples)
+                progress.update()
+        report.warnings += _idle_drafts(report)
+
+    def measure_rounding(self) -> Rounding:
+        prompts = self.prompts[: max(self.batch_sizes)]
+        inputs = left_padded(prompts, self.pad_id, self.model.device)
+        num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
+        run = decode_plainly(self.model, inputs, Decoding(), num_tokens, records=True)
+        assert run.logits is not None, "recorded"
+        return measure_rounding(self.model, prompts, run.tokens, run.logits)
+
+    def check_tokens(self, report: Report, batch_size: int, progress: Any) -> None:
+        """Compares all prompts, in batches of one size, for every way of drafting."""
+        starts = range(0, len(self.prompts), batch_size)
+        rows = [self.prompts[start : start + batch_size] for start in starts]
+        batches = [left_padded(prompts, self.pad_id, self.model.device) for prompts in rows]
+        for decoding in self.decodings:
+            plain = [decode_plainly(self.model, inputs, decoding, self.max_new_tokens).tokens for inputs in batches]
+            if decoding.seed is None:
+                report.plain_tokens[batch_size] = [line for tokens in plain for line in tokens.tolist()]
+            for drafting in self.ways:
+                check = TokenCheck(decoding.name, drafting.name, batch_size)
+                comparison = Comparison(self.model, decoding, self.max_new_tokens, drafting, report.rounding)
+                for index, (inputs, tokens) in enumerate(zip(batches, plain)):
+                    comparison.check_batch(inputs, tokens, check, checks_default_output=index == 0)
+                report.tokens.append(check)
+                progress.update()
+
+    def check_scores(self, report: Report, progress: Any) -> None:
+        """Compares returned logits and scores of one batch of the largest size."""
+        inputs = left_padded(self.prompts[: max(self.batch_sizes)], self.pad_id, self.model.device)
+        num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
+        for decoding in self.decodings:
+            for drafting in self.ways:
+                comparison = Comparison(self.model, decoding, num_tokens, drafting, report.rounding)
+                check = comparison.check_scores(inputs)
+                report.scores += [check] if check else []
+                progress.update()
+
+    def check_frequencies(self, report: Report, num_samples: int) -> None:
+        """Draws from one short prompt with many seeds."""
+        table = exact_table(self.model, self.prompts[0][:_SAMPLED_PROMPT])
+        for drafting in ways_of_sampling(self.assistant, table):
+            report.frequencies.append(check_frequencies(self.model, table, drafting, num_samples, self.seed))
+
+
+def _idle_drafts(report: Report) -> list[str]:
+    """Ways of drafting that verified nothing, because nothing was drafted or nothing accepted."""
+    warnings = []
+    for name in dict.fromkeys(check.drafts for check in report.tokens if check.drafts != "none"):
+        checks = [check.statistics for check in report.tokens if check.drafts == name]
+        if not sum(item.drafted_tokens for item in checks):
+            warnings.append(f"{name}: nothing was drafted, so that nothing was verified; use other or more prompts")
+        elif not sum(item.accepted_tokens for item in checks):
+            warnings.append(f"{name}: nothing was accepted; only rejections were verified")
+    return warnings
+
+
+class _Collector(logging.Handler):
+    def __init__(self, messages: list[str]):
+        super().__init__(logging.WARNING)
+        self.messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self.messages:
+            self.messages.append(message)
+
+
+@contextmanager
+def _collecting_warnings(messages: list[str]) -> Iterator[None]:
+    """Takes down what this library warns about, such as a call that was decoded without speculation."""
+    logger = logging.getLogger("hf_smartspec")
+    handler = _Collector(messages)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,257 @@
+"""What `smartspec verify` found, and the tables that it prints."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from ..common.equality import Difference, ScoreCheck, TokenCheck
+from ..common.rounding import Rounding
+from .frequencies import FALSE_ALARM, FrequencyCheck
+
+_SHOWN_DIFFERENCES = 10
+
+
+@dataclass
+class Report:
+    """Everything that was compared."""
+
+    model: str
+    assistant: str
+    environment: dict[str, Any]
+    prompt_source: str
+    prompt_lengths: list[int]
+    max_new_tokens: int
+    rounding: Rounding
+    tokens: list[TokenCheck] = field(default_factory=list)
+    scores: list[ScoreCheck] = field(default_factory=list)
+    frequencies: list[FrequencyCheck] = field(default_factory=list)
+    plain_tokens: dict[int, list[list[int]]] = field(
+        default_factory=dict
+    )  # greedy rows of plain decoding, by batch size
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def plain_rows_differing(self) -> dict[int, int]:
+        """Rows in which plain decoding at other batch sizes differs from itself at the first one."""
+        first, *others = self.plain_tokens
+        pairs = {size: zip(self.plain_tokens[first], self.plain_tokens[size]) for size in others}
+        # Rows of a batch are padded to the longest.
+        return {size: sum(a[: len(b)] != b[: len(a)] for a, b in rows) for size, rows in pairs.items()}
+
+    @property
+    def failures(self) -> list[str]:
+        """What cannot be explained by rounding; nothing of it should ever appear."""
+        found = []
+        for check in self.tokens:
+            num_real = sum(not item.is_tie for item in check.differences)
+            if num_real:
+                found.append(f"{check.decoding}, {check.drafts}, batch {check.batch_size}: {num_real} rows differ")
+        if self.environment["dtype"] == "float32":
+            # In half precision, a flipped expert or filter edge moves scores visibly: reported, not judged.
+            scores = [check for check in self.scores if not (check.is_close and check.is_filtered_alike)]
+            found += [f"{check.decoding}, {check.drafts}: scores differ" for check in scores]
+        found += [f"{check.drafts}: frequencies deviate" for check in self.frequencies if not check.is_consistent]
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        result = asdict(self) | {"plain_rows_differing": self.plain_rows_differing}
+        del result["plain_tokens"]
+        for item, check in zip(result["tokens"], self.tokens):
+            item["statistics"] = check.statistics.as_dict()
+            for line, difference in zip(item["differences"], check.differences):
+                line["is_tie"] = difference.is_tie
+        return _json_safe(result | {"failures": self.failures, "is_lossless": not self.failures})
+
+
+def _json_safe(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity: they become null and text."""
+    if isinstance(value, dict):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_safe(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def make_console() -> Console:
+    """The terminal; what is piped into a file gets 100 columns."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=100)
+
+
+def table(title: str, *columns: str, num_text: int = 1) -> Table:
+    """A table whose first `num_text` columns are text and the others numbers."""
+    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index < num_text else "right", no_wrap=True)
+    return result
+
+
+def print_report(report: Report, console: Console, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    lengths, system = report.prompt_lengths, report.environment
+    console.print(
+        f"[bold]smartspec verify[/bold] {escape(report.model)}, assistant {escape(report.assistant)}\n"
+        f"{len(lengths)} prompts ({escape(report.prompt_source)}) of {min(lengths)} to {max(lengths)} tokens, up to "
+        f"{report.max_new_tokens} new tokens each\n"
+        f"{system['dtype']} on {escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, "
+        f"transformers {system['transformers']}\n",
+        highlight=False,
+    )
+    _print_tokens(report, console)
+    _print_differences(report, console, _shower(tokenizer))
+    _print_scores(report, console)
+    if report.frequencies:
+        _print_frequencies(report, console)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+    _print_verdict(report, console)
+
+
+def _print_tokens(report: Report, console: Console) -> None:
+    columns = ("decoding", "drafts", "batch", "rows", "tokens", "drafted", "accepted", "per step", "identical")
+    lines = table("Tokens, against plain generate", *columns, num_text=2)
+    for check in report.tokens:
+        counts = check.statistics
+        lines.add_row(
+            check.decoding,
+            check.drafts,
+            str(check.batch_size),
+            str(check.num_rows),
+            str(check.num_tokens),
+            str(counts.drafted_tokens),
+            str(counts.accepted_tokens),
+            f"{counts.mean_accepted_length:.2f}",
+            _identical(check),
+        )
+    console.print(lines)
+    for size, num_rows in report.plain_rows_differing.items():
+        first = report.tokens[0].batch_size
+        console.print(
+            f"For comparison: plain generate at batch {size} differs from itself at batch {first} in {num_rows} of "
+            f"{len(report.prompt_lengths)} rows (greedy).",
+            highlight=False,
+        )
+    console.print()
+
+
+def _identical(check: TokenCheck) -> str:
+    if not check.differences:
+        return "[green]yes[/green]"
+    num_real = sum(not item.is_tie for item in check.differences)
+    if num_real:
+        return f"[red]NO: {num_real} of {check.num_rows}[/red]"
+    return f"[yellow]{len(check.differences)} tied[/yellow]"
+
+
+def _print_differences(report: Report, console: Console, show: Callable[[int], str]) -> None:
+    found = [(check, item) for check in report.tokens for item in check.differences]
+    if not found:
+        return
+    # The clearest differences first: they tell most.
+    found.sort(key=lambda pair: (pair[1].is_tie, -_comparable(pair[1])))
+    columns = ("decoding", "drafts", "batch", "row", "at", "plain", "ours", "plain gap", "our gap", "limit", "tie")
+    lines = table("First difference of a row", *columns, num_text=2)
+    for check, item in found[:_SHOWN_DIFFERENCES]:
+        tokens = (escape(show(token)) for token in (item.plain_token, item.own_token))
+        gaps = (f"{value:.2g}" for value in (item.plain_gap, item.own_gap, item.tolerance))
+        place = (str(check.batch_size), str(item.row), str(item.position))
+        lines.add_row(check.decoding, check.drafts, *place, *tokens, *gaps, "yes" if item.is_tie else "[red]NO[/red]")
+    console.print(lines)
+    if len(found) > _SHOWN_DIFFERENCES:
+        console.print(f"({_SHOWN_DIFFERENCES} of {len(found)} shown, the clearest first; --json FILE has all.)")
+    num_rows, num_tokens = (sum(getattr(check, name) for check in report.tokens) for name in ("num_rows", "num_tokens"))
+    num_ties = sum(item.is_tie for _, item in found)
+    console.print(
+        f"{len(found)} of {num_rows} rows differ ({len(found) / max(num_rows, 1):.1%}; one difference in "
+        f"{num_tokens // len(found)} tokens), {num_ties} of them at a tie: both gaps lie below the limit, which is "
+        f"what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge of top-k "
+        "or top-p fell to the other side).\n",
+        highlight=False,
+    )
+
+
+def _comparable(item: Difference) -> float:
+    return math.inf if math.isnan(item.plain_gap) else item.plain_gap
+
+
+def _shower(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:
+    def show(token: int) -> str:
+        if token < 0:
+            return "(ended)"
+        text = f" {tokenizer.decode([token])!r}" if tokenizer is not None else ""
+        return f"{token}{text}"[:10]
+
+    return show
+
+
+def _print_scores(report: Report, console: Console) -> None:
+    columns = ("decoding", "drafts", "positions", "logits by", "scores by", "largest", "filtered apart", "close")
+    lines = table("Returned logits and scores: how far they lie from plain generate's", *columns, num_text=2)
+    for check in report.scores:
+        lines.add_row(
+            check.decoding,
+            check.drafts,
+            str(check.num_positions),
+            f"{check.logits:.1e}",
+            f"{check.scores:.1e}",
+            f"{check.largest:.1f}",
+            str(check.num_edge),
+            "[green]yes[/green]" if check.is_close else "[red]NO[/red]",
+        )
+    console.print(lines)
+    console.print(
+        f"Rounding of this model: plain decoding and one forward over the same text differ by "
+        f"{report.rounding.measured:.1e} of the largest logit.\n",
+        highlight=False,
+    )
+
+
+def _print_frequencies(report: Report, console: Console) -> None:
+    columns = ("drafts", "samples", "drafted", "accepted", "cells", "chi2", "p", "distance", "expected", "ok")
+    lines = table("Frequencies of sampled token pairs, against exact probabilities", *columns)
+    for check in report.frequencies:
+        lines.add_row(
+            check.drafts,
+            str(check.num_samples),
+            str(check.drafted_tokens),
+            str(check.accepted_tokens),
+            str(check.num_cells),
+            f"{check.chi_square:.1f}",
+            f"{check.p_value:.3f}" if check.p_value >= 1e-3 else f"{check.p_value:.0e}",
+            f"{check.distance:.3f}",
+            f"{check.expected_distance:.3f}",
+            "[green]yes[/green]" if check.is_consistent else "[red]NO[/red]",
+        )
+    console.print(lines)
+    console.print(
+        f"The vocabulary is reduced to its likeliest tokens, so that every pair can be counted. Distance is the total "
+        f"variation, beside what a perfect sampler has on average. Below p = {FALSE_ALARM:.0e} it fails: one false "
+        f"alarm in {round(1 / FALSE_ALARM):,} checks.\n",
+        highlight=False,
+    )
+
+
+def _print_verdict(report: Report, console: Console) -> None:
+    if report.failures:
+        shown, num_more = report.failures[:4], len(report.failures[4:])
+        more = f"; and {num_more} more" if num_more else ""
+        console.print("[bold red]NOT lossless:[/bold red] " + escape("; ".join(shown) + more), highlight=False)
+        return
+    num_ties = sum(len(check.differences) for check in report.tokens)
+    dtype = report.environment["dtype"]
+    if not any(check.statistics.accepted_tokens for check in report.tokens):
+        verdict = "[bold yellow]Nothing was speculated:[/bold yellow] the same tokens, but no draft was ever accepted."
+    elif num_ties:
+        verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
+    else:
+        verdict = "[bold green]Lossless:[/bold green] the same tokens in every comparison."
+    console.print(verdict, highlight=False)

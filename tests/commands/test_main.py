@@ -1,0 +1,227 @@
+"""The `smartspec` command: what it accepts, what it refuses, and how it ends."""
+
+import importlib
+import json
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
+from hf_smartspec.benchmark import verify
+from hf_smartspec.decoding.loop import DecodingLoop
+from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.slot_cache import SlotCache
+
+from ..folders import save_tiny_models
+
+SHORT = ["--num-prompts", "3", "--batch-sizes", "3", "--max-new-tokens", "12", "--samples", "0", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _progress_bars_stay_on():
+    yield
+    logging.enable_progress_bar()
+
+
+def call(*arguments):
+    """Exit status of one command line."""
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as error:
+        return error.code
+
+
+def run_verify(folder, *arguments):
+    return call("verify", folder / "target", "--assistant", folder / "draft", *SHORT, *arguments)
+
+
+# --- Help and refusals
+
+
+def test_help_names_every_command_and_imports_none(capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", None)
+        assert call("--help") == 0
+        out = capsys.readouterr().out
+        assert "verify" in out and "bench" in out
+        assert call("bench", "--help") == 0
+        assert "overhead" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"smartspec {__version__}\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command, capsys):
+    assert call(*command, "--help") == 0
+    out = capsys.readouterr().out
+    assert " ".join(command) in out and "--json" in out
+
+
+def test_no_command_shows_help_and_fails(capsys):
+    assert call() == 2
+    assert "usage: smartspec" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verfy"], "invalid choice: 'verfy'"),
+        (["bench"], "required: COMMAND"),
+        (["bench", "overhed"], "invalid choice: 'overhed'"),
+        (["verify"], "required: MODEL"),
+        (["verify", "{target}", "--devcie", "cpu"], "unrecognized arguments: --devcie"),
+        (["verify", "{target}", "--num", "3"], "unrecognized arguments: --num"),  # no abbreviations
+        (["verify", "{target}", "--dtype", "float23"], "invalid choice: 'float23'"),
+        (["verify", "{target}", "--num-prompts", "0"], "must be at least 1, got 0"),
+        (["verify", "{target}", "--batch-sizes", "1,x"], "'x' is no integer"),
+        (["verify", "{target}", "--device", "gpu9"], "cannot use the device 'gpu9'"),
+        (
+            ["verify", "{target}", "--json", "/no/such/folder/file.json"],
+            "cannot write '/no/such/folder/file.json': no such folder",
+        ),
+        (["verify", "{target}", "--prompts", "/no/prompts.txt"], "cannot read the prompts '/no/prompts.txt'"),
+        (["verify", "{target}", "--max-new-tokens", "999"], "leave no room for a prompt"),
+        (["verify", "{target}", "--assistant", "./no-such-draft"], "--assistant: no such model folder"),
+        (["verify", "{bare}", "--prompts", "{prompts}"], "--prompts need a tokenizer"),
+        (["verify", "./no-such-model"], "no such model folder: './no-such-model'"),
+        (["verify", "{empty}"], "has no config.json"),
+    ],
+)
+def test_bad_arguments_get_one_line_and_status_2(folder, tmp_path, arguments, message, capsys):
+    (tmp_path / "prompts.txt").write_text("Hello\n")
+    places = {
+        "target": folder / "target",
+        "bare": folder / "bare",
+        "empty": tmp_path,
+        "prompts": tmp_path / "prompts.txt",
+    }
+    assert call(*(argument.format(**places) for argument in arguments)) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("smartspec") and err.count("\n") == 1
+
+
+def test_draft_of_another_vocabulary_is_refused(folder, tmp_path, capsys):
+    config = json.loads((folder / "draft" / "config.json").read_text()) | {"vocab_size": 100}
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path / "other")
+    assert call("verify", folder / "target", "--assistant", tmp_path / "other", *SHORT) == 2
+    assert "vocabulary of 100 tokens" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_one_line_and_status_130(folder, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify.Verifier, "run", interrupted)
+    assert run_verify(folder) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "smartspec: interrupted\n"
+
+
+# --- verify
+
+
+def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert run_verify(folder, "--batch-sizes", "1,3", "--samples", "100", "--json", file) == 0
+    out = capsys.readouterr().out
+    assert "Lossless: the same tokens in every comparison." in out
+    assert max(map(len, out.splitlines())) <= 100
+    report = json.loads(file.read_text())
+    assert report["is_lossless"] and report["failures"] == [] and report["warnings"] == []
+    assert {check["drafts"] for check in report["tokens"]} == {
+        "draft chain", "draft tree", "replayed chain", "replayed tree",
+    }  # fmt: skip
+    assert {(check["decoding"], check["batch_size"]) for check in report["tokens"]} == {
+        ("greedy", 1), ("greedy", 3), ("sampled", 1), ("sampled", 3),
+    }  # fmt: skip
+    for check in report["tokens"]:
+        statistics = check["statistics"]
+        assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"], check
+        assert check["num_tokens"] == statistics["generated_tokens"]
+    assert all(check["logits"] < 1e-4 and check["scores"] < 1e-4 for check in report["scores"])
+    assert [check["num_samples"] for check in report["frequencies"]] == [100] * 4
+
+
+def test_verify_without_tokenizer_and_assistant(folder, capsys):
+    assert call("verify", folder / "bare", *SHORT) == 0
+    out = capsys.readouterr().out
+    assert "random token ids" in out and "prompt_lookup" in out
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_verify_takes_prompts_from_a_file(folder, tmp_path, name, capsys):
+    lines = ["The first prompt", "another"]
+    rows = lines if name.endswith(".txt") else [json.dumps({"prompt": line, "id": 1}) for line in lines]
+    (tmp_path / name).write_text("\n".join(rows) + "\n")
+    assert call("verify", folder / "target", *SHORT, "--prompts", tmp_path / name) == 0
+    assert "2 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("bfloat16", 0), ("float32", 1)])
+def test_small_error_is_a_tie_in_half_precision_only(folder, tmp_path, dtype, status, monkeypatch, capsys):
+    model = LlamaForCausalLM.from_pretrained(folder / "target")
+    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[::2]  # tokens in pairs of equal logits
+    model.save_pretrained(tmp_path / "pairs")
+    run = PackedForward._run
+
+    def run_with_error(*args):
+        logits = run(*args).float()
+        logits[:, 1::2] += 0.005
+        return logits
+
+    monkeypatch.setattr(PackedForward, "_run", run_with_error)
+    file = tmp_path / "report.json"
+    assert call("verify", tmp_path / "pairs", *SHORT, "--dtype", dtype, "--json", file) == status
+    report = json.loads(file.read_text())
+    differences = [item for check in report["tokens"] for item in check["differences"]]
+    assert all(item["is_tie"] for item in differences) is (dtype == "bfloat16")
+    greedy = [item for check in report["tokens"] if check["decoding"] == "greedy" for item in check["differences"]]
+    assert {item["own_token"] - item["plain_token"] for item in greedy} == {1}
+    assert {item["plain_gap"] for item in greedy} == {0.0}
+    out = capsys.readouterr().out
+    assert "First difference of a row" in out
+    assert ("Lossless up to rounding" if dtype == "bfloat16" else "NOT lossless") in out
+
+
+def wrong_pick(monkeypatch):
+    advance = DecodingLoop._advance
+    monkeypatch.setattr(
+        DecodingLoop, "_advance", lambda self, row, token: advance(self, row, 7 if row.num_generated == 5 else token)
+    )
+
+
+def wrong_keys(monkeypatch):
+    commit = SlotCache.commit
+    monkeypatch.setattr(
+        SlotCache, "commit", lambda self, rows, paths: commit(self, rows, [[max(n - 1, 0) for n in p] for p in paths])
+    )
+
+
+def wrong_noise(monkeypatch):
+    seed_of = SeededGumbelLogitsProcessor.seed_of
+    monkeypatch.setattr(SeededGumbelLogitsProcessor, "seed_of", lambda self, row: seed_of(self, row) + 1)
+
+
+@pytest.mark.parametrize("fault", [wrong_pick, wrong_keys, wrong_noise])
+def test_verify_finds_a_planted_fault(folder, tmp_path, fault, monkeypatch, capsys):
+    fault(monkeypatch)
+    file = tmp_path / "report.json"
+    assert run_verify(folder, "--json", file) == 1
+    out = capsys.readouterr().out
+    assert "NOT lossless" in out and "First difference of a row" in out
+    report = json.loads(file.read_text())
+    assert report["failures"] and not report["is_lossless"]
+    differences = [item for check in report["tokens"] for item in check["differences"]]
+    assert not any(item["is_tie"] for item in differences)
+    if fault is wrong_pick:
+        assert {item["position"] for item in differences} == {5}

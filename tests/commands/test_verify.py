@@ -1,0 +1,128 @@
+"""The parts of `smartspec verify`: would they notice?"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from hf_smartspec import verify as verification
+from hf_smartspec.commands.common.equality import Difference, find_differences
+from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, random_prompts
+from hf_smartspec.commands.common.rounding import Rounding, measure_rounding
+from hf_smartspec.commands.common.runs import Decoding, decode_plainly
+from hf_smartspec.commands.verify.drafts import ReplayCandidates
+from hf_smartspec.commands.verify.frequencies import (
+    check_frequencies,
+    chi_square_p_value,
+    exact_table,
+    ways_of_sampling,
+)
+
+from ..folders import byte_tokenizer, save_tiny_models
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = save_tiny_models(tmp_path_factory.mktemp("models"))
+    return load_model(str(folder / "target")), load_model(str(folder / "draft"))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "logit_error", "is_tie"),
+    [
+        ((0.0, 0.0), 0.0, True),
+        ((0.01, 0.005), 0.01, True),
+        ((0.01, 0.3), 0.01, False),  # ours preferred its token clearly
+        ((0.3, 0.01), 0.01, False),
+        ((math.inf, 0.5), 0.01, True),  # at the edge of a filter, and the logits agree
+        ((math.inf, 0.5), 0.3, False),
+        ((0.5, -0.5), 0.0, False),  # ours picked against its own scores
+        ((math.inf, -math.inf), 0.0, False),
+        ((math.nan, math.nan), 0.0, False),  # unknown is not excused
+    ],
+)
+def test_what_counts_as_a_tie(gaps, logit_error, is_tie):
+    item = Difference(0, 3, 11, 12, *gaps, logit_error=logit_error, tolerance=0.02)
+    assert item.is_tie is is_tie
+
+
+def test_first_difference_of_every_row_with_unequal_lengths():
+    plain = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    own = torch.tensor([[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8]])
+    found = [(item.row, item.position, item.plain_token, item.own_token) for item in find_differences(plain, own)]
+    assert found == [(0, 3, -1, 8), (1, 1, 6, 9), (2, 3, -1, 8)]
+    assert find_differences(plain, plain) == []
+
+
+@pytest.mark.parametrize(("statistic", "degrees"), [(0.0, 3), (5.0, 5), (40.0, 11), (120.0, 35)])
+def test_p_value_is_scipys(statistic, degrees):
+    assert chi_square_p_value(statistic, degrees) == pytest.approx(chi2.sf(statistic, degrees), rel=1e-9)
+
+
+def test_tolerance_is_twice_what_was_measured_within_bounds():
+    unit = torch.finfo(torch.bfloat16).eps
+    assert Rounding("bfloat16", 5 * unit).tolerance(20.0) == pytest.approx(10 * unit * 20)
+    assert Rounding("bfloat16", 0.0).tolerance(20.0) == pytest.approx(2 * unit * 20)
+    assert Rounding("bfloat16", 100 * unit).tolerance(20.0) == pytest.approx(16 * unit * 20)
+
+
+def test_measured_rounding_grows_with_the_dtype(models):
+    target, _ = models
+    prompts = encode(PROMPTS[:3], byte_tokenizer(), max_len=64)
+    measured = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = target.to(dtype)
+        run = decode_plainly(model, left_padded(prompts, 0, model.device), Decoding(), 8, records=True)
+        measured.append(measure_rounding(model, prompts, run.tokens, run.logits).measured)
+    target.to(torch.float32)
+    assert 0 <= measured[0] < 1e-5 < measured[1] < 0.1
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_replayed_drafts_are_trees_with_errors(width):
+    source = ReplayCandidates([list(range(40))], vocab_size=100, width=width, error_rate=0.5)
+    source.start("row", np.arange(4))
+    source.observe("row", np.arange(10))
+    hits = 0
+    for _ in range(20):
+        (tree,) = source.propose(["row"], [source.default_num_nodes])
+        tree.check_integrity(100)
+        assert len(tree) == source.default_num_nodes == 5 * width
+        hits += tree.child(-1, 10) is not None
+    assert 0 < hits < 20
+
+
+def test_random_prompts_are_ragged_and_repeat_themselves():
+    prompts = random_prompts(6, vocab_size=50, max_len=100, seed=0)
+    assert len(set(map(len, prompts))) > 1
+    assert all(prompt[-2:] == prompt[:2] for prompt in prompts)
+
+
+def test_table_of_exact_probabilities_is_a_distribution(models):
+    table = exact_table(models[0], [5, 6, 7])
+    assert float(table.pairs.sum()) == pytest.approx(1.0)
+    assert sorted(set(table.choices) | set(table.suppressed)) == list(range(models[0].config.vocab_size))
+    table.best_tree().check_integrity(models[0].config.vocab_size)
+
+
+def test_frequencies_agree_and_a_biased_verification_is_noticed(models, monkeypatch):
+    target, draft = models
+    table = exact_table(target, [5, 6, 7])
+    way = next(way for way in ways_of_sampling(draft, table) if "rejection" in way.name)
+    # The seed is fixed: this test cannot fail by chance.
+    honest = check_frequencies(target, table, way, num_samples=600, seed=0)
+    assert honest.is_consistent and honest.drafted_tokens > honest.accepted_tokens > 0
+
+    greedy = lambda request, scores: int(scores.argmax()) if request.tree is None else _any_draft(request, scores)  # noqa: E731
+    monkeypatch.setattr(verification, "_rejection_pick", greedy)
+    assert not check_frequencies(target, table, way, num_samples=600, seed=0).is_consistent
+
+
+def _any_draft(request, scores):
+    """Accepts every draft token that the processors allow."""
+    node = request.cursor + 1
+    if node < len(request.tree) and scores[request.tree.tokens[node]] > -torch.inf:
+        return int(request.tree.tokens[node])
+    return int(scores.argmax())
