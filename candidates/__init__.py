@@ -1,12 +1,12 @@
 """Candidate sources: everything that proposes draft trees."""
 
 from .base import TreeCandidateGenerator
-from .datastore import DatastoreCandidates
-from .datastore_file import Datastore, build_datastore
+from .datastore.file import Datastore, build_datastore
+from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
-from .fused import FusedCandidates
+from .fused.source import FusedCandidates
 from .prompt_lookup import PromptLookupCandidates
-from .suffix_tree import SuffixTreeCandidates
+from .suffix.source import SuffixTreeCandidates
 from .wrapped import WrappedCandidates
 
 __all__ = [

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .base import TreeCandidateGenerator
-from .datastore import DatastoreCandidates
-from .datastore_file import replacing
+from .datastore.file import replacing
+from .datastore.source import DatastoreCandidates
 from .prompt_lookup import PromptLookupCandidates
-from .suffix_tree import SuffixTreeCandidates
+from .suffix.source import SuffixTreeCandidates
 
 TUNABLE: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "suffix": SuffixTreeCandidates,

@@ -12,7 +12,7 @@ from typing import TextIO
 import numpy as np
 from rich.console import Console
 
-from ..candidates.datastore_file import Document, build_datastore
+from ..candidates.datastore.file import Document, build_datastore
 from .common.models import UsageError, check_output, load_tokenizer
 
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)

@@ -23,7 +23,7 @@ from ..candidates import (
     WrappedCandidates,
 )
 from ..candidates.base import NoCandidates
-from ..candidates.fused import AcceptedLengths
+from ..candidates.fused.source import AcceptedLengths
 from ..candidates.tuned import TunedSource, TunedSources
 from ..decoding.verify import METHODS
 from ..goodput.acceptance import Calibrator

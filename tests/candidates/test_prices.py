@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree, SuffixTreeCandidates
-from hf_smartspec.candidates.fused import FusedCandidates
+from hf_smartspec.candidates.fused.source import FusedCandidates
 from hf_smartspec.drafts.tree import LevelPrice
 
-from .test_fused import Scripted
-from .test_hybrid import Priced
+from .fused.test_hybrid import Priced
+from .fused.test_source import Scripted
 
 
 def of_node(node, trust=1.0):

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...candidates import DatastoreCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from ...candidates.datastore_file import Datastore
+from ...candidates.datastore.file import Datastore
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator
 from ..common.models import UsageError

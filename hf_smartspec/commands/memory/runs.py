@@ -9,7 +9,7 @@ import numpy as np
 from transformers.utils.logging import tqdm
 
 from ...candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from ...candidates.datastore_file import Datastore, build_datastore
+from ...candidates.datastore.file import Datastore, build_datastore
 from ..common.models import UsageError
 from ..common.recordings import Recording
 

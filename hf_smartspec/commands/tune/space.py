@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...candidates import FusedCandidates, TreeCandidateGenerator
 from ...candidates.base import USUAL_NODES
-from ...candidates.suffix_tree import USUAL_PROBABILITY
+from ...candidates.suffix.source import USUAL_PROBABILITY
 from ...candidates.tuned import TUNABLE, TunedSources
 from ..common.models import UsageError
 from ..replay.sources import build_tuned, plain_options

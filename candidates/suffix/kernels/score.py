@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_draft import CHAINS, FACTOR, LEAST, LONGEST, MAX_NODES, MAX_TREES, OFFSET
-from .suffix_places import edge_of, place_of
-from .suffix_store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
+from ...jit import compiled
+from .expand import CHAINS, FACTOR, LEAST, LONGEST, MAX_NODES, MAX_TREES, OFFSET
+from .places import edge_of, place_of
+from .store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
 
 _QUEUE = 4 * MAX_NODES
 

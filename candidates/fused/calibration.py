@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..drafts.tree import DraftTree
+from ...drafts.tree import DraftTree
 
 _NUM_SCORES, _NUM_DEPTHS = 128, 9  # of a table; what lies deeper counts as the last
 _LONGEST = 17  # match length with a table of its own; longer ones count as this one

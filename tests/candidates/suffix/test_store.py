@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.suffix_corpus import SuffixCorpus
-from hf_smartspec.candidates.suffix_growth import extend, finish, insert, move_tree
-from hf_smartspec.candidates.suffix_removal import num_labels, remove
-from hf_smartspec.candidates.suffix_store import (
+from hf_smartspec.candidates.suffix.corpus import SuffixCorpus
+from hf_smartspec.candidates.suffix.kernels.insert import extend, finish, insert, move_tree
+from hf_smartspec.candidates.suffix.kernels.remove import num_labels, remove
+from hf_smartspec.candidates.suffix.kernels.store import (
     BLOCK,
     CHILD,
     COUNT,

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .datastore_file import replacing
-from .suffix_growth import insert
-from .suffix_removal import num_labels, remove
-from .suffix_store import (
+from ..datastore.file import replacing
+from .kernels.insert import insert
+from .kernels.remove import num_labels, remove
+from .kernels.store import (
     BLOCK,
     NODE,
     NODES_LIVE,

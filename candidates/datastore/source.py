@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..drafts.tree import DraftTree, LevelPrice
-from ..prepare.checks import is_integer
-from .base import USUAL_NODES, TreeCandidateGenerator
-from .compiled import compiled
-from .datastore_file import Datastore
+from ...drafts.tree import DraftTree, LevelPrice
+from ...prepare.checks import is_integer
+from ..base import USUAL_NODES, TreeCandidateGenerator
+from ..jit import compiled
+from .file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up
 _MOST = 63  # nodes of a draft, where goodput decides

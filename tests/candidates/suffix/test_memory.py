@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
 
-from .test_suffix_tree import SENTENCE, ids, run, small
+from .test_source import SENTENCE, ids, run, small
 
 
 def test_long_outputs_move_to_larger_places():

@@ -9,10 +9,10 @@ import zlib
 import numpy as np
 import pytest
 
-from hf_smartspec.candidates.datastore import DatastoreCandidates
-from hf_smartspec.candidates.datastore_file import Datastore, build_datastore, tokenizer_fingerprint
+from hf_smartspec.candidates.datastore.file import Datastore, build_datastore, tokenizer_fingerprint
+from hf_smartspec.candidates.datastore.source import DatastoreCandidates
 
-from ..folders import byte_tokenizer
+from ...folders import byte_tokenizer
 
 DOCUMENTS = [[0, 1, 2, 3], [1, 2, 3, 3], [], [2, 0, 1]]
 HEADER = 128  # bytes

@@ -8,9 +8,9 @@ their text by themselves, so the cost is that of the match length, not of the de
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_pointers import int32_at
-from .suffix_store import (
+from ...jit import compiled
+from .pointers import int32_at
+from .store import (
     CHILD,
     COUNT,
     END,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import hf_smartspec
 from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from hf_smartspec.candidates.fused import AcceptedLengths, FusedCandidates, merge
-from hf_smartspec.candidates.fused_calibration import Calibrations, Discount, Draft
+from hf_smartspec.candidates.fused.calibration import Calibrations, Discount, Draft
+from hf_smartspec.candidates.fused.source import AcceptedLengths, FusedCandidates, merge
 from hf_smartspec.goodput import Calibrator
 
-from ..generate.helpers import noisy_copy, tiny_llama
+from ...generate.helpers import noisy_copy, tiny_llama
 
 
 class Scripted(TreeCandidateGenerator):

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_store import (
+from ...jit import compiled
+from .store import (
     CHILD,
     CLASS,
     COUNT,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_pointers import int32_at, int64_at
+from ...jit import compiled
+from .pointers import int32_at, int64_at
 
 # Fields of a node, which is known by where they begin in `Store.nodes`
 LABEL, LEN, KIDS, NUM, CLASS, TOTAL, ENDED, INDEX = range(8)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_draft import (
+from ...jit import compiled
+from .expand import (
     BY_COUNTS,
     DEPTH_LIMIT,
     MAX_CANDIDATES,
@@ -22,12 +22,12 @@ from .suffix_draft import (
     learn_from,
     make_draft,
 )
-from .suffix_growth import extend
-from .suffix_model import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
-from .suffix_places import FROM, MAX_MATCH, WALK
-from .suffix_pointers import ahead, float32_at, float64_at, int32_at, int64_at
-from .suffix_score import draft_by_score
-from .suffix_store import REMOVALS, Store
+from .insert import extend
+from .mix import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
+from .places import FROM, MAX_MATCH, WALK
+from .pointers import ahead, float32_at, float64_at, int32_at, int64_at
+from .score import draft_by_score
+from .store import REMOVALS, Store
 
 # Fields of `Slots.state`
 START, END, NUM_POINTS, NUM_PENDING, NAMESPACE, HAS_DRAFT, REMOVALS_SEEN = range(7)

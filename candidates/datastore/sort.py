@@ -3,7 +3,7 @@
 import numpy as np
 from transformers.utils.logging import tqdm
 
-from .compiled import compiled
+from ..jit import compiled
 
 BORDER = -1  # stands between two documents; sorts before every token
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.datastore import DatastoreCandidates
-from hf_smartspec.candidates.datastore_file import Datastore
-from hf_smartspec.candidates.datastore_sort import sort_suffixes
+from hf_smartspec.candidates.datastore.file import Datastore
+from hf_smartspec.candidates.datastore.sort import sort_suffixes
+from hf_smartspec.candidates.datastore.source import DatastoreCandidates
 from hf_smartspec.drafts.tree import LevelPrice
 
 VOCAB_SIZE = 3  # few tokens: matches of all lengths

@@ -4,9 +4,10 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from ..drafts.tree import DraftTree
-from ..prepare.checks import is_integer
-from .suffix_batch import (
+from ...drafts.tree import DraftTree
+from ...prepare.checks import is_integer
+from .corpus import SuffixCorpus
+from .kernels.batch import (
     END,
     MAX_PENDING,
     NUM_ADDRESSES,
@@ -22,9 +23,8 @@ from .suffix_batch import (
     new_batch,
     new_slots,
 )
-from .suffix_corpus import SuffixCorpus
-from .suffix_draft import LEAST, MAX_TREES, Scratch, new_scratch
-from .suffix_model import Model, log_odds, new_model
+from .kernels.expand import LEAST, MAX_TREES, Scratch, new_scratch
+from .kernels.mix import Model, log_odds, new_model
 
 _NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
 

@@ -7,9 +7,9 @@ on an edge, where one token follows.
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_growth import settle
-from .suffix_store import CHILD, ENDED, LABEL, LEN, TOTAL, find
+from ...jit import compiled
+from .insert import settle
+from .store import CHILD, ENDED, LABEL, LEN, TOTAL, find
 
 # Fields of a place
 AT, NEXT, STOP, SUPPORT, DEPTH, TREE = range(6)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import compiled
-from .suffix_model import CANDIDATE, GROWN, PARENT, TOKEN, begin_candidate, describe, estimate, learn
-from .suffix_places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
-from .suffix_pointers import prefetch
-from .suffix_store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find
+from ...jit import compiled
+from .mix import CANDIDATE, GROWN, PARENT, TOKEN, begin_candidate, describe, estimate, learn
+from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
+from .pointers import prefetch
+from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find
 
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node

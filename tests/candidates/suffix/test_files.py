@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.suffix_corpus import read
-from hf_smartspec.candidates.suffix_model import new_model
+from hf_smartspec.candidates.suffix.corpus import read
+from hf_smartspec.candidates.suffix.kernels.mix import new_model
 
 _OPTIONS = {"max_bytes": 2**20, "max_depth": 4, "max_match": 2}
 _OUTPUT_LEN = 40

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compiled import compiled
+from ...jit import compiled
 
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)

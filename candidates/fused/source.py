@@ -9,10 +9,10 @@ import numpy as np
 from transformers import LogitsProcessorList
 from transformers.utils import logging
 
-from ..drafts.tree import DraftTree, LevelPrice
-from ..prepare.checks import is_integer
-from .base import TreeCandidateGenerator
-from .fused_calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
+from ...drafts.tree import DraftTree, LevelPrice
+from ...prepare.checks import is_integer
+from ..base import TreeCandidateGenerator
+from .calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 
 logger = logging.get_logger(__name__)
 

@@ -11,16 +11,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..drafts.tree import DraftTree, LevelPrice
-from ..prepare.checks import is_integer
-from .base import USUAL_NODES, TreeCandidateGenerator
-from .datastore_file import tokenizer_fingerprint
-from .suffix_batch import MAX_PENDING
-from .suffix_corpus import SuffixCorpus, read, split
-from .suffix_draft import MAX_MATCH, MAX_NODES, MAX_TREES
-from .suffix_growth import insert, move_tree
-from .suffix_slots import SuffixSlots
-from .suffix_store import free_tree, new_root
+from ...drafts.tree import DraftTree, LevelPrice
+from ...prepare.checks import is_integer
+from ..base import USUAL_NODES, TreeCandidateGenerator
+from ..datastore.file import tokenizer_fingerprint
+from .corpus import SuffixCorpus, read, split
+from .kernels.batch import MAX_PENDING
+from .kernels.expand import MAX_MATCH, MAX_NODES, MAX_TREES
+from .kernels.insert import insert, move_tree
+from .kernels.store import free_tree, new_root
+from .slots import SuffixSlots
 
 USUAL_PROBABILITY = 0.1
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin

@@ -1,0 +1,1 @@
+"""SSSD's datastore: continuations of the last tokens in a large fixed text."""

@@ -1,0 +1,1 @@
+"""Suffix trees over a request's own text and earlier outputs (SuffixDecoding)."""
