@@ -9,7 +9,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
-from ..drafts.tree import DraftTree, LevelPrice
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
 
 USUAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"

@@ -7,11 +7,14 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from ..drafts.tree import DraftTree, LevelPrice
-from ..prepare.checks import is_integer
-from ..sampling.processors import add_gumbel_noise, argmax, draft_seed, score_processors, top_tokens
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
+from ..sampling.noise import add_gumbel_noise, draft_seed
+from ..sampling.processors import score_processors
+from ..sampling.top import argmax, top_tokens
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
+from ..validate import is_integer
 from .base import TreeCandidateGenerator
 
 _USUAL, _MOST = 5, 24  # nodes of a draft; where prices end it

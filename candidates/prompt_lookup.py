@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ..drafts.tree import DraftTree
-from ..prepare.checks import is_integer
+from ..validate import is_integer
 from .base import TreeCandidateGenerator
 
 _BORDER = -1  # between texts; no token

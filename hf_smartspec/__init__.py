@@ -7,13 +7,13 @@ from .candidates import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from .decoding.request import GenerationStatistics
+from .decoding.statistics import GenerationStatistics
 from .drafts.tree import DraftTree
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
 from .prepare.config import SmartSpecConfig
 from .prepare.decode import decode
-from .sampling.processors import SeededGumbelLogitsProcessor
+from .sampling.noise import SeededGumbelLogitsProcessor
 from .serving.engine import Engine
 from .serving.outputs import EngineOutput
 

@@ -12,9 +12,10 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
-from .prepare.checks import check_mask, check_seed, check_settings, check_source_options, check_token_ids
+from .prepare.checks import check_mask, check_settings, check_source_options, check_token_ids
 from .prepare.config import SmartSpecConfig
 from .prepare.decode import decode
+from .validate import check_seed
 
 _PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
 _PREVIOUS = "_smartspec_previous_generate"

@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ...prepare.checks import is_integer
+from ...validate import is_integer
 from .sort import BORDER, sort_suffixes
 
 Document: TypeAlias = str | Sequence[int] | np.ndarray

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ...drafts.tree import DraftTree, LevelPrice
-from ...prepare.checks import is_integer
+from ...drafts.price import LevelPrice
+from ...drafts.tree import DraftTree
+from ...validate import is_integer
 from ..base import USUAL_NODES, TreeCandidateGenerator
 from ..jit import compiled
 from .file import Datastore

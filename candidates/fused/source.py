@@ -9,8 +9,9 @@ import numpy as np
 from transformers import LogitsProcessorList
 from transformers.utils import logging
 
-from ...drafts.tree import DraftTree, LevelPrice
-from ...prepare.checks import is_integer
+from ...drafts.price import LevelPrice
+from ...drafts.tree import DraftTree
+from ...validate import is_integer
 from ..base import TreeCandidateGenerator
 from .calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 
 from ...drafts.tree import DraftTree
-from ...prepare.checks import is_integer
+from ...validate import is_integer
 from .corpus import SuffixCorpus
 from .kernels.batch import (
     END,

@@ -11,8 +11,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ...drafts.tree import DraftTree, LevelPrice
-from ...prepare.checks import is_integer
+from ...drafts.price import LevelPrice
+from ...drafts.tree import DraftTree
+from ...validate import is_integer
 from ..base import USUAL_NODES, TreeCandidateGenerator
 from ..datastore.file import tokenizer_fingerprint
 from .corpus import SuffixCorpus, read, split

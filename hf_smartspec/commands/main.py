@@ -19,20 +19,20 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    ("verify",): Command("benchmark.verify", "check on your own model that speculation changes nothing"),
-    ("replay",): Command("benchmark.replay", "measure candidate sources on real responses, without a model"),
-    ("profile",): Command("benchmark.profile", "measure what a model's forward costs, once per model and machine"),
-    ("tune",): Command("benchmark.tune", "find options of candidate sources that fit recorded responses"),
-    ("datastore", "build"): Command("benchmark.datastore_build", "build a file of continuations, from texts"),
-    ("bench", "generate"): Command("benchmark.generate_bench", "measure `assistant=` against plain `generate`"),
-    ("bench", "queue"): Command("benchmark.queue", "serve a queue of prompts, against transformers' batches"),
-    ("bench", "overhead"): Command("benchmark.overhead", "measure what the machinery costs by itself"),
-    ("bench", "sources"): Command("benchmark.ablation", "measure what each part of the model-free sources contributes"),
-    ("bench", "simulate"): Command("benchmark.simulate", "play the papers' loads, and traces, on a simulated engine"),
-    ("bench", "load"): Command("benchmark.load", "measure latency and goodput of the engine over the request rate"),
-    ("bench", "batch"): Command("benchmark.batch", "measure seconds per token over batch size and draft length"),
-    ("bench", "timeline"): Command("benchmark.timeline", "measure latency while busy and quiet phases alternate"),
-    ("bench", "memory"): Command("benchmark.scale", "measure what suffix trees and datastores cost as they grow"),
+    ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
+    ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
+    ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),
+    ("tune",): Command("tune.command", "find options of candidate sources that fit recorded responses"),
+    ("datastore", "build"): Command("datastore_build", "build a file of continuations, from texts"),
+    ("bench", "generate"): Command("generate.command", "measure `assistant=` against plain `generate`"),
+    ("bench", "queue"): Command("queue", "serve a queue of prompts, against transformers' batches"),
+    ("bench", "overhead"): Command("overhead", "measure what the machinery costs by itself"),
+    ("bench", "sources"): Command("ablation.command", "measure what each part of the model-free sources contributes"),
+    ("bench", "simulate"): Command("papers.command", "play the papers' loads, and traces, on a simulated engine"),
+    ("bench", "load"): Command("load.command", "measure latency and goodput of the engine over the request rate"),
+    ("bench", "batch"): Command("batch", "measure seconds per token over batch size and draft length"),
+    ("bench", "timeline"): Command("load.timeline", "measure latency while busy and quiet phases alternate"),
+    ("bench", "memory"): Command("memory.command", "measure what suffix trees and datastores cost as they grow"),
 }
 GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}
 
@@ -55,7 +55,7 @@ def _dispatch(arguments: list[str]) -> int:
     if path is None:
         return _top_level(arguments)
     command = COMMANDS[path]
-    module = importlib.import_module(f"hf_smartspec.{command.module}")
+    module = importlib.import_module(f"{__package__}.{command.module}")
     parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(command.help))
     module.add_arguments(parser)
     args = parser.parse_args(arguments[len(path) :])

@@ -12,7 +12,8 @@ from ..goodput.policy import DraftCost, StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
 from ..target.layout import CacheRow, RowInput
 from .batch import DecodingBatch
-from .request import GenerationStatistics, Request
+from .request import Request
+from .statistics import GenerationStatistics
 
 DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
 

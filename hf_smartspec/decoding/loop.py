@@ -11,8 +11,9 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from ..target.layout import RowInput
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
-from .request import GenerationStatistics, Request, Timed
+from .request import Request
 from .source_guard import GuestSources
+from .statistics import GenerationStatistics, Timed
 from .verify import accepted_path
 
 

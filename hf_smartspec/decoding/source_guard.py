@@ -8,7 +8,8 @@ import numpy as np
 from transformers.utils import logging
 
 from ..candidates.base import TreeCandidateGenerator
-from ..drafts.tree import DraftTree, LevelPrice
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
 from ..goodput.cost import DraftCost
 from ..goodput.prefill_gate import PrefillGate
 from .request import Request

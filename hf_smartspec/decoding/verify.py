@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from ..drafts.tree import DraftTree
-from ..sampling.processors import add_gumbel_noise, argmax, gumbel_noise
+from ..sampling.noise import add_gumbel_noise, gumbel_noise
+from ..sampling.top import argmax
 from .request import Request
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.

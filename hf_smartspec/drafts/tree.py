@@ -3,32 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-
-_LEAST_PROBABILITY = 0.005  # of a path: whatever nodes cost, less likely ones are not worth a look
-
-
-class LevelPrice(NamedTuple):
-    """
-    What growing a draft by a further level costs, in tokens that its time would yield otherwise, and what the drafter's
-    word is worth. To sources that draft all levels at once, only nodes have a price.
-    """
-
-    call: float  # for all rows together
-    row: float  # for each row that grows
-    node: float  # to have one node verified
-    trust: float = 1.0  # by which its probabilities have turned out higher or lower than it says
-
-    @property
-    def is_of_levels(self) -> bool:
-        return self.call > 0 or self.row > 0
-
-    @property
-    def least_probability(self) -> float:
-        """What the source must give a path, so that its last node is worth verifying."""
-        return max(self.node / self.trust, _LEAST_PROBABILITY)
 
 
 @dataclass(frozen=True)

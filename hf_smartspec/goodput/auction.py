@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..drafts.forest import Forest, ranks_in_rows
-from ..drafts.tree import DraftTree, LevelPrice
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
 from .cost import CostModel, DraftCost, DraftTimer, StepSeconds
 from .drafter_gain import DrafterGain, Newcomers
 from .estimators import AcceptanceEstimator

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..drafts.tree import DraftTree, LevelPrice
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
 from .cost import DraftCost, StepSeconds
 
 __all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "StepRows", "StepSeconds"]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..drafts.forest import Forest
-from ..drafts.tree import DraftTree, LevelPrice
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
 from .cost import CostModel, DraftCost, StepSeconds
 from .policy import LengthPolicy, StepRows
 

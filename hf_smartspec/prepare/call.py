@@ -14,11 +14,12 @@ from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
 from ..decoding.request import Request
 from ..decoding.verify import METHODS
-from ..sampling.processors import TokenPicker, row_seed
+from ..sampling.noise import row_seed
+from ..sampling.processors import TokenPicker
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
 from ..target.support import can_pack_call
-from .checks import check_seed
+from ..validate import check_seed
 from .config import SmartSpecConfig
 
 logger = logging.get_logger(__name__)

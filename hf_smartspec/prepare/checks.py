@@ -1,7 +1,6 @@
 """What a call must look like to be served: bad input is refused before any work starts, with the remedy named."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -105,21 +104,3 @@ def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
     empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"`attention_mask` masks rows {empty} wholly: every row needs at least one token.")
-
-
-def check_seed(seed: Any) -> None:
-    """Raises `TypeError` unless `seed` is an integer or a sequence of integers."""
-    is_list = isinstance(seed, Sequence) and not isinstance(seed, str)
-    if not all(is_integer(value) for value in (seed if is_list else [seed])):
-        raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raises `ValueError` unless `value` is an integer above 0."""
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-
-
-def is_integer(value: Any) -> bool:
-    """Whether `value` is a whole number, numpy's included; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)

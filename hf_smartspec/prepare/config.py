@@ -28,7 +28,7 @@ from ..candidates.tuned import TunedSource, TunedSources
 from ..decoding.verify import METHODS
 from ..goodput.acceptance import Calibrator
 from ..goodput.policy import FixedLength, LengthPolicy
-from .checks import is_integer
+from ..validate import is_integer
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _DATASTORE = "datastore:"

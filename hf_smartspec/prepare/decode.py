@@ -16,7 +16,8 @@ from transformers.utils import logging
 
 from ..decoding.call import DecodingCall
 from ..decoding.loop import DecodingLoop
-from ..decoding.request import GenerationStatistics, Request
+from ..decoding.request import Request
+from ..decoding.statistics import GenerationStatistics
 from ..drafts.tree import DraftTree
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
@@ -58,7 +59,7 @@ def decode(
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """
-    A decoding method for `model.generate(..., custom_generate=hf_smartspec.prepare.decode, assistant=...)`, called with what
+    A decoding method for `model.generate(..., custom_generate=hf_smartspec.decode, assistant=...)`, called with what
     `generate` has prepared. Used this way, transformers hands on neither `streamer` nor `tokenizer`: enable the model
     (`hf_smartspec.enable`) to stream or to use `stop_strings`.
 

@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ..decoding.request import GenerationStatistics
-from ..sampling.processors import SeededGumbelLogitsProcessor
+from ..decoding.statistics import GenerationStatistics
+from ..sampling.noise import SeededGumbelLogitsProcessor
 
 
 class _RecordingGumbel(SeededGumbelLogitsProcessor):

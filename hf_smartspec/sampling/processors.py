@@ -4,12 +4,11 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from ..prepare.checks import check_seed
+from .noise import SeededGumbelLogitsProcessor
 
 # Look at the scores alone: one call serves rows of different lengths.
 _SCORE_ONLY = (
@@ -39,134 +38,6 @@ _ROW_ONLY = (
     hf.ExponentialDecayLengthPenalty,
     hf.SuppressTokensAtBeginLogitsProcessor,
 )
-
-
-# Noise of a uniform variate of 52 bits never exceeds this, -log(-log(1 - 2**-53)).
-_LARGEST_NOISE = 36.74
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
-
-
-def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """
-    Standard Gumbel noise of the given tokens (int64, any shape) at one position of one request, float32.
-
-    A counter-based generator: the noise of (seed, position, token) is the same whenever, wherever and beside whatever
-    it is asked for. Token counters pass through the finaliser of SplitMix64 (Steele et al., 2014).
-    """
-    key = _mix_int(_mix_int(seed) ^ (position + 1))
-    if tokens.device.type == "cpu":  # numpy: a dozen small operations are dearer in torch, whose threads meet in each
-        uniform = torch.from_numpy(_uniform_numpy(key, tokens.numpy()))
-    else:
-        uniform = _uniform_torch(key, tokens)
-    # In float64, since the upper tail, which decides who wins, is lost where float32 rounds the uniform to 1.
-    return -torch.log(-torch.log(uniform)).to(torch.float32)
-
-
-def _uniform_numpy(key: int, tokens: np.ndarray) -> np.ndarray:
-    """
-    Uniform variates in the open interval (0, 1): the upper 52 bits of the hash, centred in their cell. With 53 bits the
-    centre of the last cell would be rounded to 1, whose noise is infinite.
-    """
-    counters = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
-    counters = (counters ^ (counters >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
-    counters = (counters ^ (counters >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    counters = counters ^ (counters >> np.uint64(31))
-    return ((counters >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-def _uniform_torch(key: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The same on any device; torch has no unsigned arithmetic, so shifts are masked."""
-    counters = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
-    counters = (counters ^ _shift(counters, 30)) * _signed(_MULTIPLIERS[0])
-    counters = (counters ^ _shift(counters, 27)) * _signed(_MULTIPLIERS[1])
-    counters = counters ^ _shift(counters, 31)
-    return (_shift(counters, 12).to(torch.float64) + 0.5) * 2.0**-52
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
-    """
-    Scores `[rows, vocab_size]` plus the noise of each row's seed and position; rows without a seed stay as they are.
-    Noise is made only for tokens that can still win: those that the processors left, and whose score, with the largest
-    noise there is, exceeds that of the highest score with its own noise.
-    """
-    scores = scores.clone()
-    for line, seed, position in zip(scores, seeds, positions):
-        if seed is None:
-            continue
-        best = line.argmax(keepdim=True)
-        bound = line[best] + gumbel_noise(seed, position, best) - _LARGEST_NOISE
-        tokens = torch.nonzero((line >= bound) & (line > -torch.inf)).squeeze(1)
-        line[tokens] += gumbel_noise(seed, position, tokens)
-    return scores
-
-
-def _mix_int(value: int) -> int:
-    """SplitMix64's output function on one Python integer; also how row seeds are derived."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK
-    value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK
-    return value ^ (value >> 31)
-
-
-def row_seed(seed: int, row: int) -> int:
-    """The seed of row `row` of a batch that was given one seed; row 0 keeps the seed itself."""
-    return seed if row == 0 else _mix_int(_mix_int(seed) + row)
-
-
-def draft_seed(seed: int) -> int:
-    """The seed with which a draft samples by itself, when its tokens are verified by rejection."""
-    return seed ^ 0x5EED_D4AF
-
-
-class SeededGumbelLogitsProcessor(LogitsProcessor):
-    """
-    Adds seeded Gumbel noise to the scores, so that the arg max is a sample (the Gumbel-max trick) that depends on
-    nothing but (seed, row, number of generated tokens, token).
-
-    It is the reference for this library's sampling: plain `generate(do_sample=False, logits_processor=[..., this])`
-    returns the tokens that `generate(do_sample=True, assistant=..., seed=seed)` returns. Put it last, behind the
-    warpers (temperature, top-k, ...), which `do_sample=False` does not add by itself.
-
-    Args:
-        seed (`int` or sequence of `int`): One seed for the batch, from which each row derives its own, or one per row.
-
-    It notices the start of a generation by itself (its input is not one token longer than before); use one object per
-    `generate` call if you continue a text token by token.
-    """
-
-    def __init__(self, seed: int | Sequence[int]):
-        check_seed(seed)
-        self.seed = [int(value) for value in seed] if isinstance(seed, Sequence) else int(seed)
-        self._prompt_length = self._length = -1
-        self._is_bound = False
-
-    def seed_of(self, row: int) -> int:
-        return row_seed(self.seed, row) if isinstance(self.seed, int) else self.seed[row]
-
-    def for_row(self, row: int, prompt_length: int) -> "SeededGumbelLogitsProcessor":
-        """The same noise for one row of the batch on its own, bound to a prompt of `prompt_length` tokens."""
-        single = SeededGumbelLogitsProcessor([self.seed_of(row)])
-        single._prompt_length, single._is_bound = prompt_length, True
-        return single
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        length = input_ids.shape[1]
-        if not self._is_bound and length != self._length + 1:
-            self._prompt_length = length
-        self._length = length
-        seeds = [self.seed_of(row) for row in range(len(scores))]
-        return add_gumbel_noise(scores, seeds, [length - self._prompt_length] * len(scores))  # type: ignore[return-value]
 
 
 class PickedRow(Protocol):
@@ -261,38 +132,6 @@ def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_siz
         processor = copy.copy(processor)
         processor.prompt_ignore_length = ignored[row : row + 1]  # type: ignore[attr-defined]
     return processor
-
-
-def argmax(scores: torch.Tensor) -> list[int]:
-    """Arg max of every line of `[rows, vocab_size]`; ties go to the lowest token, as in `torch.argmax`."""
-    if scores.device.type == "cpu":
-        # numpy's arg max is vectorised, torch's on the CPU is not: 6 times faster for 40 lines of 32,000. A few lines
-        # at a time, so that what was converted is still in the cache.
-        parts = [scores] if scores.dtype == torch.float32 else scores.split(_LINES)
-        return [token for part in parts for token in part.float().numpy().argmax(axis=-1).tolist()]
-    return scores.argmax(dim=-1).tolist()
-
-
-_BLOCK = 128
-_LINES = 8
-
-
-def top_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """
-    The `count` best tokens of every line of `[rows, vocab_size]`, best first (all, if there are fewer): `torch.topk`,
-    applied to those blocks of the vocabulary only that hold the highest maxima. On a CPU, block maxima are vectorised
-    and `topk` is not.
-    """
-    num_rows, vocab_size = scores.shape
-    num_blocks = vocab_size // _BLOCK
-    if scores.device.type != "cpu" or count >= num_blocks:
-        return scores.topk(min(count, vocab_size), dim=-1).indices
-    maxima = scores[:, : num_blocks * _BLOCK].unflatten(1, (num_blocks, _BLOCK)).amax(dim=-1)
-    blocks = maxima.topk(count, dim=-1).indices
-    tokens = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
-    rest = torch.arange(num_blocks * _BLOCK, vocab_size).expand(num_rows, -1)
-    tokens = torch.cat([tokens, rest], dim=1)
-    return tokens.gather(1, scores.gather(1, tokens).topk(count, dim=-1).indices)
 
 
 def score_processors(processors: LogitsProcessorList) -> LogitsProcessorList:

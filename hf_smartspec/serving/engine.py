@@ -16,15 +16,15 @@ from transformers.utils.logging import tqdm
 
 from ..candidates.base import TreeCandidateGenerator
 from ..decoding.call import DecodingCall
-from ..decoding.request import GenerationStatistics
+from ..decoding.statistics import GenerationStatistics
 from ..generate import generating, run_with
 from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
 from ..prepare.call import model_limits, prepare_call, row_seeds
-from ..prepare.checks import check_positive
 from ..prepare.config import SmartSpecConfig
 from ..prepare.policy import cost_of
 from ..target.support import can_pack, can_pack_call, plain_reason
+from ..validate import check_positive
 from .kv_memory import EngineMemory
 from .outputs import EngineOutput, Results, Ticket
 from .worker import EngineRunner

@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..decoding.call import DecodingCall
-from ..decoding.request import GenerationStatistics, Request
+from ..decoding.request import Request
+from ..decoding.statistics import GenerationStatistics
 from ..target.compat import GenerationOutput, RequestStatus
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..decoding.request import GenerationStatistics
+from ..decoding.statistics import GenerationStatistics
 
 
 class Served(NamedTuple):

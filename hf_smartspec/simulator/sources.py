@@ -7,7 +7,8 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from ..candidates.base import HybridSource, TreeCandidateGenerator
-from ..drafts.tree import DraftTree, LevelPrice
+from ..drafts.price import LevelPrice
+from ..drafts.tree import DraftTree
 from ..goodput.cost import DraftCost
 from .clock import EventClock
 from .requests import LoadRequest

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..sampling.processors import argmax
+from ..sampling.top import argmax
 from .attention import attention_configs, tree_attention_step
 from .layout import CacheRow, RowInput, arrange, build_layout, padded_context
 from .row_groups import call_columns

@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import (
 from transformers.utils import ModelOutput
 
 from ..drafts.tree import DraftTree
-from ..sampling.processors import argmax
+from ..sampling.top import argmax
 from .compat import TESTED_ROWWISE_TYPES
 from .layout import CacheRow, RowInput
 

@@ -7,8 +7,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from hf_smartspec import DraftModelCandidates
-from hf_smartspec.drafts.tree import LevelPrice
-from hf_smartspec.sampling.processors import add_gumbel_noise, draft_seed
+from hf_smartspec.drafts.price import LevelPrice
+from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 
 from ..models import VOCAB_SIZE, new_model, shared_model
 from ..strategies import path_to

@@ -5,7 +5,7 @@ import pytest
 
 from hf_smartspec import DraftTree, SuffixTreeCandidates
 from hf_smartspec.candidates.fused.source import FusedCandidates
-from hf_smartspec.drafts.tree import LevelPrice
+from hf_smartspec.drafts.price import LevelPrice
 
 from .fused.test_hybrid import Priced
 from .fused.test_source import Scripted

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from hf_smartspec import cli
-from hf_smartspec.benchmark import ablation, ablation_claims, ablation_runs
+from hf_smartspec.commands import main as cli
+from hf_smartspec.commands.ablation import claims as ablation_claims
+from hf_smartspec.commands.ablation import command as ablation
+from hf_smartspec.commands.ablation import runs as ablation_runs
 from hf_smartspec.commands.ablation.claims import count_claim, ratio_claim
 from hf_smartspec.commands.ablation.plots import draw
 from hf_smartspec.commands.ablation.sources import (

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from hf_smartspec.benchmark import datastore_build
 from hf_smartspec.candidates.datastore.file import Datastore, tokenizer_fingerprint
+from hf_smartspec.commands import datastore_build
 from hf_smartspec.commands.common.models import UsageError
 
 from ..folders import byte_tokenizer

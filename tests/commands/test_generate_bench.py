@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_smartspec import cli
-from hf_smartspec.benchmark import generate_loop
+from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.commands.common.replaying import RecordedText
+from hf_smartspec.commands.generate import loop as generate_loop
 from hf_smartspec.commands.generate.loop import PLAIN, Call, DataSet, Method, Settings, Tally, measure
 from hf_smartspec.commands.generate.report import has_differences, summaries, worst
 from hf_smartspec.commands.verify.drafts import ReplayCandidates

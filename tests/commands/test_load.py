@@ -6,11 +6,12 @@ import math
 import pytest
 from transformers.utils import logging
 
-from hf_smartspec import cli
-from hf_smartspec.benchmark import load as load_bench
-from hf_smartspec.benchmark import load_runs, timeline
+from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.batch import best_length
 from hf_smartspec.commands.common.sources import SOURCES
+from hf_smartspec.commands.load import command as load_bench
+from hf_smartspec.commands.load import runs as load_runs
+from hf_smartspec.commands.load import timeline
 from hf_smartspec.commands.load.report import Cell, Point, summaries, verdicts
 from hf_smartspec.commands.load.timeline import groups, phase_latencies
 from hf_smartspec.goodput import CostModel

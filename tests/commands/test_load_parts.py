@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_smartspec.benchmark import load_runs
 from hf_smartspec.commands.common.setup import Setup, merged
+from hf_smartspec.commands.load import runs as load_runs
 from hf_smartspec.commands.load.costs import Calibration
 from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.runs import Exploration, new_requests, simulate, simulate_logged, with_draft_model

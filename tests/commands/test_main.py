@@ -7,8 +7,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from hf_smartspec import SeededGumbelLogitsProcessor, __version__, cli
-from hf_smartspec.benchmark import verify
+from hf_smartspec import SeededGumbelLogitsProcessor, __version__
+from hf_smartspec.commands import main as cli
+from hf_smartspec.commands.verify import command as verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.slot_cache import SlotCache

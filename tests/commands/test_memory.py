@@ -7,9 +7,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from hf_smartspec import SuffixTreeCandidates, cli
-from hf_smartspec.benchmark import scale_runs
+from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.memory import runs as scale_runs
 from hf_smartspec.commands.memory.runs import TextStream, TreeProbe, take
 
 from ..folders import byte_tokenizer

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from hf_smartspec.benchmark import overhead
+from hf_smartspec.commands import overhead
 from tests.models import new_model
 
 

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from hf_smartspec import PromptLookupCandidates, cli
+from hf_smartspec import PromptLookupCandidates
+from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests, tokenize
 from hf_smartspec.commands.replay.sources import parse_specs
@@ -200,7 +201,7 @@ def test_a_missing_arctic_is_explained(monkeypatch):
 @pytest.fixture
 def smartspec(monkeypatch, tmp_path, capsys):
     """Calls the command on a file of pairs, with a tokenizer of bytes; returns (status, out, err)."""
-    monkeypatch.setitem(cli.COMMANDS, ("replay",), cli.Command("benchmark.replay", "replay recorded responses"))
+    monkeypatch.setitem(cli.COMMANDS, ("replay",), cli.Command("replay.command", "replay recorded responses"))
     monkeypatch.setenv("COLUMNS", "200")
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     write(tmp_path / "pairs.jsonl.gz", PAIRS)

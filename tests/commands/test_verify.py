@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from hf_smartspec import verify as verification
 from hf_smartspec.commands.common.equality import Difference, find_differences
 from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, random_prompts
 from hf_smartspec.commands.common.rounding import Rounding, measure_rounding
@@ -19,6 +18,7 @@ from hf_smartspec.commands.verify.frequencies import (
     exact_table,
     ways_of_sampling,
 )
+from hf_smartspec.decoding import verify as verification
 
 from ..folders import byte_tokenizer, save_tiny_models
 

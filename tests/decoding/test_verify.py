@@ -20,7 +20,8 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.decoding.request import Request
 from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection_picks
-from hf_smartspec.sampling.processors import add_gumbel_noise, argmax, draft_seed
+from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
+from hf_smartspec.sampling.top import argmax
 
 from ..models import new_model
 from ..sources import Random, Recording

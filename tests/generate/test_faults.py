@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 import hf_smartspec
 
-from ..decoding.test_source_guard import Faulty
 from .helpers import EOS, Spy, check_same, draft_source, noisy_copy, prompts, tiny_llama
+from .test_source_guard import Faulty
 
 BATCH = prompts([5, 9, 2, 7])
 IDS, MASK = BATCH["input_ids"], BATCH["attention_mask"]

@@ -369,16 +369,16 @@ def test_custom_generate_callable(model, draft):
     expected = model.generate(**settings)
     for assistant in ("prompt_lookup", draft, hf_smartspec.SmartSpecConfig(draft, width=2)):
         output = model.generate(
-            **settings, custom_generate=hf_smartspec.prepare.decode, assistant=assistant, return_dict_in_generate=True
+            **settings, custom_generate=hf_smartspec.decode, assistant=assistant, return_dict_in_generate=True
         )
         assert torch.equal(output.sequences, expected)
         if assistant != "prompt_lookup":
             assert output.statistics.accepted_tokens > 0
-    assert torch.equal(model.generate(**settings, custom_generate=hf_smartspec.prepare.decode), expected)
+    assert torch.equal(model.generate(**settings, custom_generate=hf_smartspec.decode), expected)
 
 
 def test_custom_generate_callable_samples_with_a_seed(model, draft):
     settings = BATCH | {"max_new_tokens": 16, "do_sample": True, "seed": 3}
-    output = model.generate(**settings, custom_generate=hf_smartspec.prepare.decode, assistant=draft)
+    output = model.generate(**settings, custom_generate=hf_smartspec.decode, assistant=draft)
     with hf_smartspec.enabled(model):
         assert torch.equal(model.generate(**settings, assistant=noisy_copy(model)), output)

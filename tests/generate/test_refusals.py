@@ -126,7 +126,7 @@ def test_the_remedy_for_a_models_default_works():
     "name", ["assistant_model", "prompt_lookup_num_tokens", "custom_generate", "use_mtp", "assistant_early_exit"]
 )
 def test_other_ways_of_decoding(model, draft, name):
-    value = {"assistant_model": draft, "custom_generate": hf_smartspec.prepare.decode, "use_mtp": True}.get(name, 2)
+    value = {"assistant_model": draft, "custom_generate": hf_smartspec.decode, "use_mtp": True}.get(name, 2)
     match = f"`{name}` and `assistant` both say how to decode: pass one of them"
     refused(model, ValueError, match, **{name: value})
     if name not in ("assistant_model", "custom_generate"):
@@ -236,7 +236,7 @@ def test_the_callable_refuses_as_well(model):
     ]:
         arguments = INPUTS | {"max_new_tokens": 4, "assistant": "prompt_lookup"} | kwargs
         with pytest.raises(error, match=match):
-            tiny_llama().generate(**arguments, custom_generate=hf_smartspec.prepare.decode)
+            tiny_llama().generate(**arguments, custom_generate=hf_smartspec.decode)
 
 
 def test_the_encoder_is_not_run_either():

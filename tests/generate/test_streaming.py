@@ -224,9 +224,9 @@ def test_what_the_callable_gets_from_transformers(model, draft):
     settings = BATCH | {"max_new_tokens": 8, "assistant": draft}
     expected = model.generate(**BATCH, max_new_tokens=8)
     dropped, bound = Recorder(), Recorder()
-    output = model.generate(**settings, custom_generate=hf_smartspec.prepare.decode, streamer=dropped)
+    output = model.generate(**settings, custom_generate=hf_smartspec.decode, streamer=dropped)
     assert torch.equal(output, expected)
     assert dropped.comparable() == [([4, 9], IDS.tolist())]  # the prompt, and not even an end
-    decode = functools.partial(hf_smartspec.prepare.decode, streamer=bound)
+    decode = functools.partial(hf_smartspec.decode, streamer=bound)
     assert torch.equal(model.generate(**settings, custom_generate=decode, streamer=bound), expected)
     assert len(bound.calls) == expected.shape[1] - 9 + 2 and bound.calls[-1] == "end"

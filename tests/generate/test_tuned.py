@@ -120,7 +120,7 @@ def test_missing_files_are_named(model, tmp_path):
 
 
 def test_sources_are_resolved_once_per_call(model, monkeypatch):
-    from hf_smartspec import config
+    from hf_smartspec.prepare import config
 
     built = []
     monkeypatch.setattr(

@@ -12,17 +12,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from hf_smartspec import SeededGumbelLogitsProcessor
-from hf_smartspec import processors as module
 from hf_smartspec.decoding.request import Request
-from hf_smartspec.sampling.processors import (
-    TokenPicker,
-    add_gumbel_noise,
-    argmax,
-    draft_seed,
-    gumbel_noise,
-    row_seed,
-    top_tokens,
-)
+from hf_smartspec.sampling import processors as module
+from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise, row_seed
+from hf_smartspec.sampling.processors import TokenPicker
+from hf_smartspec.sampling.top import argmax, top_tokens
 
 VOCAB_SIZE = 50
 EOS = 7

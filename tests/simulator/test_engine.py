@@ -10,7 +10,7 @@ from hf_smartspec import Engine, PromptLookupCandidates, SmartSpecConfig, Suffix
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.decoding.call import ModelLimits
 from hf_smartspec.decoding.loop import DecodingLoop
-from hf_smartspec.drafts.tree import LevelPrice
+from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation
 from hf_smartspec.goodput.papers.length import expected_length, expected_tree_length
 from hf_smartspec.goodput.papers.policies import Oracle

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_smartspec import attention
 from hf_smartspec.generate import enabled
+from hf_smartspec.target import attention
 from hf_smartspec.target.attention import attention_configs, tree_attention_step
 from hf_smartspec.target.layout import CacheRow, RowInput, build_layout
 from tests.models import new_model

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_smartspec import profiling
 from hf_smartspec.commands.main import main
 from hf_smartspec.goodput import CostModel
+from hf_smartspec.target import profiling
 from hf_smartspec.target.profiling import Design, load_or_profile, measure, profile_model, profile_path
 
 from ..models import new_model, shared_model
@@ -89,7 +89,7 @@ def test_a_place_that_cannot_be_written_costs_the_file_only(tmp_path):
 
 
 def test_the_command_prints_draws_and_keeps(tmp_path, capsys, monkeypatch):
-    from hf_smartspec.benchmark import profile
+    from hf_smartspec.commands import profile
 
     monkeypatch.setattr(profile, "DESIGN", FEW)
     monkeypatch.setattr(profile, "HELD_OUT", (Design(2, 8, 2), Design(1, 20, 3)))

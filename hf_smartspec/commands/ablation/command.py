@@ -18,10 +18,7 @@ from ..common.recordings import default_tokenizer, tokenizer_of
 from ..common.timing import environment
 from ..verify.command import positive
 from ..verify.report import make_console, table
-from . import claims as claims
-from . import plots as plots
-from . import runs as runs
-from . import sources as sources
+from . import claims, plots, runs, sources
 from .claims import Claim, Figures, Numbers
 
 _YIELD = {"tokens per step, share of drafts accepted": "{tokens_per_step:.2f} {acceptance_rate:.0%}"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedModel
 
-from ...decoding.request import GenerationStatistics
-from ...sampling.processors import SeededGumbelLogitsProcessor, add_gumbel_noise
+from ...decoding.statistics import GenerationStatistics
+from ...sampling.noise import SeededGumbelLogitsProcessor, add_gumbel_noise
 from ..verify.drafts import Drafting
 from .rounding import Rounding
 from .runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default

@@ -40,7 +40,7 @@ class Recording(NamedTuple):
 
 def default_tokenizer() -> str | None:
     """The demo's tokenizer, from the current folder or the repository; None where there is neither."""
-    for folder in (_DEMO_TOKENIZER, Path(__file__).parents[2] / _DEMO_TOKENIZER):
+    for folder in (_DEMO_TOKENIZER, Path(__file__).parents[3] / _DEMO_TOKENIZER):
         if (folder / "tokenizer.json").is_file():
             return str(folder)
     return None

@@ -8,9 +8,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ...decoding.request import GenerationStatistics
+from ...decoding.statistics import GenerationStatistics
 from ...generate import enabled
-from ...sampling.processors import SeededGumbelLogitsProcessor
+from ...sampling.noise import SeededGumbelLogitsProcessor
 
 
 @dataclass(frozen=True)

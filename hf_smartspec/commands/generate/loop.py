@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from ...decoding.request import GenerationStatistics
+from ...decoding.statistics import GenerationStatistics
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
 from ..common.data_sets import DataSet, remember

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ...decoding.request import GenerationStatistics
+from ...decoding.statistics import GenerationStatistics
 from ..common.models import UsageError
 from ..verify.report import table
 from .loop import PLAIN, Results, Tally

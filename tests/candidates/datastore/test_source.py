@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_smartspec.candidates.datastore.file import Datastore
 from hf_smartspec.candidates.datastore.sort import sort_suffixes
 from hf_smartspec.candidates.datastore.source import DatastoreCandidates
-from hf_smartspec.drafts.tree import LevelPrice
+from hf_smartspec.drafts.price import LevelPrice
 
 VOCAB_SIZE = 3  # few tokens: matches of all lengths
 tokens = st.integers(0, VOCAB_SIZE - 1)

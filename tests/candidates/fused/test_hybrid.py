@@ -4,7 +4,7 @@ import numpy as np
 
 from hf_smartspec import DraftTree
 from hf_smartspec.candidates.fused.source import FusedCandidates
-from hf_smartspec.drafts.tree import LevelPrice
+from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import Calibrator
 
 from .test_source import Scripted

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates import suffix_slots
+from hf_smartspec.candidates.suffix import slots as suffix_slots
 
 
 def fail_once(monkeypatch, name, error):

@@ -9,7 +9,7 @@ import torch
 import hf_smartspec
 from hf_smartspec import DraftTree, FixedLength, SmartSpecConfig, TreeCandidateGenerator
 
-from ..generate.helpers import VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts
+from .helpers import VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts
 
 BATCH = prompts([5, 9, 2, 7])
 IDS, MASK = BATCH["input_ids"], BATCH["attention_mask"]

@@ -1,0 +1,64 @@
+"""The statistics that are reported everywhere under the same names, and the clock that fills them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class GenerationStatistics:
+    """
+    Counters of one `generate` call, or sums over several.
+
+    `steps` counts verification steps of single rows: a forward over a batch of eight running rows is eight steps and
+    one of `forwards`. Times in seconds.
+    """
+
+    steps: int = 0
+    forwards: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    generated_tokens: int = 0
+    seconds_draft: float = 0.0
+    seconds_select: float = 0.0
+    seconds_forward: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_observe: float = 0.0
+    seconds_total: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens."""
+        return self.accepted_tokens / max(self.drafted_tokens, 1)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Generated tokens per step of a row; 1 without speculation."""
+        return self.generated_tokens / max(self.steps, 1)
+
+    @property
+    def goodput(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / max(self.seconds_total, 1e-9)
+
+    def __add__(self, other: "GenerationStatistics") -> "GenerationStatistics":
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        return GenerationStatistics(**sums)
+
+    def as_dict(self) -> dict[str, float]:
+        names = [item.name for item in fields(self)] + ["acceptance_rate", "mean_accepted_length", "goodput"]
+        return {name: getattr(self, name) for name in names}
+
+
+class Timed:
+    """Adds the seconds spent in a `with` block to one of the statistics; `contextmanager` costs more."""
+
+    __slots__ = ("clock", "name", "start", "statistics")
+
+    def __init__(self, statistics: GenerationStatistics, name: str, clock: Callable[[], float]):
+        self.statistics, self.name, self.clock = statistics, name, clock
+
+    def __enter__(self) -> None:
+        self.start = self.clock()
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self.statistics, self.name, getattr(self.statistics, self.name) + self.clock() - self.start)
