@@ -1,0 +1,32 @@
+"""Arg max and top k, against torch's."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec.sampling.top import argmax, top_tokens
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_argmax_takes_the_lowest_of_equal_tokens(lines):
+    expected = [line.index(max(line)) for line in lines]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert argmax(torch.tensor(lines, dtype=dtype)) == expected
+
+
+def test_argmax_rounds_to_float32_as_plain_decoding_does():
+    assert argmax(torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)) == [0]
+
+
+# --- The noise as a logits processor ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100, 700, 1280])
+@pytest.mark.parametrize("count", [1, 3])
+def test_top_tokens_are_those_of_topk(vocab_size, count):
+    torch.manual_seed(vocab_size)
+    scores = torch.randn(50, vocab_size)
+    scores[torch.rand_like(scores) < 0.3] = -torch.inf
+    scores[:, -1] = torch.randn(50)  # behind the last whole block
+    assert torch.equal(top_tokens(scores, count), scores.topk(count).indices)
