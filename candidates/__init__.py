@@ -1,6 +1,7 @@
 """Candidate sources: everything that proposes draft trees."""
 
 from .base import TreeCandidateGenerator
+from .committed import Committed
 from .datastore.file import Datastore, build_datastore
 from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
@@ -10,6 +11,7 @@ from .suffix.source import SuffixTreeCandidates
 from .wrapped import WrappedCandidates
 
 __all__ = [
+    "Committed",
     "Datastore",
     "DatastoreCandidates",
     "DraftModelCandidates",

@@ -11,6 +11,7 @@ from transformers.generation import CandidateGenerator
 
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
+from .committed import HIDDEN_STATES, LAST, SCORES, Committed
 
 USUAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
@@ -34,12 +35,20 @@ class TreeCandidateGenerator(CandidateGenerator):
         width (`int`): Nodes per level that it drafts, if so.
         heeds_prices (`bool`): Whether it ends drafts by itself where a further level, or node, is not worth what
             `price` says.
+        needs (`frozenset` of `str`): What it must be told of beside tokens: "hidden_states" of the target, "scores" of
+            the target. `observe` then gets a `Committed` in place of tokens.
+        hidden_layers (sequence of `int`): Which hidden states. k >= 0 is the residual stream behind k decoder layers:
+            the embeddings for 0, else the output of layer k - 1, which layer k reads, before any final norm. -1 is the
+            last hidden state behind the final norm, which the head reads. (As transformers' `hidden_states[k]`, but for
+            the last of these, which is -1 here.)
     """
 
     default_num_nodes: int = 5
     is_autoregressive: bool = False
     width: int = 1
     heeds_prices: bool = False
+    needs: frozenset[str] = frozenset()
+    hidden_layers: Sequence[int] = (LAST,)
 
     @property
     def most_nodes(self) -> int:
@@ -90,13 +99,44 @@ class TreeCandidateGenerator(CandidateGenerator):
         every step.
         """
 
+    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
+        """
+        Comes behind `start`, and only in sources that need hidden states, where keys and values of the first `length`
+        tokens of the prompt are there already: those of the text of `earlier`, a request that runs or has ended (None:
+        a cache that the caller brought along).
+
+        Returns:
+            How many of these tokens the source can do without hidden states of, since it has kept what it made of them
+            for `earlier`, or never looks back: 0 to `length`. The others are run again. By default 0.
+        """
+        return 0
+
     @abstractmethod
-    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
-        """Tokens (int64 `[n]`) were committed: every token of a request is shown once, in order, when verified."""
+    def observe(self, request_id: Hashable, tokens: Any) -> None:
+        """
+        Tokens (int64 `[n]`) were committed: every token of a request is shown once, in order, when verified. Sources
+        with `needs` get a `Committed`, also while the prompt is run.
+        """
+
+    def show(self, request_id: Hashable, committed: Committed) -> None:
+        """Hands `observe` what the source has asked for: a step, or its tokens if there are any."""
+        if self.needs:
+            self.observe(request_id, committed)
+        elif len(committed.tokens):
+            self.observe(request_id, committed.tokens)
 
     @abstractmethod
     def stop(self, request_id: Hashable) -> None:
-        """The request has ended, or never started; its state can go. Unknown ids must be ignored."""
+        """
+        The request has ended, or never started; its state can go, but for what `reuse` may bring back until `forget`.
+        Unknown ids must be ignored.
+        """
+
+    def forget(self, request_id: Hashable) -> None:
+        """
+        Comes some time behind `stop`, in sources that need hidden states: no `reuse` will name this request any more,
+        since its keys and values have gone too. Unknown ids must be ignored. By default, nothing happens.
+        """
 
     # transformers' own contract, for use in its assisted decoding: the best chain for one sequence.
 
@@ -113,6 +153,7 @@ class TreeCandidateGenerator(CandidateGenerator):
         """
         if input_ids.shape[0] != 1:
             raise ValueError(f"`get_candidates` drafts for one sequence, got a batch of {input_ids.shape[0]}.")
+        refuse_needs(self, "transformers' own loop")
         ids = input_ids[0].cpu().numpy()
         seen = getattr(self, "_own_ids", None)
         if seen is None or len(seen) > len(ids) or not np.array_equal(seen, ids[: len(seen)]):
@@ -127,6 +168,25 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: what was accepted is seen by comparing sequences."""
+
+
+def check_needs(source: TreeCandidateGenerator) -> None:
+    """Raises `ValueError` if a source needs what there is not."""
+    unknown = sorted(set(source.needs) - {HIDDEN_STATES, SCORES})
+    if unknown:
+        raise ValueError(
+            f"{type(source).__name__} needs {unknown}, and sources can be given {[HIDDEN_STATES, SCORES]}: correct its "
+            "`needs`."
+        )
+
+
+def refuse_needs(source: TreeCandidateGenerator, where: str) -> None:
+    """Raises `ValueError` if a source needs hidden states or scores, where there is no target to have them from."""
+    if source.needs:
+        raise ValueError(
+            f"{type(source).__name__} needs the target's {' and '.join(sorted(source.needs))}, which {where} cannot "
+            "give it: use it as `assistant=` of `model.generate` on an enabled model, or of an `Engine`."
+        )
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """Faster `model.generate` for transformers models, with the same tokens: lossless speculative decoding for batches."""
 
 from .candidates import (
+    Committed,
     DatastoreCandidates,
     DraftModelCandidates,
     PromptLookupCandidates,
@@ -20,6 +21,7 @@ from .serving.outputs import EngineOutput
 __version__ = "0.1.0"
 
 __all__ = [
+    "Committed",
     "DatastoreCandidates",
     "DraftModelCandidates",
     "DraftTree",
