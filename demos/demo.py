@@ -23,12 +23,12 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_smartspec
 from compare import Result, all_methods, compare
+from hf_smartspec.commands.common.console import make_console, table
 from hf_smartspec.commands.common.equality import find_differences
 from hf_smartspec.commands.common.models import (
     DTYPES,
     UsageError,
     check_device,
-    check_output,
     encode,
     left_padded,
     load_draft,
@@ -36,9 +36,9 @@ from hf_smartspec.commands.common.models import (
     load_tokenizer,
     read_prompts,
 )
+from hf_smartspec.commands.common.outputs import check_output
 from hf_smartspec.commands.common.runs import Decoding, decode_plainly, decode_speculatively
 from hf_smartspec.commands.common.timing import environment
-from hf_smartspec.commands.verify.report import make_console, table
 
 HERE = Path(__file__).resolve().parent
 _MAX_SECONDS = 45.0  # per batch size; on a slower or busier machine there are fewer repetitions

@@ -1,7 +1,6 @@
 """`smartspec bench batch`: seconds per token over batch size and draft length (Su et al., Figure 1)."""
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,12 +12,13 @@ from transformers.utils.logging import tqdm
 from ..goodput import FixedLength
 from ..prepare.config import SmartSpecConfig
 from ..serving.engine import Engine
-from .ablation.plots import draw, from_zero
-from .common.setup import Setup, add_model_arguments, check_outputs, check_sources, command_of, load_setup
+from .common.arguments import add_model_arguments, command_of, not_negative, positive
+from .common.console import make_console, table
+from .common.figures import draw, from_zero
+from .common.outputs import check_outputs, write_json
+from .common.setup import Setup, check_sources, load_setup
 from .common.sources import SOURCES
 from .common.timing import environment
-from .verify.command import not_negative, positive
-from .verify.report import make_console, table
 
 Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds per token of every repetition
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             system = environment(setup.model.device, setup.model.dtype)
             report = {"command": command_of(args), "environment": system, "results": rows}
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+            write_json(args.json, report)
         if args.plot and rows:
             plot({source: grid for source, grid in grids.items() if grid}, args.plot)
     return 0

@@ -13,7 +13,8 @@ import numpy as np
 from rich.console import Console
 
 from ..candidates.datastore.file import Document, build_datastore
-from .common.models import UsageError, check_output, load_tokenizer
+from .common.models import UsageError, load_tokenizer
+from .common.outputs import check_output, write_json
 
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
 
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         markup=False,
     )
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(args.json, result)
     return 0
 
 

@@ -1,7 +1,6 @@
 """`smartspec bench overhead`: what the machinery costs, with speculation's gains left out."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..generate import enabled
 from ..prepare.config import SmartSpecConfig
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
+from .common.outputs import write_json
 from .common.timing import Stopwatch, environment, side_by_side
 
 CONTEXT = 256  # cached tokens per row before the measured forward
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     _print_no_speculation(console, results["no_speculation"])
     console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(args.json, results)
     return 0
 
 

@@ -1,8 +1,6 @@
 """`smartspec profile`: what a model's forward costs, predicted and measured, and how many tokens ride free."""
 
 import argparse
-import importlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,13 @@ from transformers import PreTrainedModel
 from ..goodput import CostModel, CostPoint, Roofline, free_tokens
 from ..target.profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
 from ..target.support import can_pack
+from .common.arguments import positive
+from .common.console import make_console, table
 from .common.cost_matched import enlarge
-from .common.models import DTYPES, UsageError, check_device, check_output, load_model
+from .common.figures import check_matplotlib, saved_figure
+from .common.models import DTYPES, UsageError, check_device, load_model
+from .common.outputs import check_output, write_json
 from .common.timing import environment
-from .replay.plots import check_matplotlib
-from .verify.command import positive
-from .verify.report import make_console, table
 
 _SLACK = 0.1  # "free": at most so much slower than one token
 
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     report = _report(args, model, cost, points) | {"is_new": is_new}
     _print(report, make_console())
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(args.json, report)
     if args.show:
         _draw(report, args.show)
     return 0
@@ -181,34 +180,36 @@ def _print_budget(report: dict[str, Any], console: Console) -> None:
 
 def _draw(report: dict[str, Any], path: Path) -> None:
     """Predicted against measured, and both over the tokens in the forward."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    with saved_figure(path, 1, 2, (12, 5)) as (_, ((left, right),)):
+        _draw_predictions(left, report)
+        _draw_sizes(right, report)
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+
+
+def _draw_predictions(axes: Any, report: dict[str, Any]) -> None:
     for (name, points), marker in zip(report["points"].items(), "ox"):
-        measured = [point["measured"] * 1e3 for point in points]
-        predicted = [point["predicted"] * 1e3 for point in points]
+        measured, predicted = ([point[key] * 1e3 for point in points] for key in ("measured", "predicted"))
+        axes.scatter(
+            measured, predicted, marker=marker, label=f"{name} (median error {report['median_error'][name]:.1%})"
+        )
+    ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])]
+    axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
+    axes.set(xlabel="measured, ms", ylabel="predicted, ms", title="A forward: predicted against measured")
+
+
+def _draw_sizes(axes: Any, report: dict[str, Any]) -> None:
+    for (name, points), marker in zip(report["points"].items(), "ox"):
         tokens = [point["rows"] * point["width"] for point in points]
-        label = f"{name} (median error {report['median_error'][name]:.1%})"
-        left.scatter(measured, predicted, marker=marker, label=label)
-        right.scatter(tokens, measured, marker=marker, label=f"{name}, measured")
-    ends = [min(left.get_xlim()[0], left.get_ylim()[0]), max(left.get_xlim()[1], left.get_ylim()[1])]
-    left.plot(ends, ends, color="grey", linewidth=1, zorder=0)
-    left.set(xlabel="measured, ms", ylabel="predicted, ms", title="A forward: predicted against measured")
-    cost, everything = CostModel.from_dict(report["cost"]), [p for points in report["points"].values() for p in points]
-    sizes = np.arange(1, max(point["rows"] * point["width"] for point in everything) + 1)
-    right.plot(sizes, cost.seconds(0, sizes) * 1e3, color="grey", label="predicted without context")
-    right.axvline(report["free_tokens"], linestyle=":", color="grey", label=f"{report['free_tokens']} tokens ride free")
-    right.set(xlabel="tokens in the forward", ylabel="ms", xscale="log", title="Cost of a forward by its tokens")
-    right.set_xticks(ticks := [2**power for power in range(int(sizes[-1]).bit_length())], [str(tick) for tick in ticks])
-    right.minorticks_off()
-    right.set_ylim(bottom=0)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error}") from error
-    finally:
-        pyplot.close(figure)
+        axes.scatter(tokens, [point["measured"] * 1e3 for point in points], marker=marker, label=f"{name}, measured")
+    largest = max(point["rows"] * point["width"] for points in report["points"].values() for point in points)
+    sizes = np.arange(1, largest + 1)
+    seconds = CostModel.from_dict(report["cost"]).seconds(0, sizes)
+    axes.plot(sizes, seconds * 1e3, color="grey", label="predicted without context")
+    axes.axvline(report["free_tokens"], linestyle=":", color="grey", label=f"{report['free_tokens']} tokens ride free")
+    axes.set(xlabel="tokens in the forward", ylabel="ms", xscale="log", title="Cost of a forward by its tokens")
+    ticks = [2**power for power in range(int(largest).bit_length())]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)

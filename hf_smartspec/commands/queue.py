@@ -1,7 +1,6 @@
 """`smartspec bench queue`: an offline queue of prompts, against transformers' static and continuous batches."""
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,15 +16,16 @@ from transformers.utils.logging import tqdm
 
 from ..candidates.base import NoCandidates
 from ..goodput import NoSpeculation
+from .common.arguments import add_model_arguments, add_text_arguments, command_of, positive
+from .common.console import make_console, table
+from .common.figures import saved_figure
 from .common.models import UsageError, left_padded
+from .common.outputs import check_outputs, write_json
 from .common.replaying import RecordedText
 from .common.runs import eos_ids, up_to_end
-from .common.setup import Setup, add_model_arguments, add_text_arguments, check_outputs, command_of, load_setup
+from .common.setup import Setup, load_setup
 from .common.sources import SOURCES, WITH_DRAFT_MODEL
 from .common.timing import environment
-from .replay.plots import saved_figure
-from .verify.command import positive
-from .verify.report import make_console, table
 
 _STATIC, _CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
 _PAGE = 32  # tokens of a page of transformers' cache
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             report["methods"] = _summaries(seconds, outputs)
             _print(report, len(setup.prompts), console)
             if args.json:
-                args.json.write_text(json.dumps(report, indent=2) + "\n")
+                write_json(args.json, report)
             if args.plot and report["methods"]:
                 _plot(report["methods"], args.plot)
     return 0

@@ -12,7 +12,6 @@ from hf_smartspec.commands.ablation import claims as ablation_claims
 from hf_smartspec.commands.ablation import command as ablation
 from hf_smartspec.commands.ablation import runs as ablation_runs
 from hf_smartspec.commands.ablation.claims import count_claim, ratio_claim
-from hf_smartspec.commands.ablation.plots import draw
 from hf_smartspec.commands.ablation.sources import (
     GlobalTreeOnly,
     datastore_settings,
@@ -21,6 +20,7 @@ from hf_smartspec.commands.ablation.sources import (
     size_settings,
     tree_settings,
 )
+from hf_smartspec.commands.common.figures import draw
 from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.loop import Replayer, Tally
@@ -276,7 +276,7 @@ def test_bad_arguments_are_refused(bench, arguments, message):
 
 
 def test_a_hybrid_without_models_is_left_out_or_refused(bench, monkeypatch):
-    monkeypatch.setattr(ablation, "default_tokenizer", lambda: None)
+    monkeypatch.setattr(ablation, "find_demo", lambda: None)
     status, _, err = bench("--only", "hybrid")
     assert status == 2 and "--only hybrid: the hybrid needs --models" in err
 

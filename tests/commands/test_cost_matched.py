@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_smartspec.commands.common.cost_matched import enlarge, find_sizes
+from hf_smartspec.commands.common.demo import find_demo
 from hf_smartspec.commands.common.models import load_model
-from hf_smartspec.commands.common.recordings import default_tokenizer
 from tests.models import new_model, shared_model
 
 
@@ -38,8 +38,9 @@ def test_computes_the_same_at_the_given_number_of_parameters(architecture, tied,
 
 
 def test_the_demo_target_keeps_its_text_at_thirty_million():
-    tokenizer = default_tokenizer()
-    small = load_model(tokenizer)
+    demo = find_demo()
+    assert demo is not None, "it lies in the repository"
+    small = load_model(str(demo / "models" / "target"))
     large = enlarge(small, 30e6)
     assert own_parameters(large) == pytest.approx(30e6, rel=0.05)
     assert_same_function(small, large)

@@ -12,11 +12,12 @@ from hf_smartspec.commands.load.costs import Calibration
 from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.runs import Exploration, new_requests, simulate, simulate_logged, with_draft_model
 from hf_smartspec.commands.papers.figures import figure_5
-from hf_smartspec.commands.papers.world import DraftOracle, World
+from hf_smartspec.commands.papers.world import World
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
 from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates, with_acceptance
+from hf_smartspec.simulator.oracle import DraftOracle
 from tests.generate.helpers import noisy_copy, tiny_llama
 
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)

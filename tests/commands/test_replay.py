@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree, PromptLookupCandidates, TreeCandidateGenerator
-from hf_smartspec.commands.common.recordings import Recording
-from hf_smartspec.commands.replay.command import DataSet, compare, replay
-from hf_smartspec.commands.replay.curves import Point, accepted_at, geometric_mean, ratios_at_equal_drafts
-from hf_smartspec.commands.replay.loop import Replayer, Tally, count_accepted
-from hf_smartspec.commands.replay.plots import moving_average
+from hf_smartspec.commands.common.recordings import Recording, count_accepted
+from hf_smartspec.commands.replay.command import compare
+from hf_smartspec.commands.replay.curves import (
+    Point,
+    accepted_at,
+    geometric_mean,
+    moving_average,
+    ratios_at_equal_drafts,
+)
+from hf_smartspec.commands.replay.loop import Replayer, Tally
+from hf_smartspec.commands.replay.runs import DataSet, replay
 from hf_smartspec.commands.replay.sources import SourceSpec
 
 from .. import sources

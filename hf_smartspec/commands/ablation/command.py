@@ -1,7 +1,6 @@
 """`smartspec bench sources`: what each part of the model-free sources contributes, as the papers' ablations ask."""
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,11 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from transformers.utils.logging import tqdm
 
-from ..common.models import UsageError, check_output
-from ..common.recordings import default_tokenizer, tokenizer_of
+from ..common.arguments import positive
+from ..common.console import make_console, table
+from ..common.demo import find_demo
+from ..common.figures import check_folder
+from ..common.models import UsageError
+from ..common.outputs import check_output, write_json
+from ..common.recordings import tokenizer_of
 from ..common.timing import environment
-from ..verify.command import positive
-from ..verify.report import make_console, table
 from . import claims, plots, runs, sources
 from .claims import Claim, Figures, Numbers
 
@@ -110,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     if args.plots:
-        plots.check_folder(args.plots)
+        check_folder(args.plots)
     models = _models(args)
     names = _names(args, models)
     splits = sources.read_splits(args.files, args.limit, args.earlier, tokenizer_of(args.tokenizer))
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             report["ablations"][name] = _run(name, runs.Workload(splits, models), args.plots, console)
     finally:  # interrupted, the ablations that are done are still worth keeping
         if args.json and report["ablations"]:
-            args.json.write_text(json.dumps(_finite(report), indent=2) + "\n")
+            write_json(args.json, report)
     console.print(f"[dim]{escape(str(report['environment']))}[/dim]", highlight=False)
     return 0
 
@@ -133,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
 def _models(args: argparse.Namespace) -> Path | None:
     """The folder of the hybrid's models; None where there are none."""
     if args.models is None:
-        target = default_tokenizer()
-        return None if target is None else Path(target).parent
+        demo = find_demo()
+        return None if demo is None else demo / "models"
     for name in ("target", "draft"):
         if not (args.models / name / "config.json").is_file():
             raise UsageError(f"--models: {str(args.models / name)!r} holds no model")
@@ -195,12 +197,3 @@ def _cell(numbers: Numbers | None, form: str) -> str:
         return form.format(**known).replace("nan%", "-").replace("nan", "-")
     except KeyError:
         return ""
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN: null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

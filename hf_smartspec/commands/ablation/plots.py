@@ -1,57 +1,16 @@
 """Figures of `smartspec bench sources`; matplotlib is optional."""
 
-import importlib
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import numpy as np
 
-from ..common.models import UsageError
-from ..replay.plots import saved_figure
+from ..common.figures import draw, from_zero, shared_legend
 from .claims import Figures, Settings
 
 _SIZE = (5.0, 3.4)  # inches of one panel
-
-
-def check_folder(folder: Path) -> None:
-    """Figures that cannot be drawn are refused before any work; the folder is made."""
-    try:
-        importlib.import_module("matplotlib")
-        folder.mkdir(parents=True, exist_ok=True)
-    except ImportError as error:
-        raise UsageError("--plots needs matplotlib: pip install matplotlib") from error
-    except OSError as error:
-        raise UsageError(f"--plots: cannot make the folder {str(folder)!r}: {error}") from error
-
-
-def draw(path: Path, num_panels: int, paint: Callable[[Any, list[Any]], None], num_columns: int = 3) -> None:
-    """A figure of so many panels, which `paint(figure, axes)` draws."""
-    columns = min(num_columns, num_panels)
-    rows = math.ceil(num_panels / columns)
-    with saved_figure(path, rows, columns, (_SIZE[0] * columns, _SIZE[1] * rows)) as (figure, grid):
-        axes = list(grid.flat)
-        for unused in axes[num_panels:]:
-            unused.set_axis_off()
-        paint(figure, axes[:num_panels])
-
-
-def shared_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
-    """One legend below all panels, of all labels that occur in them."""
-    lines = dict(zip(*reversed(axes[0].get_legend_handles_labels())))
-    for axis in axes[1:]:
-        handles, labels = axis.get_legend_handles_labels()
-        lines |= {label: handle for handle, label in zip(handles, labels) if label not in lines}
-    letters = max(map(len, lines)) + 6  # the line's picture included
-    columns = max(1, min(len(lines), int(11 * figure.get_size_inches()[0] / letters)))
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, title=title)
-
-
-def from_zero(axis: Any) -> None:
-    """The vertical axis begins at 0 and ends above the largest value, markers included."""
-    axis.set_ylim(0, 1.1 * axis.dataLim.y1)
 
 
 def plot_bars(figures: Figures, path: Path, series: str, keys: dict[str, str], legend: str | None = None) -> None:

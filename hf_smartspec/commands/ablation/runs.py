@@ -16,9 +16,9 @@ from ...candidates import DraftModelCandidates, FusedCandidates, SuffixTreeCandi
 from ...drafts.tree import DraftTree
 from ..common.models import UsageError, encode, left_padded, load_draft, load_model, load_tokenizer
 from ..common.recordings import Recording
-from ..replay.command import DataSet, Results, replay
+from ..replay.curves import moving_average
 from ..replay.loop import Replayer, Tally
-from ..replay.plots import moving_average
+from ..replay.runs import DataSet, Results, replay
 from ..replay.sources import SourceSpec
 from .claims import Figures, Numbers
 from .sources import Split, suffix_trees

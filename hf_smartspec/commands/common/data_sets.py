@@ -9,9 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
-from ..replay.loop import count_accepted
 from .models import UsageError, encode, left_padded
-from .recordings import Recording, Texts
+from .recordings import Recording, Texts, count_accepted
 from .runs import eos_ids, up_to_end
 
 

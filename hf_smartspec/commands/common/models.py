@@ -46,12 +46,6 @@ def check_device(name: str) -> None:
         raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
 
 
-def check_output(path: Path | None) -> None:
-    """A file that cannot be written is refused before any work."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {str(path)!r}: {'it is a folder' if path.is_dir() else 'no such folder'}")
-
-
 def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference."""
     _check_folder(name)

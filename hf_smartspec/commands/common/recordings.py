@@ -10,10 +10,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
+from ...drafts.tree import DraftTree
+from .demo import demo_folder
 from .models import UsageError, load_tokenizer
 
 TURNS = ("all", "last", "none")
-_DEMO_TOKENIZER = Path("demos/models/target")
 
 
 class Fields(NamedTuple):
@@ -38,18 +39,9 @@ class Recording(NamedTuple):
     response: np.ndarray  # [response_len], at least 1
 
 
-def default_tokenizer() -> str | None:
-    """The demo's tokenizer, from the current folder or the repository; None where there is neither."""
-    for folder in (_DEMO_TOKENIZER, Path(__file__).parents[3] / _DEMO_TOKENIZER):
-        if (folder / "tokenizer.json").is_file():
-            return str(folder)
-    return None
-
-
 def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
-    name = name or default_tokenizer()
-    if name is None:
-        raise UsageError("--tokenizer: name one, the demo's is not here")
+    """The tokenizer of that folder or hub id, or else the demo's."""
+    name = name or str(demo_folder("--tokenizer") / "models" / "target")
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise UsageError(f"--tokenizer: cannot load a tokenizer from {name!r}")
@@ -131,3 +123,18 @@ def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_
         context = np.concatenate([encode(text + "\n") for text in request.context] or [np.zeros(0, np.int64)])
         recordings.append(Recording(context[-max_prompt:].copy(), encode(request.response)))
     return [recording for recording in recordings if len(recording.response)]
+
+
+def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
+    """Length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
+    if tree.is_chain:
+        length = min(len(tree), len(truth))
+        wrong = np.flatnonzero(tree.tokens[:length] != truth[:length])
+        return int(wrong[0]) if len(wrong) else length
+    node = -1
+    for depth, token in enumerate(truth.tolist()):
+        child = tree.child(node, token)
+        if child is None:
+            return depth
+        node = child
+    return len(truth)

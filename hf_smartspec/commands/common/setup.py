@@ -3,8 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,95 +12,17 @@ from ...candidates import DraftModelCandidates, TreeCandidateGenerator
 from ...goodput import LengthPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
-from ..replay.plots import check_matplotlib
-from ..verify.command import not_negative, positive
+from .arguments import PARAMETERS
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
-from .models import (
-    DTYPES,
-    UsageError,
-    check_device,
-    check_output,
-    load_draft,
-    load_model,
-    load_tokenizer,
-)
-from .recordings import Fields, Recording, default_tokenizer, read_requests
+from .demo import demo_folder
+from .models import UsageError, check_device, load_draft, load_model, load_tokenizer
+from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
 from .runs import eos_ids
 from .sources import WITH_DRAFT_MODEL, new_source
 
-_PARAMETERS = 200e6
-
 Drafts = dict[bytes, tuple[np.ndarray, np.ndarray]]  # by text: `ranks` and `probs` of a `LoadRequest`
-
-
-def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-    if not (0 < value < float("inf")):
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Target, draft, prompts and outputs, the same for all benches of the engine."""
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE",
-        help=".jsonl or .jsonl.gz with prompts and responses; one is one data set (default: the demo's)",
-    )  # fmt: skip
-    add_target_arguments(parser)
-    parser.add_argument("--draft", metavar="MODEL", help="draft model (default: the demo's for the demo's target)")
-    parser.add_argument(
-        "--limit", type=positive, default=64, metavar="N", help="different prompts per FILE (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-prompt", type=positive, default=256, metavar="N", help="tokens of a prompt, its end (default: 256)"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-batch-size", type=positive, default=16, metavar="N", help="default: 16")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default: 0)")
-    add_output_arguments(parser)
-
-
-def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the target answers, and what has been answered before."""
-    parser.add_argument(
-        "--replay", action="store_true",
-        help="the target runs at its cost, but picks the recorded responses, so that drafts meet real text",
-    )  # fmt: skip
-    parser.add_argument(
-        "--remember", type=not_negative, default=0, metavar="N",
-        help="the first N requests of every FILE are not asked: suffix trees know them and their responses already, as "
-        "those of a service do that has been running for a while (default: 0)",
-    )  # fmt: skip
-
-
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
-    parser.add_argument(
-        "--parameters", type=float, metavar="N",
-        help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
-        f"cost; 0 leaves it as it is (default: {_PARAMETERS:.0e} for the demo's target, 0 for others)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
-
-
-def check_outputs(args: argparse.Namespace) -> None:
-    """What cannot be written is refused before any work."""
-    check_output(args.json)
-    check_output(args.plot)
-    if args.plot:
-        check_matplotlib(args.plot)
 
 
 @dataclass
@@ -192,12 +112,13 @@ def load_setups(args: argparse.Namespace) -> list[Setup]:
     Raises:
         UsageError: for models, files or prompts that cannot be used.
     """
+    files = args.files or [demo_folder(*missing_arguments(args)) / "prompts.jsonl"]
     model, tokenizer = load_target(args)
     check_replay(args, model)
-    draft_name = args.draft or (None if args.model else str(demo_folder() / "models" / "draft"))
+    draft_name = args.draft or (None if args.model else str(demo_folder("--model") / "models" / "draft"))
     draft = load_draft(draft_name, model, args.dtype) if draft_name else None
     setups = []
-    for path in args.files or [demo_folder() / "prompts.jsonl"]:
+    for path in files:
         texts = read_requests(path, Fields(), None)
         sizes = (max_prompt_len(args, model), args.max_new_tokens)
         data = DataSet.of(str(path), texts, tokenizer, args.limit, args.remember, *sizes)
@@ -237,12 +158,9 @@ def check_replay(args: argparse.Namespace, model: PreTrainedModel) -> None:
         raise UsageError(f"--replay: {name!r} has no end-of-sequence token to end responses with")
 
 
-def demo_folder() -> Path:
-    """With the demo's prompts and models."""
-    tokenizer = default_tokenizer()
-    if tokenizer is None:
-        raise UsageError("name FILE and --model: the demo's are not here")
-    return Path(tokenizer).parents[1]
+def missing_arguments(args: argparse.Namespace) -> list[str]:
+    """What the demo has to stand in for."""
+    return [name for name, value in (("FILE", args.files), ("--model", args.model)) if not value]
 
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -255,12 +173,12 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     if args.threads:
         torch.set_num_threads(args.threads)
     check_device(args.device)
-    name = args.model or str(demo_folder() / "models" / "target")
+    name = args.model or str(demo_folder("--model") / "models" / "target")
     model = load_model(name, args.dtype, args.device)
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise UsageError(f"--model: {name!r} has no tokenizer")
-    num_parameters = (0 if args.model else _PARAMETERS) if args.parameters is None else args.parameters
+    num_parameters = (0 if args.model else PARAMETERS) if args.parameters is None else args.parameters
     if num_parameters:
         try:
             model = enlarge(model, num_parameters)
@@ -288,11 +206,3 @@ def check_sources(args: argparse.Namespace, setup: Setup) -> None:
     missing = [name for name in args.sources if name in WITH_DRAFT_MODEL]
     if missing and setup.draft is None:
         raise UsageError(f"--sources: {missing[0]} needs --draft, a draft model")
-
-
-def command_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as JSON knows them."""
-    return {
-        key: str(value) if isinstance(value, Path) else [str(item) for item in value] if key == "files" else value
-        for key, value in vars(args).items()
-    }

@@ -1,7 +1,6 @@
 """`smartspec bench generate`: `assistant=` against plain `generate` and transformers' own, on real prompts."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,15 @@ from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.config import SmartSpecConfig
+from ..common.arguments import add_output_arguments, add_target_arguments, add_text_arguments, command_of, positive
+from ..common.console import make_console
 from ..common.data_sets import DataSet, answered
+from ..common.demo import demo_folder
 from ..common.models import UsageError, load_draft
+from ..common.outputs import check_outputs, write_json
 from ..common.recordings import Fields, Texts, read_requests
-from ..common.setup import (
-    add_output_arguments,
-    add_target_arguments,
-    add_text_arguments,
-    check_outputs,
-    check_replay,
-    command_of,
-    demo_folder,
-    load_target,
-    max_prompt_len,
-)
+from ..common.setup import check_replay, load_target, max_prompt_len, missing_arguments
 from ..common.timing import environment
-from ..verify.command import positive
-from ..verify.report import make_console
 from .loop import Method, Results, Settings, measure
 from .report import has_differences, plot, print_results, summaries, worst
 
@@ -82,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             print_results(results, console, args.replay)
             if args.json:
                 report |= {"results": summaries(results), "worst_speedup": worst(results)}
-                args.json.write_text(json.dumps(report, indent=2) + "\n")
+                write_json(args.json, report)
             if args.plot:
                 plot(results, args.plot, args.replay)
     return 1 if has_differences(results, [method.name for method in methods if method.assistant is not None]) else 0
@@ -92,7 +83,7 @@ def _read(args: argparse.Namespace) -> dict[str, list[Texts]]:
     """The requests of every file; of the demo's prompts, some of every category."""
     if args.files:
         return {str(path): read_requests(path, Fields(), None) for path in args.files}
-    requests = read_requests(demo_folder() / "prompts.jsonl", Fields(), None)
+    requests = read_requests(demo_folder(*missing_arguments(args)) / "prompts.jsonl", Fields(), None)
     step = max((len(requests) - args.remember) // args.limit, 1)
     return {"prompts.jsonl": requests[: args.remember] + requests[args.remember :: step]}
 
@@ -110,7 +101,7 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     """This library's, then transformers' own."""
     names = args.assistant or ["auto", "prompt_lookup"]
     if not args.assistant and not args.model:
-        names = [*names, str(demo_folder() / "models" / "draft")]
+        names = [*names, str(demo_folder("--model") / "models" / "draft")]
     own, others = [], [Method("transformers, prompt lookup", arguments={"prompt_lookup_num_tokens": 10})]
     drafts: dict[str, PreTrainedModel] = {}
     names = list(dict.fromkeys(names))

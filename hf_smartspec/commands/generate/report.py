@@ -1,6 +1,5 @@
 """What `smartspec bench generate` found: tables, JSON and a figure."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ...decoding.statistics import GenerationStatistics
-from ..common.models import UsageError
-from ..verify.report import table
+from ..common.console import fold, table
+from ..common.figures import saved_figure, shared_legend
 from .loop import PLAIN, Results, Tally
 
 SLOWER = 0.97  # below this times plain decoding's speed, a method counts as slower
@@ -32,7 +30,7 @@ def summaries(results: Results) -> list[dict[str, Any]]:
                     "seconds_per_request": tally.seconds_per_request,
                     "tokens_per_second": tally.tokens_per_second,
                     "speedup": tally.speedup(tallies[PLAIN]),
-                    "decode_speedup": _finite(tally.decode_speedup(tallies[PLAIN])),
+                    "decode_speedup": tally.decode_speedup(tallies[PLAIN]),
                     "statistics": tally.statistics.as_dict(),
                     "num_tied_rows": sum(item.is_tie for item in tally.differences.values()),
                     "num_different_rows": _num_different(tally),
@@ -86,7 +84,7 @@ def _print_tallies(title: str, tallies: dict[str, Tally], console: Console) -> N
             f"{counts.acceptance_rate:.0%}" if counts.drafted_tokens else "-",
             _identical(tally),
         )
-    _fold(lines)
+    fold(lines)
     console.print(lines)
 
 
@@ -106,7 +104,7 @@ def _print_parts(results: Results, console: Console) -> None:
         step = counts.seconds_forward / max(counts.forwards, 1)
         cells = [f"{share:.1%}" for share in (*shares, 1 - sum(shares))]
         lines.add_row(escape(method), str(batch_size), f"{step * 1e3:.1f}", *cells)
-    _fold(lines)
+    fold(lines)
     console.print(lines)
 
 
@@ -119,14 +117,8 @@ def _print_overview(results: Results, console: Console, replays: bool) -> None:
         lines.add_row(escape(_short(name)), str(batch_size), *ratios)
     lines.add_section()
     lines.add_row("worst", "", *map(_ratio, lowest.values()))
-    _fold(lines, 0, *range(2, 2 + len(lowest)))
+    fold(lines, 0, *range(2, 2 + len(lowest)))
     console.print(lines)
-
-
-def _fold(lines: Table, *columns: int) -> None:
-    """Long names go on in the next line; numbers stay whole."""
-    for index in columns or (0,):
-        lines.columns[index].no_wrap, lines.columns[index].overflow = False, "fold"
 
 
 def _short(path: str) -> str:
@@ -156,30 +148,16 @@ def _ratio(value: float) -> str:
     return f"[red]{value:.2f}*[/red]" if value < SLOWER else f"{value:.2f}"
 
 
-def _finite(value: float) -> float | None:
-    return None if np.isnan(value) else value
-
-
 def plot(results: Results, path: Path, replays: bool) -> None:
     """Bars of every method's speed-up by data set, a panel per batch size. matplotlib is optional."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     results = _timed(results)
     sizes = list(dict.fromkeys(size for _, size in results))
-    figure, axes = pyplot.subplots(len(sizes), figsize=(10, 4 * len(sizes)), squeeze=False, layout="constrained")
     methods = [name for name in worst(results) if name != PLAIN]
-    for panel, size in zip(axes[:, 0], sizes):
-        _plot_size(panel, {name: tallies for (name, at), tallies in results.items() if at == size}, methods)
-        panel.set_title(f"batch {size}{', replayed' * replays}")
-    handles = {label: handle for panel in axes[:, 0] for handle, label in zip(*panel.get_legend_handles_labels())}
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=4, fontsize="small")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    with saved_figure(path, len(sizes), 1, (10, 4 * len(sizes))) as (figure, axes):
+        for panel, size in zip(axes[:, 0], sizes):
+            _plot_size(panel, {name: tallies for (name, at), tallies in results.items() if at == size}, methods)
+            panel.set_title(f"batch {size}{', replayed' * replays}")
+        shared_legend(figure, list(axes[:, 0]))
 
 
 def _plot_size(panel: Any, results: dict[str, dict[str, Tally]], methods: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """`smartspec bench load`: latency and goodput of the engine over the request rate, for every way to speculate."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,22 +12,13 @@ from transformers.utils.logging import tqdm
 
 from ...goodput.papers.policies import BatchLookupTable
 from ...simulator import LoadResult, poisson
-from ..common.models import UsageError, check_output
-from ..common.setup import (
-    Setup,
-    add_model_arguments,
-    add_text_arguments,
-    check_outputs,
-    check_sources,
-    command_of,
-    load_setups,
-    merged,
-    positive_number,
-)
+from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
+from ..common.console import make_console
+from ..common.models import UsageError
+from ..common.outputs import check_output, check_outputs, write_json
+from ..common.setup import Setup, check_sources, load_setups, merged
 from ..common.sources import SOURCES, USUAL
 from ..common.timing import environment
-from ..verify.command import positive
-from ..verify.report import make_console
 from .costs import Calibration, Calibrations
 from .policies import NONE, ORACLE, Policies, policy_name
 from .report import Cell, Cells, Point, plot, print_points, summaries
@@ -108,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         if rows:
             print_points(rows, cells, console)
             if args.json:
-                args.json.write_text(json.dumps(report | {"results": rows}, indent=2) + "\n")
+                write_json(args.json, report | {"results": rows})
             if args.plot:
                 plot(rows, args.plot)
     return 1 if any(row["is_too_slow"] for row in rows) else 0

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...goodput.report import SpeculationReport
-from ..verify.report import table
+from ..common.console import table
 
 _DEPTHS = 4
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation
 from ...goodput.papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
 from ...simulator import SimulatedEngine, TableCandidates
-from ..papers.world import DraftOracle
+from ...simulator.oracle import DraftOracle
 
 NONE, AUCTION, ORACLE = "none", "auction", "oracle"
 

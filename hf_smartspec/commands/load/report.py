@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from ...simulator import LoadResult
 from ...simulator.results import pooled
-from ..ablation.plots import draw, from_zero, shared_legend
-from ..verify.report import table
+from ..common.console import table
+from ..common.figures import draw, from_zero, shared_legend
 from .explain import LEGEND, Explanation, print_explanations
 from .policies import AUCTION, NONE, is_fixed
 

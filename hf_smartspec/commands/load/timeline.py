@@ -1,7 +1,6 @@
 """`smartspec bench timeline`: latency over time while busy and quiet phases alternate (Su et al., Figure 6)."""
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,14 @@ from rich.console import Console
 from transformers.utils.logging import tqdm
 
 from ...simulator import LoadResult, alternating
-from ..ablation.plots import draw, from_zero, shared_legend
+from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
+from ..common.console import make_console, table
+from ..common.figures import draw, from_zero, shared_legend
 from ..common.models import UsageError
-from ..common.setup import (
-    Setup,
-    add_model_arguments,
-    add_text_arguments,
-    check_outputs,
-    check_sources,
-    command_of,
-    load_setup,
-    positive_number,
-)
+from ..common.outputs import check_outputs, write_json
+from ..common.setup import Setup, check_sources, load_setup
 from ..common.sources import SOURCES
 from ..common.timing import environment
-from ..verify.command import positive
-from ..verify.report import make_console, table
 from .costs import Calibrations
 from .explain import LEGEND, print_explanations
 from .policies import AUCTION, NONE, ORACLE, Policies, is_fixed, policy_name
@@ -83,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 system = environment(setup.model.device, setup.model.dtype)
                 report = {"command": command_of(args), "environment": system, "results": rows}
-                args.json.write_text(json.dumps(report, indent=2) + "\n")
+                write_json(args.json, report)
             if args.plot:
                 plot(rows, args, args.plot)
     return 0

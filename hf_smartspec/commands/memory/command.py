@@ -1,7 +1,6 @@
 """`smartspec bench memory`: what suffix trees and datastores cost as they grow."""
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -14,13 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from transformers.utils.logging import tqdm
 
-from ..ablation.plots import draw, from_zero
-from ..common.models import UsageError, check_output
+from ..common.arguments import add_output_arguments, not_negative
+from ..common.console import make_console, table
+from ..common.figures import draw, from_zero
+from ..common.models import UsageError
+from ..common.outputs import check_outputs, write_json
 from ..common.recordings import Fields, read_requests, tokenize, tokenizer_of
 from ..common.timing import environment
-from ..replay.plots import check_matplotlib
-from ..verify.command import not_negative
-from ..verify.report import make_console, table
 from .runs import (
     BATCH_SIZE,
     HELD_OUT_LEN,
@@ -63,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
                         help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+    add_output_arguments(parser)
 
 
 def _at_least(least: int, text: str) -> int:
@@ -75,10 +73,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json)
-    check_output(args.plot)
-    if args.plot:
-        check_matplotlib(args.plot)
+    check_outputs(args)
     console, report = make_console(), _empty_report()
     stream = _stream(args)
     try:
@@ -92,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     finally:  # interrupted, what was measured so far is still worth reading
         _print(report, console)
         if args.json:
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
+            write_json(args.json, report)
         if args.plot and report["suffix_tree"]:
             plot(report["suffix_tree"], args.plot)
     return 0 if report["eviction"]["holds"] else 1

@@ -1,7 +1,6 @@
 """`smartspec bench simulate`: the papers' figures about load, and recorded traces, on a simulated engine."""
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,12 +12,13 @@ from rich.markup import escape
 from transformers.utils.logging import tqdm
 
 from ...simulator import LoadRequest, read_trace, with_acceptance
-from ..ablation.plots import check_folder, draw, shared_legend
-from ..common.models import UsageError, check_output
-from ..common.recordings import Fields, Recording, default_tokenizer, read_requests, tokenize, tokenizer_of
-from ..common.setup import positive_number
-from ..verify.command import positive
-from ..verify.report import make_console, table
+from ..common.arguments import positive, positive_number
+from ..common.console import make_console, table
+from ..common.demo import demo_folder
+from ..common.figures import check_folder, draw, shared_legend
+from ..common.models import UsageError
+from ..common.outputs import check_output, write_json
+from ..common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
 from .figures import FIGURES
 from .world import ALPHA, Figure, World
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
                 _print(figure, console)
     finally:  # interrupted, what was simulated so far is still worth having
         if args.json:
-            args.json.write_text(json.dumps([asdict(figure) for figure in done], indent=2) + "\n")
+            write_json(args.json, [asdict(figure) for figure in done])
         for figure in done if args.plots else ():
             _plot(figure, args.plots / f"{figure.name.replace(' ', '_').replace(',', '').replace('.', '')}.png")
     return 0 if all(claim.holds for figure in done for claim in figure.claims) else 1
@@ -73,12 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
     if "12" not in args.figures:
         return {}
-    files = args.files
-    if not files:
-        folder = default_tokenizer()
-        if folder is None:
-            raise UsageError("name FILE: the demo's texts are not here")
-        files = [Path(folder).parents[1] / "prompts.jsonl"]
+    files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
     tokenizer = tokenizer_of(args.tokenizer)
     return {path.name: tokenize(read_requests(path, Fields(), args.requests), tokenizer, _MAX_PROMPT) for path in files}
 

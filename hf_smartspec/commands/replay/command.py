@@ -1,41 +1,30 @@
 """`smartspec replay`: what sources would have drafted for recorded responses, and what drafting costs."""
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
-from transformers.utils.logging import tqdm
 
 from ...goodput.papers.entropy import empirical_entropy
-from ..common.models import UsageError, check_output
-from ..common.recordings import TURNS, Fields, Recording, read_requests, tokenize, tokenizer_of
+from ..common.arguments import add_output_arguments, positive
+from ..common.console import fold, make_console, table
+from ..common.models import UsageError
+from ..common.outputs import check_outputs, write_json
+from ..common.recordings import TURNS, Fields, read_requests, tokenize, tokenizer_of
 from ..common.timing import environment
-from ..verify.command import positive
-from ..verify.report import make_console, table
 from .curves import Point, geometric_mean, ratios_at_equal_drafts
-from .loop import Replayer, Tally, warm_up
-from .plots import check_matplotlib, plot
+from .loop import Tally
+from .plots import plot
+from .runs import DataSet, Results, replay
 from .sources import SOURCES, SourceSpec, parse_specs
 
 _ENTROPY_DEPTH = 16
 _DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
-
-Results = dict[str, dict[SourceSpec, Tally]]  # by data set and source
-
-
-class DataSet(NamedTuple):
-    """One file."""
-
-    name: str
-    recordings: list[Recording]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,16 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the empirical entropy of N responses (default: 100): how much suffix decoding will find; without "
         "--sources, nothing else",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     specs = _specs(args)
-    check_output(args.json)
-    check_output(args.plot)
-    if args.plot:
-        check_matplotlib(args.plot)
+    check_outputs(args)
     data = _load(args)
     console = make_console()
     report: dict[str, Any] = {"command": {name: _plain(value) for name, value in vars(args).items()}}
@@ -110,49 +95,6 @@ def _load(args: argparse.Namespace) -> list[DataSet]:
     texts = {str(path): read_requests(path, fields, limit) for path in args.files}
     tokenizer = tokenizer_of(args.tokenizer)
     return [DataSet(name, tokenize(requests, tokenizer, args.max_prompt)) for name, requests in texts.items()]
-
-
-def replay(
-    data: Sequence[DataSet],
-    specs: Sequence[SourceSpec],
-    results: Results,
-    limit: int | None = None,
-    batch_size: int = 1,
-    num_nodes: int | None = None,
-    carries_over: bool = False,
-) -> None:
-    """
-    Replays every data set with every source, filling `results` on the way. Sources take turns, request by request, so
-    that a change in the machine's load meets all of them.
-
-    Args:
-        limit (`int`, *optional*): Requests per data set.
-        batch_size (`int`): Requests that run at once.
-        num_nodes (`int`, *optional*): Draft nodes per request and step, for sources whose specification names none.
-        carries_over (`bool`): Whether sources keep what they learnt from one data set to the next.
-    """
-    replayers: dict[SourceSpec, Replayer] = {}
-    total = sum(len(item.recordings[:limit]) for item in data) * len(specs)
-    with tqdm(total=total, desc="replaying", disable=None, leave=False) as progress:
-        for name, recordings in data:
-            recordings = recordings[:limit]
-            if not replayers or not carries_over:
-                replayers = {spec: _replayer(spec, recordings[0], batch_size, num_nodes) for spec in specs}
-            tallies = {spec: Tally.of(len(recordings)) for spec in specs}
-            results[name] = tallies
-            runs = [replayer.run(recordings, tallies[spec]) for spec, replayer in replayers.items()]
-            try:
-                for _ in zip_longest(*runs):
-                    progress.update(len(runs))
-            finally:
-                for item in runs:
-                    item.close()
-
-
-def _replayer(spec: SourceSpec, recording: Recording, batch_size: int, num_nodes: int | None) -> Replayer:
-    source = spec.build()
-    warm_up(source, spec.build, recording)
-    return Replayer(source, num_nodes if spec.num_nodes is None else spec.num_nodes, batch_size)
 
 
 def compare(results: Results, against: str) -> list[dict[str, Any]]:
@@ -200,7 +142,7 @@ def _report(results: Results, report: dict[str, Any], args: argparse.Namespace, 
             highlight=False,
         )
     if args.json and (results or args.entropy):
-        args.json.write_text(json.dumps(_finite(report), indent=2) + "\n")
+        write_json(args.json, report)
     if args.plot and results:
         plot({Path(name).name: tallies for name, tallies in results.items()}, args.plot)
 
@@ -229,7 +171,7 @@ def _print_tallies(name: str, tallies: Mapping[SourceSpec, Tally], console: Cons
     title = f"{Path(name).name}: {first['requests']} requests, {first['generated_tokens']} tokens"
     for heading, columns in ((title, _DRAFTS), ("Microseconds, and bytes per cached token", _COSTS)):
         lines = table(heading, "source", *(name for name, _, _ in columns))
-        _fold(lines, 0)
+        fold(lines, 0)
         for text, values in numbers.items():
             lines.add_row(escape(text), *(_shown(values[key], form) for _, key, form in columns))
         console.print(lines)
@@ -242,7 +184,7 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> dict[
         "Accepted tokens per step at equal drafted tokens", "data set", "baseline", "drafted", "accepted",
         *(escape(name) for name in names), num_text=2,
     )  # fmt: skip
-    _fold(lines, 0, 1, *range(4, 4 + len(names)))
+    fold(lines, 0, 1, *range(4, 4 + len(names)))
     for row in rows:
         numbers = (f"{row['drafted']:.2f}", f"{row['accepted']:.2f}")
         ratios = (_shown(row["ratios"][name], ".2f") for name in names)
@@ -267,12 +209,6 @@ def _print_entropy(data: Sequence[DataSet], num_responses: int, console: Console
     return entropies
 
 
-def _fold(lines: Table, *columns: int) -> None:
-    """Long names go on in the next line; numbers stay whole."""
-    for index in columns:
-        lines.columns[index].no_wrap, lines.columns[index].overflow = False, "fold"
-
-
 def _shown(value: float | int | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
@@ -282,12 +218,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN: null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

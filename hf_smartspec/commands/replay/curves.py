@@ -36,3 +36,22 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     """Of the positive finite ratios; nan if there are none."""
     values = np.array([ratio for ratio in ratios if np.isfinite(ratio) and ratio > 0])
     return float(np.exp(np.log(values).mean())) if len(values) else np.nan
+
+
+def moving_average(requests: np.ndarray, window: int | None = None) -> np.ndarray:
+    """
+    Tokens per step over the last `window` requests, a twentieth of them by default.
+
+    Args:
+        requests (`np.ndarray` of shape `[n, 4]`): As in `Tally`: tokens and steps come first. Those without steps are
+            left out.
+
+    Returns:
+        `np.ndarray` of shape `[m]`, float64; m is the number of requests with steps.
+    """
+    done = requests[requests[:, 1] > 0, :2]
+    window = max(1, len(done) // 20) if window is None else window
+    totals = np.concatenate([np.zeros((1, 2)), np.cumsum(done, axis=0)])
+    ends = np.arange(1, len(totals))
+    sums = totals[ends] - totals[np.maximum(ends - window, 0)]
+    return sums[:, 0] / sums[:, 1]

@@ -14,7 +14,7 @@ import numpy as np
 from ...candidates import TreeCandidateGenerator
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator, expected_calibration_error, outcomes
-from ..common.recordings import Recording
+from ..common.recordings import Recording, count_accepted
 
 _MICROSECONDS = 1e6
 
@@ -176,21 +176,6 @@ class Replayer:
             tally.observe_seconds += seconds
             row.position += len(committed)
         return [request_id for request_id in ids if rows[request_id].position == len(rows[request_id].response)]
-
-
-def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
-    """Length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
-    if tree.is_chain:
-        length = min(len(tree), len(truth))
-        wrong = np.flatnonzero(tree.tokens[:length] != truth[:length])
-        return int(wrong[0]) if len(wrong) else length
-    node = -1
-    for depth, token in enumerate(truth.tolist()):
-        child = tree.child(node, token)
-        if child is None:
-            return depth
-        node = child
-    return len(truth)
 
 
 def _judged(request: int, tree: DraftTree, rest: np.ndarray) -> Nodes:

@@ -1,54 +1,13 @@
 """Figures of `smartspec replay`; matplotlib is optional."""
 
-import importlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..common.models import UsageError
+from ..common.figures import saved_figure
+from .curves import moving_average
 from .loop import Tally
 from .sources import SourceSpec
-
-
-def check_matplotlib(path: Path | None = None) -> None:
-    """A figure that cannot be drawn, or not into a file of this kind, is refused before any work."""
-    try:
-        importlib.import_module("matplotlib")
-        backends = importlib.import_module("matplotlib.backend_bases")
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
-    kinds = backends.FigureCanvasBase.get_supported_filetypes()
-    if path is not None and path.suffix and path.suffix[1:].lower() not in kinds:
-        raise UsageError(f"cannot draw into {str(path)!r}: its suffix must be one of {', '.join(sorted(kinds))}")
-
-
-@contextmanager
-def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, np.ndarray]]:
-    """
-    Figure and axes `[rows, columns]`, `size` inches wide and high, to paint on; written behind the block.
-
-    Raises:
-        UsageError: if the file cannot be written.
-    """
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    try:
-        yield figure, axes
-        _save(figure, path)
-    finally:
-        pyplot.close(figure)
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {str(path)!r}: {error}") from error
 
 
 def plot(results: Mapping[str, Mapping[SourceSpec, Tally]], path: Path) -> None:
@@ -80,22 +39,3 @@ def _plot_adaptation(axes: Any, tallies: Mapping[SourceSpec, Tally]) -> None:
     axes.set_ylabel("tokens per step, moving average")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-
-
-def moving_average(requests: np.ndarray, window: int | None = None) -> np.ndarray:
-    """
-    Tokens per step over the last `window` requests, a twentieth of them by default.
-
-    Args:
-        requests (`np.ndarray` of shape `[n, 4]`): As in `Tally`: tokens and steps come first. Those without steps are
-            left out.
-
-    Returns:
-        `np.ndarray` of shape `[m]`, float64; m is the number of requests with steps.
-    """
-    done = requests[requests[:, 1] > 0, :2]
-    window = max(1, len(done) // 20) if window is None else window
-    totals = np.concatenate([np.zeros((1, 2)), np.cumsum(done, axis=0)])
-    ends = np.arange(1, len(totals))
-    sums = totals[ends] - totals[np.maximum(ends - window, 0)]
-    return sums[:, 0] / sums[:, 1]

@@ -1,7 +1,6 @@
 """`smartspec tune`: options of candidate sources that fit recorded responses, found by replay (SSSD, section 3.1.3)."""
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from ...candidates.tuned import TUNABLE, TunedSources
-from ..common.models import UsageError, check_output, load_model
+from ..common.arguments import positive
+from ..common.console import make_console, table
+from ..common.models import UsageError, load_model
+from ..common.outputs import check_output, write_json
 from ..common.recordings import TURNS, Fields, Recording, read_requests, tokenize, tokenizer_of
 from ..replay.curves import geometric_mean
-from ..verify.command import positive
-from ..verify.report import make_console, table
 from .search import Costs, Requests, Search, Trial, num_requests, speed
 from .space import THRESHOLD, Choice, Parameter, space_of, value_of
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     report = _compare(space.default, choice, data, costs, draft, console)
     TunedSources.of(choice | {"found": found | {"mean_gain": report["mean_gain"]}}).save(args.output)
     if args.json:
-        args.json.write_text(json.dumps({"choice": choice, **report}, indent=2) + "\n")
+        write_json(args.json, {"choice": choice, **report})
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils.logging import tqdm
 
 from ...prepare.config import PRESETS
-from ..common.equality import Comparison, TokenCheck
+from ..common.arguments import not_negative, positive, positive_list
+from ..common.console import make_console
 from ..common.models import (
     DTYPES,
     PROMPTS,
     UsageError,
     check_device,
-    check_output,
     encode,
     left_padded,
     load_draft,
@@ -29,12 +28,14 @@ from ..common.models import (
     random_prompts,
     read_prompts,
 )
+from ..common.outputs import check_output, write_json
 from ..common.rounding import Rounding, measure_rounding
 from ..common.runs import Decoding, decode_plainly
 from ..common.timing import environment
+from .comparison import Comparison, TokenCheck
 from .drafts import ways_of_drafting
 from .frequencies import check_frequencies, exact_table, ways_of_sampling
-from .report import Report, make_console, print_report
+from .report import Report, print_report
 
 _SCORED_TOKENS = 16  # columns of scores that are compared: they are as wide as the vocabulary
 _SAMPLED_PROMPT = 8  # tokens of the prompt whose continuations are counted: it is run once per sample
@@ -67,28 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was found to this file")
 
 
-def positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def not_negative(text: str) -> int:
-    return _integer(text, 0)
-
-
-def positive_list(text: str) -> list[int]:
-    return [_integer(part, 1) for part in text.split(",")]
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -114,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         verifier.run(report, args.samples)
     print_report(report, make_console(), tokenizer)
     if args.json:
-        args.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        write_json(args.json, report.as_dict())
     return 1 if report.failures else 0
 
 

@@ -1,19 +1,19 @@
 """What `smartspec verify` found, and the tables that it prints."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from ..common.equality import Difference, ScoreCheck, TokenCheck
+from ..common.console import table
+from ..common.equality import Difference
+from ..common.outputs import json_safe
 from ..common.rounding import Rounding
+from .comparison import ScoreCheck, TokenCheck
 from .frequencies import FALSE_ALARM, FrequencyCheck
 
 _SHOWN_DIFFERENCES = 10
@@ -68,32 +68,7 @@ class Report:
             item["statistics"] = check.statistics.as_dict()
             for line, difference in zip(item["differences"], check.differences):
                 line["is_tie"] = difference.is_tie
-        return _json_safe(result | {"failures": self.failures, "is_lossless": not self.failures})
-
-
-def _json_safe(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they become null and text."""
-    if isinstance(value, dict):
-        return {key: _json_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_json_safe(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
-
-
-def make_console() -> Console:
-    """The terminal; what is piped into a file gets 100 columns."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=100)
-
-
-def table(title: str, *columns: str, num_text: int = 1) -> Table:
-    """A table whose first `num_text` columns are text and the others numbers."""
-    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index < num_text else "right", no_wrap=True)
-    return result
+        return json_safe(result | {"failures": self.failures, "is_lossless": not self.failures})
 
 
 def print_report(report: Report, console: Console, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -1,0 +1,101 @@
+"""Arguments that several commands have, and what they accept."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .models import DTYPES
+
+PARAMETERS = 200e6  # of the demo target, enlarged
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def positive_list(text: str) -> list[int]:
+    return [_integer(part, 1) for part in text.split(",")]
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not (0 < value < float("inf")):
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Target, draft, prompts and outputs, the same for all benches of the engine."""
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE",
+        help=".jsonl or .jsonl.gz with prompts and responses; one is one data set (default: the demo's)",
+    )  # fmt: skip
+    add_target_arguments(parser)
+    parser.add_argument("--draft", metavar="MODEL", help="draft model (default: the demo's for the demo's target)")
+    parser.add_argument(
+        "--limit", type=positive, default=64, metavar="N", help="different prompts per FILE (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-prompt", type=positive, default=256, metavar="N", help="tokens of a prompt, its end (default: 256)"
+    )
+    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-batch-size", type=positive, default=16, metavar="N", help="default: 16")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default: 0)")
+    add_output_arguments(parser)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the target answers, and what has been answered before."""
+    parser.add_argument(
+        "--replay", action="store_true",
+        help="the target runs at its cost, but picks the recorded responses, so that drafts meet real text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--remember", type=not_negative, default=0, metavar="N",
+        help="the first N requests of every FILE are not asked: suffix trees know them and their responses already, as "
+        "those of a service do that has been running for a while (default: 0)",
+    )  # fmt: skip
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
+    parser.add_argument(
+        "--parameters", type=float, metavar="N",
+        help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
+        f"cost; 0 leaves it as it is (default: {PARAMETERS:.0e} for the demo's target, 0 for others)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+
+
+def command_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as JSON knows them."""
+    return {
+        key: str(value) if isinstance(value, Path) else [str(item) for item in value] if key == "files" else value
+        for key, value in vars(args).items()
+    }

@@ -1,0 +1,166 @@
+"""Speculation compared with plain decoding, for one way of drafting: tokens, scores and logits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ...decoding.statistics import GenerationStatistics
+from ...sampling.noise import SeededGumbelLogitsProcessor, add_gumbel_noise
+from ..common.equality import Difference, find_differences
+from ..common.rounding import Rounding
+from ..common.runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default
+from .drafts import Drafting
+
+
+@dataclass
+class TokenCheck:
+    """One way of drafting at one batch size: what was compared, and where it differs."""
+
+    decoding: str
+    drafts: str
+    batch_size: int
+    num_rows: int = 0
+    num_tokens: int = 0  # of all rows together, up to the first difference in each
+    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
+    differences: list[Difference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ScoreCheck:
+    """
+    Returned `logits` and `scores` against plain decoding's: the largest absolute differences of finite values.
+    `largest` is the largest finite value; `num_edge` counts values that only one side has filtered away.
+    """
+
+    decoding: str
+    drafts: str
+    num_positions: int
+    logits: float
+    scores: float
+    largest: float
+    num_edge: int
+    tolerance: float
+
+    @property
+    def is_close(self) -> bool:
+        """Whether rounding explains the differences of the values."""
+        return max(self.logits, self.scores) <= self.tolerance
+
+    @property
+    def is_filtered_alike(self) -> bool:
+        """Whether at most a token here and there, at the very edge of top-k or top-p, fell to the other side."""
+        return self.num_edge <= max(self.num_positions // 20, 1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way of drafting against plain decoding, for batches of padded prompts (`inputs` of `generate`)."""
+
+    model: PreTrainedModel
+    decoding: Decoding
+    max_new_tokens: int
+    drafting: Drafting
+    rounding: Rounding
+
+    def check_batch(
+        self, inputs: dict[str, torch.Tensor], plain: torch.Tensor, check: TokenCheck, checks_default_output: bool
+    ) -> None:
+        """
+        Adds to `check` how speculation's tokens compare with plain decoding's (`[rows, new]`); if asked, also those of
+        a call that returns tokens only, in which rows are freed when they end.
+        """
+        call = (self.model, inputs, self.decoding, self.max_new_tokens)
+        continuations = plain.tolist()
+        run = decode_speculatively(*call, self.drafting.assistant(continuations))
+        found = find_differences(plain, run.tokens)
+        if checks_default_output and not found:
+            found = find_differences(plain, tokens_by_default(*call, self.drafting.assistant(continuations)))
+        if found:
+            found = self._with_gaps(found, inputs, continuations)
+        ended_at = {item.row: item.position for item in found}
+        check.num_tokens += sum(ended_at.get(row, length) for row, length in enumerate(self._lengths(plain)))
+        check.differences += [replace(item, row=item.row + check.num_rows) for item in found]
+        check.num_rows += len(plain)
+        check.statistics += run.statistics
+
+    def _lengths(self, tokens: torch.Tensor) -> list[int]:
+        """Tokens of every row up to and with its end-of-sequence token."""
+        ends = torch.isin(tokens, torch.tensor(eos_ids(self.model), dtype=tokens.dtype))
+        return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in ends]
+
+    def _with_gaps(
+        self, differences: Sequence[Difference], inputs: dict[str, torch.Tensor], continuations: list[list[int]]
+    ) -> list[Difference]:
+        """Decodes the batch again both ways, with scores, and adds how clearly each side preferred its token."""
+        call = (self.model, inputs, self.decoding, self.max_new_tokens)
+        plain = decode_plainly(*call, records=True)
+        own = decode_speculatively(*call, self.drafting.assistant(continuations), records=True)
+        if own.logits is None or own.scores is None:
+            return list(differences)
+        return [self._with_gap(item, plain, own) for item in differences]
+
+    def _with_gap(self, item: Difference, plain: Run, own: Run) -> Difference:
+        row, at = item.row, item.position
+        has_both = min(item.plain_token, item.own_token) >= 0 and at < min(plain.tokens.shape[1], own.tokens.shape[1])
+        if not has_both or not torch.equal(plain.tokens[row, :at], own.tokens[row, :at]):
+            return item
+        assert plain.logits is not None and plain.scores is not None, "recorded"
+        assert own.logits is not None and own.scores is not None, "recorded"
+        scores = torch.stack([plain.scores[row, at], own.scores[row, at]])
+        scale = 1.0
+        if self.decoding.seed is not None:
+            scale = 1 / self.decoding.temperature
+            seed = SeededGumbelLogitsProcessor(self.decoding.seed).seed_of(row)
+            scores = add_gumbel_noise(scores, [seed] * 2, [at] * 2)
+        plain_logits, own_logits = plain.logits[row, at], own.logits[row, at]
+        return replace(
+            item,
+            plain_gap=float(scores[0, item.plain_token] - scores[0, item.own_token]),
+            own_gap=float(scores[1, item.own_token] - scores[1, item.plain_token]),
+            logit_error=_largest_error(plain_logits, own_logits),
+            tolerance=scale * self.rounding.tolerance(_largest(plain_logits)),
+        )
+
+    def check_scores(self, inputs: dict[str, torch.Tensor]) -> ScoreCheck | None:
+        """Compares returned `logits` and `scores`, up to each row's first different token; None if there are none."""
+        call = (self.model, inputs, self.decoding, self.max_new_tokens)
+        plain = decode_plainly(*call, records=True)
+        own = decode_speculatively(*call, self.drafting.assistant(plain.tokens.tolist()), records=True)
+        if own.logits is None or own.scores is None:
+            return None
+        end = {item.row: item.position + 1 for item in find_differences(plain.tokens, own.tokens)}
+        width = min(plain.tokens.shape[1], own.tokens.shape[1])
+        stops = [min(end.get(row, width), width) for row in range(len(plain.tokens))]
+        logits, scores = (
+            tuple(_cut(getattr(run, name), stops) for run in (plain, own)) for name in ("logits", "scores")
+        )
+        largest = max(_largest(logits[0]), _largest(scores[0]))
+        return ScoreCheck(
+            self.decoding.name,
+            self.drafting.name,
+            num_positions=sum(stops),
+            logits=_largest_error(*logits),
+            scores=_largest_error(*scores),
+            largest=largest,
+            num_edge=int((torch.isfinite(scores[0]) != torch.isfinite(scores[1])).sum()),
+            tolerance=self.rounding.tolerance(largest),
+        )
+
+
+def _cut(values: torch.Tensor, stops: Sequence[int]) -> torch.Tensor:
+    return torch.cat([row[:stop] for row, stop in zip(values, stops)])
+
+
+def _largest(values: torch.Tensor) -> float:
+    finite = values[torch.isfinite(values)]
+    return float(finite.abs().max()) if len(finite) else 0.0
+
+
+def _largest_error(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Largest absolute difference where both are finite; inf if one side has a NaN."""
+    if first.isnan().any() or second.isnan().any():
+        return math.inf
+    return _largest((first - second)[torch.isfinite(first) & torch.isfinite(second)])
