@@ -4,17 +4,19 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
+from .prepare.call import PreparedCall, prepare_call
 from .prepare.checks import check_mask, check_settings, check_source_options, check_token_ids
 from .prepare.config import SmartSpecConfig
-from .prepare.decode import decode
+from .prepare.decode import decode_prepared
+from .prepare.resolve import Assistant, resolve
 from .validate import check_seed
 
 _PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -138,24 +140,31 @@ def _route(
         if seed is not None:
             kwargs["seed"] = seed  # transformers says that it does not know it
         return original(*args, **kwargs)
-    return run_with(decode, model, original, kwargs | _by_name(args, kwargs), assistant, seed)
+    return run_with(decode_prepared, model, original, kwargs | _by_name(args, kwargs), assistant, seed)
 
 
 def run_with(
-    method: Callable, model: PreTrainedModel, original: Callable, kwargs: dict[str, Any], assistant: Any, seed: Any
+    method: Callable[[PreparedCall], Any],
+    model: PreTrainedModel,
+    original: Callable,
+    kwargs: dict[str, Any],
+    assistant: Any,
+    seed: Any,
 ) -> Any:
     """
-    Checks the arguments of a `generate` call and has `original`, transformers' own, prepare them for a decoding method:
-    `decode`, or whatever else takes its arguments.
+    Checks the arguments of a `generate` call, has `original`, transformers' own, prepare them, and hands them to
+    `method`, whose result it returns.
     """
-    config = _config(assistant, kwargs)
+    assistant = _with_num_nodes(assistant, kwargs)
     settings = _checked_settings(model, kwargs, seed)
-    # Refuses what cannot draft before any work starts. Resolved here once: a list would be wrapped anew in `decode`.
-    config = replace(config, assistant=config.source_for(model), width=1)
+    resolved = resolve(assistant, model)  # refuses what cannot draft before any work starts
     kwargs = _with_stop_strings(model, kwargs, settings.stop_strings)
-    # transformers drops the streamer on the way to a callable `custom_generate`, so it travels with the callable.
-    kwargs["custom_generate"] = partial(method, assistant=config, seed=seed, streamer=kwargs.get("streamer"))
-    return original(**kwargs)
+    streamer = kwargs.get("streamer")  # transformers drops it on the way to a callable `custom_generate`
+
+    def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Any:
+        return method(prepare_call(model, input_ids, assistant=resolved, seed=seed, streamer=streamer, **prepared))
+
+    return original(**kwargs, custom_generate=custom_generate)
 
 
 def _by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -168,10 +177,10 @@ def _by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _config(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig:
-    """`assistant` with its options; `num_assistant_tokens` says how much to draft, as for transformers' assistants."""
+def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> Any:
+    """`num_assistant_tokens` says how much to draft, as for transformers' assistants."""
     num_nodes = kwargs.pop("num_assistant_tokens", None)
-    if isinstance(assistant, SmartSpecConfig):
+    if isinstance(assistant, SmartSpecConfig | Assistant):
         if num_nodes is not None:
             raise ValueError("`num_assistant_tokens` has no effect on a SmartSpecConfig. Set its `num_nodes` instead.")
         return assistant

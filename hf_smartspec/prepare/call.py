@@ -1,6 +1,7 @@
 """What `generate` has prepared, made ready for the decoding loop."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import logging
 
-from ..candidates.base import TreeCandidateGenerator
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
 from ..decoding.request import Request
@@ -20,7 +20,8 @@ from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
 from ..target.support import can_pack_call
 from ..validate import check_seed
-from .config import SmartSpecConfig
+from .checks import check_mask, check_settings, check_token_ids
+from .resolve import Assistant, resolve
 
 logger = logging.get_logger(__name__)
 
@@ -30,42 +31,91 @@ def model_limits(model: PreTrainedModel) -> ModelLimits:
     return ModelLimits(config.vocab_size, getattr(config, "max_position_embeddings", None))
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedCall:
+    """
+    What a decoding method of transformers gets from `generate`, and what drafts for it.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[batch, length]`): Prompts, padded on the left.
+        assistant (`Assistant`): What drafts, and how much.
+        seeds (sequence of `int`): One per row; None where the most probable token is taken.
+        model_kwargs (`dict`): Arguments of the model's forward: masks, positions, caches, images, ...
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.LongTensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    assistant: Assistant
+    seeds: Sequence[int | None]
+    streamer: BaseStreamer | None
+    model_kwargs: dict[str, Any]
+
+    def returns(self, name: str) -> bool:
+        """Whether the output is to have `name`, such as "scores"."""
+        config = self.generation_config
+        return bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
+
+
 def prepare_call(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    config: SmartSpecConfig,
-    source: TreeCandidateGenerator,
-    seeds: Sequence[int | None],
-    streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
-    forward: ModelForward | None = None,
-) -> DecodingCall:
+    assistant: Any,
+    seed: int | Sequence[int] | None = None,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> PreparedCall:
     """
-    A call for the decoding loop from what a decoding method of transformers gets, and from
+    The arguments of a decoding method, checked, as one value; `assistant` as in `resolve`.
+
+    Raises:
+        ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
+    """
+    resolved = resolve(assistant, model)
+    check_settings(generation_config, synced_gpus)
+    check_token_ids(model, input_ids)
+    if not model.config.is_encoder_decoder:
+        # With a cache, or embeddings in their place, `input_ids` need not hold the whole text.
+        is_whole = model_kwargs.get("past_key_values") is None or model_kwargs["past_key_values"].get_seq_length() == 0
+        is_whole = is_whole and model_kwargs.get("inputs_embeds") is None
+        check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
+    seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
+    return PreparedCall(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, streamer,
+        model_kwargs,
+    )  # fmt: skip
+
+
+def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -> DecodingCall:
+    """
+    The call as the decoding loop takes it.
 
     Args:
-        config, source: What drafts, and how much.
-        seeds (sequence of `int`, *optional* entries): One per row.
         forward (`ModelForward`, *optional*): That of an engine, which calls share; else the call gets its own.
     """
-    requests = _requests(model, input_ids, stopping_criteria, seeds, model_kwargs)
-    picker = TokenPicker(logits_processor, len(input_ids), input_ids.shape[1])
-    records_scores, records_logits = (_returns(generation_config, f"output_{name}") for name in ("scores", "logits"))
+    config, source = prepared.assistant
+    requests = _requests(prepared)
+    picker = TokenPicker(prepared.logits_processor, len(requests), prepared.input_ids.shape[1])
+    records_scores, records_logits = prepared.returns("scores"), prepared.returns("logits")
+    pad = prepared.generation_config._pad_token_tensor
     batch = DecodingBatch(
         requests,
-        stopping_criteria,
-        None if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor),
-        streamer,
+        prepared.stopping_criteria,
+        None if pad is None else int(pad),
+        prepared.streamer,
         records_scores=records_scores,
         records_logits=records_logits,
         pads_stepwise=picker.needs_lockstep and (records_scores or records_logits),
-        device=input_ids.device,
+        device=prepared.input_ids.device,
     )
     return DecodingCall(
-        forward or _forward(model, input_ids, requests, generation_config, model_kwargs),
+        forward or _forward(prepared, requests),
         batch,
         picker,
         METHODS[config.verification],
@@ -89,43 +139,32 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, do_sample: bool
     return [row_seed(int(seed), row) for row in range(batch_size)]
 
 
-def _requests(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    stopping_criteria: StoppingCriteriaList,
-    seeds: Sequence[int | None],
-    model_kwargs: dict[str, Any],
-) -> list[Request]:
-    mask = model_kwargs.get("attention_mask")
-    if mask is None or model.config.is_encoder_decoder:
+def _requests(prepared: PreparedCall) -> list[Request]:
+    input_ids, mask = prepared.input_ids, prepared.model_kwargs.get("attention_mask")
+    if mask is None or prepared.model.config.is_encoder_decoder:
         mask = torch.ones_like(input_ids)
     ids, mask = input_ids.cpu(), mask.bool().cpu()
-    limits = [item.max_length for item in stopping_criteria if type(item) is MaxLengthCriteria]
+    limits = [item.max_length for item in prepared.stopping_criteria if type(item) is MaxLengthCriteria]
     # Plain decoding checks the length after a token, so that one is always generated.
     max_new_tokens = max(1, min(limits) - ids.shape[1]) if limits else None
     return [
         # Names are unique, since a source may serve several calls at once.
-        Request(object(), row, ids[row], mask[row], max_new_tokens, seeds[row])
+        Request(object(), row, ids[row], mask[row], max_new_tokens, prepared.seeds[row])
         for row in range(len(ids))
     ]
 
 
-def _forward(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    requests: list[Request],
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> PackedForward | RowwiseForward:
+def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward | RowwiseForward:
+    model, input_ids, model_kwargs = prepared.model, prepared.input_ids, prepared.model_kwargs
     if not can_pack_call(model, input_ids, model_kwargs):
         if len(requests) > 1:
             logger.warning_once(
                 f"{type(model).__name__} is decoded row by row, since its attention or these arguments cannot be "
                 "packed. For large batches, plain decoding may be faster."
             )
-        return RowwiseForward(model, input_ids, model_kwargs, generation_config)
+        return RowwiseForward(model, input_ids, model_kwargs, prepared.generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
-    chunk = generation_config.prefill_chunk_size or 512
+    chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = PackedForward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
@@ -134,7 +173,3 @@ def _forward(
             request.row = forward.add()
         forward.cache.load(cache, [item.cache_row for item in requests], [item.mask[:length] for item in requests])
     return forward
-
-
-def _returns(config: GenerationConfig, name: str) -> bool:
-    return bool(config.return_dict_in_generate and getattr(config, name))

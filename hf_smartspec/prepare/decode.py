@@ -23,9 +23,7 @@ from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward, can_run_rowwise
 from ..target.support import can_pack_call, plain_reason
-from .call import model_limits, prepare_call, row_seeds
-from .checks import check_mask, check_settings, check_token_ids
-from .config import SmartSpecConfig
+from .call import PreparedCall, decoding_call, model_limits, prepare_call
 from .plain import decode_plainly
 from .policy import policy_of
 
@@ -75,40 +73,37 @@ def decode(
     Raises:
         ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
     """
-    config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
-    source = config.source_for(model)
-    check_settings(generation_config, synced_gpus)
-    check_token_ids(model, input_ids)
-    if not model.config.is_encoder_decoder:
-        # With a cache, or embeddings in their place, `input_ids` need not hold the whole text.
-        is_whole = model_kwargs.get("past_key_values") is None or model_kwargs["past_key_values"].get_seq_length() == 0
-        is_whole = is_whole and model_kwargs.get("inputs_embeds") is None
-        check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
-    seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
-    reason = plain_reason(model, input_ids, generation_config, model_kwargs)
-    if reason is None and not can_pack_call(model, input_ids, model_kwargs) and not can_run_rowwise(model):
+    return decode_prepared(
+        prepare_call(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, assistant, seed, streamer,
+            synced_gpus, **model_kwargs,
+        )
+    )  # fmt: skip
+
+
+def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """`decode`, once the arguments are one value."""
+    model, config = prepared.model, prepared.generation_config
+    reason = plain_reason(model, prepared.input_ids, config, prepared.model_kwargs)
+    can_pack = reason is None and can_pack_call(model, prepared.input_ids, prepared.model_kwargs)
+    if reason is None and not can_pack and not can_run_rowwise(model):
         reason = f"{type(model).__name__} cannot run several tokens at once and take them back"
     if reason is not None:
         logger.warning_once(f"Decoding without speculation: {reason}.")
-        output, statistics = decode_plainly(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, seeds, streamer, model_kwargs
-        )
+        output, statistics = decode_plainly(prepared)
         return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
 
-    given_cache: Any = model_kwargs.get("past_key_values")
+    given_cache: Any = prepared.model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)
-    call = prepare_call(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, config, source, seeds, streamer,
-        model_kwargs,
-    )  # fmt: skip
-    call.keeps_cache = generation_config.return_dict_in_generate or gives_back
-    with torch.no_grad(), policy_of(model, config, source, call.forward) as policy:
+    call = decoding_call(prepared)
+    call.keeps_cache = config.return_dict_in_generate or gives_back
+    with torch.no_grad(), policy_of(model, prepared.assistant, call.forward) as policy:
         loop = DecodingLoop(policy, model_limits(model))
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)
-    if streamer is not None:
-        streamer.end()
+    if prepared.streamer is not None:
+        prepared.streamer.end()
     assert call.batch.num_generated is not None, "a row has not stopped"
     sequences = call.batch.padded_batch(call.batch.num_generated)
     if not call.keeps_cache:
@@ -116,7 +111,7 @@ def decode(
     cache = _export_cache(call, sequences.shape[1] - 1, given_cache)
     if gives_back and cache is not given_cache:
         given_cache.layers, cache = cache.layers, given_cache
-    return _output(model, call, loop.statistics, sequences, cache, generation_config)
+    return _output(model, call, loop.statistics, sequences, cache, config)
 
 
 def _complete_rows(call: DecodingCall) -> None:

@@ -5,11 +5,12 @@ import time
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..decoding.statistics import GenerationStatistics
 from ..sampling.noise import SeededGumbelLogitsProcessor
+from .call import PreparedCall
 
 
 class _RecordingGumbel(SeededGumbelLogitsProcessor):
@@ -45,31 +46,25 @@ class _CountingCriteria(StoppingCriteriaList):
 
 
 def decode_plainly(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    seeds: list[int | None],
-    streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
+    prepared: PreparedCall,
 ) -> tuple[torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput, GenerationStatistics]:
     """transformers' own loop. Sampling goes through seeded noise: the same seed gives the same tokens here too."""
     start = time.perf_counter()
-    counts = _CountingCriteria(stopping_criteria)
-    config = copy.copy(generation_config)
-    noise = None
+    counts = _CountingCriteria(prepared.stopping_criteria)
+    config = copy.copy(prepared.generation_config)
+    logits_processor, noise = prepared.logits_processor, None
     if config.do_sample:
-        noise = _RecordingGumbel([seed for seed in seeds if seed is not None], bool(config.output_scores))
+        noise = _RecordingGumbel([seed for seed in prepared.seeds if seed is not None], bool(config.output_scores))
         logits_processor = LogitsProcessorList([*logits_processor, noise])
         config.do_sample = False
-    output = model._sample(  # type: ignore[operator]
-        input_ids,
+    model: Any = prepared.model
+    output = model._sample(
+        prepared.input_ids,
         logits_processor=logits_processor,
         stopping_criteria=counts,
         generation_config=config,
-        streamer=streamer,
-        **model_kwargs,
+        streamer=prepared.streamer,
+        **prepared.model_kwargs,
     )
     if noise is not None and noise.records and not isinstance(output, torch.Tensor):
         output.scores = tuple(noise.scores)

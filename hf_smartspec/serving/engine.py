@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,15 +13,15 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from ..candidates.base import TreeCandidateGenerator
 from ..decoding.call import DecodingCall
 from ..decoding.statistics import GenerationStatistics
 from ..generate import generating, run_with
 from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
-from ..prepare.call import model_limits, prepare_call, row_seeds
+from ..prepare.call import PreparedCall, decoding_call, model_limits
 from ..prepare.config import SmartSpecConfig
 from ..prepare.policy import cost_of
+from ..prepare.resolve import Assistant, resolve
 from ..target.support import can_pack, can_pack_call, plain_reason
 from ..validate import check_positive
 from .kv_memory import EngineMemory
@@ -82,13 +81,13 @@ class Engine:
                 "decodes it row by row."
             )
         self._memory = self._new_memory(max_batch_size, max_kv_bytes)
-        self._source = self.config.source_for(self.model)
+        self._assistant = resolve(self.config, self.model)
         self._results = Results()
         self._policy = self._make_policy()
         self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
         weakref.finalize(self, EngineRunner.end, self._runner)
         self._names = 0
-        self._drafters: dict[int, TreeCandidateGenerator] = {}  # by draft model
+        self._drafters: dict[int, Assistant] = {}  # by draft model
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs
 
@@ -96,12 +95,12 @@ class Engine:
         return EngineMemory(self.model, max_batch_size, max_bytes)
 
     def _make_policy(self) -> LoggedPolicy:
-        policy = self.config.policy_for(self._source)
+        policy = self.config.policy_for(self._assistant.source)
         if policy is not None:
             return LoggedPolicy(policy, getattr(policy, "cost", None))
         cost = cost_of(self.model)
         if cost is None:
-            return LoggedPolicy(self.config.fixed_policy_for(self._source))
+            return LoggedPolicy(self.config.fixed_policy_for(self._assistant.source))
         return LoggedPolicy(GoodputAuction(cost), cost)
 
     # Requests
@@ -185,37 +184,23 @@ class Engine:
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
         kwargs = {**kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        config: Any = replace(self.config, assistant=self._source, width=None) if assistant is None else assistant
-        if isinstance(config, PreTrainedModel):  # one source for all that draft with it: they share its forwards
-            config = self._drafters.setdefault(id(config), SmartSpecConfig(config).source_for(self.model))
+        if assistant is None:
+            assistant = self._assistant
+        if isinstance(assistant, PreTrainedModel):  # one source for all that draft with it: they share its forwards
+            assistant = self._drafters.setdefault(id(assistant), resolve(assistant, self.model))
         original = MethodType(GenerationMixin.generate, self.model)
-        return run_with(self._captured, self.model, original, kwargs, config, seed)
+        return run_with(self._captured, self.model, original, kwargs, assistant, seed)
 
-    def _captured(
-        self,
-        model: PreTrainedModel,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        assistant: Any = None,
-        seed: Any = None,
-        streamer: Any = None,
-        synced_gpus: bool = False,
-        **model_kwargs: Any,
-    ) -> DecodingCall:
-        """A decoding method that does not decode."""
-        if len(input_ids) != 1:
+    def _captured(self, prepared: PreparedCall) -> DecodingCall:
+        """What a decoding method gets, ready for the loop."""
+        if len(prepared.input_ids) != 1:
             raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
-        reason = plain_reason(model, input_ids, generation_config, model_kwargs)
-        if reason is not None or not can_pack_call(model, input_ids, model_kwargs):
+        model, input_ids, kwargs = self.model, prepared.input_ids, prepared.model_kwargs
+        reason = plain_reason(model, input_ids, prepared.generation_config, kwargs)
+        if reason is not None or not can_pack_call(model, input_ids, kwargs):
             reason = reason or "the model's attention or these arguments cannot be packed"
             raise ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")
-        return prepare_call(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, assistant,
-            assistant.source_for(model), row_seeds(seed, 1, generation_config.do_sample), streamer, model_kwargs,
-            forward=self._memory.forward,
-        )  # fmt: skip
+        return decoding_call(prepared, self._memory.forward)
 
     # Results
 

@@ -15,7 +15,7 @@ from hf_smartspec.commands.papers.figures import figure_5
 from hf_smartspec.commands.papers.world import World
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
-from hf_smartspec.prepare.config import SmartSpecConfig
+from hf_smartspec.prepare.resolve import resolve
 from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates, with_acceptance
 from hf_smartspec.simulator.oracle import DraftOracle
 from tests.generate.helpers import noisy_copy, tiny_llama
@@ -34,12 +34,12 @@ def new_setup(**kwargs):
 
 def test_sources_are_what_assistants_are_but_know_nothing():
     setup = new_setup()
-    hybrid, listed = setup.new_source("hybrid"), SmartSpecConfig(["suffix", setup.draft]).source_for(setup.model)
+    hybrid, listed = setup.new_source("hybrid"), resolve(["suffix", setup.draft], setup.model).source
     assert type(hybrid) is type(listed) and type(hybrid.drafter) is type(listed.drafter)
     assert [type(source) for source in hybrid.sources] == [type(source) for source in listed.sources]
     for name in ("min_probability", "default_num_nodes", "discounts", "vocab_size"):
         assert getattr(hybrid, name) == getattr(listed, name)
-    auto = SmartSpecConfig("auto").source_for(setup.model)
+    auto = resolve("auto", setup.model).source
     auto.add_outputs([[1, 2, 3]], progress=False)
     assert setup.new_source("auto") is auto and auto.num_cached_tokens() == 0
 

@@ -9,7 +9,7 @@ import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates, DraftModelCandidates, FusedCandidates
 from hf_smartspec.candidates.tuned import TunedSource, TunedSources
-from hf_smartspec.prepare.config import suffix_trees
+from hf_smartspec.prepare.resolve import resolve, suffix_trees
 
 from .helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 
@@ -31,7 +31,7 @@ def saved(path, *sources, **fused):
 
 
 def source_of(model, assistant):
-    return SmartSpecConfig(assistant).source_for(model)
+    return resolve(assistant, model).source
 
 
 def test_a_file_says_what_was_saved(tmp_path):

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ...prepare.config import check_draft_model
+from ...prepare.resolve import check_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -13,7 +13,7 @@ from ...candidates import (
 )
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator
-from ...prepare.config import SmartSpecConfig
+from ...prepare.resolve import resolve
 
 SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
 USUAL = SOURCES[:3]
@@ -40,7 +40,7 @@ def new_source(
     if name == "suffix":
         return SuffixTreeCandidates()
     if name == "auto":
-        source = SmartSpecConfig("auto").source_for(target)
+        source = resolve("auto", target).source
         if isinstance(source, SuffixTreeCandidates):  # one for all that the model serves
             source.remove_namespace("")
         return source

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...prepare.config import SmartSpecConfig
+from ...prepare.resolve import resolve
 from ..common.arguments import add_output_arguments, add_target_arguments, add_text_arguments, command_of, positive
 from ..common.console import make_console
 from ..common.data_sets import DataSet, answered
@@ -116,7 +116,7 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
             others.append(Method(f"transformers, {shown}", arguments={"assistant_model": draft}, draft=draft))
     for method in own:
         try:
-            SmartSpecConfig(method.assistant).source_for(model)
+            resolve(method.assistant, model)
         except (TypeError, ValueError, OSError) as error:
             raise UsageError(f"--assistant: {error}") from error
     return [*own, *others]

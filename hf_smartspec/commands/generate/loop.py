@@ -16,6 +16,7 @@ from transformers.utils.logging import tqdm
 from ...decoding.statistics import GenerationStatistics
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
+from ...prepare.resolve import resolve
 from ..common.data_sets import DataSet, remember
 from ..common.equality import Difference, find_differences
 from ..common.models import left_padded
@@ -189,7 +190,7 @@ class _Group:
             namespace = f"{self.data.name} {self.batch_size} {method.name} {turn}"
             config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace)
             if start == 0 and self.data.past:
-                remember(config.source_for(self.model), self.data.past, namespace)
+                remember(resolve(config, self.model).source, self.data.past, namespace)
         monitor = TargetMonitor(sum(map(len, prompts)))
         with ExitStack() as stack:
             if self.settings.replays:

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ...prepare.config import PRESETS
+from ...prepare.resolve import PRESETS
 from ..common.arguments import not_negative, positive, positive_list
 from ..common.console import make_console
 from ..common.models import (

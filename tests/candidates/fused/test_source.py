@@ -13,6 +13,7 @@ from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates
 from hf_smartspec.candidates.fused.calibration import Calibrations, Discount, Draft
 from hf_smartspec.candidates.fused.source import AcceptedLengths, FusedCandidates, merge
 from hf_smartspec.goodput import Calibrator
+from hf_smartspec.prepare.resolve import resolve
 
 from ...generate.helpers import noisy_copy, tiny_llama
 
@@ -351,11 +352,11 @@ def test_thresholds_last_from_call_to_call():
     model = hf_smartspec.enable(tiny_llama())
     draft = noisy_copy(model)
     config = hf_smartspec.SmartSpecConfig(assistant=[draft, "prompt_lookup"], num_nodes=4)
-    assert config.source_for(model).threshold() == 1.0
+    assert resolve(config, model).source.threshold() == 1.0
     model.generate(torch.tensor([[5, 6, 7]]), assistant=config, max_new_tokens=24)
-    assert config.source_for(model).threshold() != 1.0
+    assert resolve(config, model).source.threshold() != 1.0
     other = hf_smartspec.SmartSpecConfig(assistant=[noisy_copy(model), "prompt_lookup"])
-    assert other.source_for(model).threshold() == 1.0, "another draft model's"
+    assert resolve(other, model).source.threshold() == 1.0, "another draft model's"
 
 
 def test_lists_that_cannot_be_fused_are_refused():

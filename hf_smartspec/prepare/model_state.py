@@ -1,0 +1,63 @@
+"""All that is remembered of a model from one call to the next."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from ..candidates import SuffixTreeCandidates
+from ..candidates.fused.source import AcceptedLengths
+from ..goodput import CostModel, GoodputAuction
+from ..goodput.acceptance import Calibrator
+
+
+class ModelState:
+    """
+    What calls on one model have learnt: its suffix trees, what they and other sources are worth, and the policies that
+    decide how much to draft. Calls may come from several threads.
+    """
+
+    def __init__(self) -> None:
+        self.calibrator = Calibrator()  # of fused sources
+        self._lock = Lock()
+        self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
+        self._accepted: WeakKeyDictionary[PreTrainedModel, AcceptedLengths] = WeakKeyDictionary()  # by draft model
+        self._idle: dict[Hashable, list[GoodputAuction]] = {}  # policies that nobody uses at present
+
+    def suffix_trees(self, path: str = "", **options: Any) -> SuffixTreeCandidates:
+        """The suffix trees of a tuned file, made anew when its options change; without one, those of the presets."""
+        with self._lock:
+            if path not in self._trees or self._trees[path][0] != options:
+                self._trees[path] = options, SuffixTreeCandidates(**options)
+            return self._trees[path][1]
+
+    def accepted_lengths(self, draft: PreTrainedModel) -> AcceptedLengths:
+        """What is known of a draft model beside other sources."""
+        with self._lock:
+            return self._accepted.setdefault(draft, AcceptedLengths())
+
+    @contextmanager
+    def policy(self, key: Hashable, cost: CostModel) -> Iterator[GoodputAuction]:
+        """A policy that nobody else uses meanwhile, since it serves one loop at a time, with what it has learnt."""
+        with self._lock:
+            idle = self._idle.setdefault(key, [])
+            idle[:] = (policy for policy in idle if policy.cost is cost)  # the model may have been moved or cast
+            policy = idle.pop() if idle else GoodputAuction(cost)
+        try:
+            yield policy
+        finally:
+            with self._lock:
+                idle.append(policy)
+
+
+_states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def state_of(model: PreTrainedModel) -> ModelState:
+    """The state goes when the model goes; copies of the model begin with one of their own."""
+    with _lock:
+        return _states.setdefault(model, ModelState())

@@ -1,0 +1,213 @@
+"""What `assistant=` may be: from a name, a model or a list to the source that drafts."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from ..candidates import (
+    Datastore,
+    DatastoreCandidates,
+    DraftModelCandidates,
+    FusedCandidates,
+    PromptLookupCandidates,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+    WrappedCandidates,
+)
+from ..candidates.base import NoCandidates
+from ..candidates.tuned import TunedSource, TunedSources
+from .config import SmartSpecConfig
+from .model_state import state_of
+
+PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+_DATASTORE = "datastore:"
+_TUNED = "tuned:"
+
+
+class Assistant(NamedTuple):
+    """What drafts for a call, and how much."""
+
+    config: SmartSpecConfig
+    source: TreeCandidateGenerator
+
+
+def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
+    """
+    What `assistant=` means for `target`.
+
+    Args:
+        assistant: As `SmartSpecConfig.assistant`, or a `SmartSpecConfig`.
+
+    Raises:
+        ValueError: for an unknown preset, or a draft model with another vocabulary.
+        TypeError: for anything that cannot draft.
+    """
+    if isinstance(assistant, Assistant):
+        return assistant
+    config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+    source = _as_source(config, target)
+    if config.verification == "rejection" and not getattr(source, "samples", False):
+        raise ValueError(
+            "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
+            "draft model, or use the default `verification='coupled'`."
+        )
+    return Assistant(config, source)
+
+
+def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
+    assistant = config.assistant
+    if _is_tuned(assistant):
+        return _fused(replace(config, assistant=[assistant]), target)
+    if isinstance(assistant, str):
+        assistant = _preset(assistant, target)
+    if isinstance(assistant, SuffixTreeCandidates):
+        assistant.warm_up()  # not in the middle of decoding; compiles once per installation
+    if isinstance(assistant, DatastoreCandidates):
+        check_datastore(assistant.datastore, target)
+    if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
+        assistant = assistant.get_base_model()
+    if isinstance(assistant, PreTrainedModel):
+        check_draft_model(assistant, target)
+        samples = config.verification == "rejection"
+        return DraftModelCandidates(assistant, width=1 if samples else config.width, samples=samples)
+    if isinstance(assistant, TreeCandidateGenerator):
+        if isinstance(assistant, DraftModelCandidates):
+            check_draft_model(assistant.model, target)
+        return assistant
+    if isinstance(assistant, CandidateGenerator):
+        return WrappedCandidates(assistant, target.device)
+    if isinstance(assistant, list | tuple):
+        return _fused(config, target)
+    raise TypeError(
+        f"`assistant` must be a preset name {sorted(PRESETS)}, a draft PreTrainedModel, a candidate generator or a "
+        f"SmartSpecConfig, got {type(assistant).__name__}."
+    )
+
+
+def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
+    """A list of assistants as one source; a draft model among them speaks where the others have little to say."""
+    items, discounts, options = _expanded(config.assistant, target)
+    if not items:
+        raise ValueError("`assistant` must name at least one source, got an empty list.")
+    widths = [None if isinstance(item, str | CandidateGenerator) else config.width for item in items]  # of draft models
+    sources = [
+        _as_source(replace(config, assistant=item, width=width, references=()), target)
+        for item, width in zip(items, widths)
+    ]
+    if len(sources) == 1:
+        return sources[0]
+    drafters = [source for source in sources if isinstance(source, DraftModelCandidates)]
+    if len(drafters) > 1:
+        raise ValueError(f"A list of assistants may hold one draft model, got {len(drafters)}.")
+    others = [index for index, source in enumerate(sources) if source not in drafters]
+    if not drafters:
+        options.pop("threshold", None)
+    state = state_of(target)
+    return FusedCandidates(
+        [sources[index] for index in others],
+        [discounts[index] for index in others],
+        drafter=drafters[0] if drafters else None,
+        calibrator=state.calibrator if options.pop("calibrated", True) else None,
+        vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        accepted=state.accepted_lengths(drafters[0].model) if drafters else None,
+        **options,
+    )
+
+
+def _expanded(
+    assistants: Sequence[Any], target: PreTrainedModel
+) -> tuple[list[Any], list[float | Sequence[float]], dict[str, Any]]:
+    """The list with the sources of tuned files in their place, the sources' discounts, and how to fuse them."""
+    items: list[Any] = []
+    discounts: list[float | Sequence[float]] = []
+    options: dict[str, Any] = {}
+    for item in assistants:
+        if not _is_tuned(item):
+            items.append(item)
+            discounts.append(1.0)
+            continue
+        path = item.removeprefix(_TUNED)
+        tuned = TunedSources.load(path)
+        try:
+            items += [_tuned_source(source, path, target) for source in tuned.sources]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not fit: {error} Tune anew.") from error
+        options = dict(tuned.fused)
+        discounts += options.pop("discounts", [1.0] * len(tuned.sources))
+    return items, discounts, options
+
+
+def _is_tuned(assistant: Any) -> bool:
+    return isinstance(assistant, str) and assistant.startswith(_TUNED)
+
+
+def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> TreeCandidateGenerator:
+    options = dict(source.options)
+    if source.name == "datastore" and "datastore" in options:
+        return _datastore(options.pop("datastore"), **options)
+    if source.name != "suffix":
+        return source.build()
+    return state_of(target).suffix_trees(os.path.realpath(path), **options)
+
+
+def _preset(name: str, target: PreTrainedModel) -> TreeCandidateGenerator:
+    if name in ("auto", "suffix"):
+        return suffix_trees(target)
+    if name.startswith(_DATASTORE):
+        return _datastore(name.removeprefix(_DATASTORE))
+    if name not in PRESETS:
+        known = sorted([*PRESETS, "auto", "suffix", _DATASTORE + "PATH", _TUNED + "PATH"])
+        raise ValueError(f"Unknown `assistant` preset {name!r}; known are {known}.")
+    return PRESETS[name]()
+
+
+def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
+    """
+    The suffix trees behind `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
+    calls within its bound on memory. `suffix_trees(model).remove_namespace("")` forgets them.
+    """
+    return state_of(model).suffix_trees()
+
+
+def _datastore(path: str, **options: Any) -> DatastoreCandidates:
+    modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+    return DatastoreCandidates(_opened_datastore(path, modified), **options)
+
+
+@lru_cache(maxsize=4)
+def _opened_datastore(path: str, modified: int) -> Datastore:
+    """The file, opened and checked once as long as it stays as it is."""
+    return Datastore.open(path)
+
+
+def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
+    """Raises `ValueError` if the datastore holds tokens that the target does not know."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    if datastore.vocab_size > vocab_size:
+        raise ValueError(
+            f"The datastore has a vocabulary of {datastore.vocab_size} tokens and the target one of {vocab_size}: "
+            "build one with the target's tokenizer."
+        )
+
+
+def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raises `ValueError` unless the draft model can draft for the target."""
+    from ..target.support import can_pack
+
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: draft and "
+            "target must have one tokenizer, and embeddings of one size. Use another draft, or "
+            "`assistant='prompt_lookup'`, which needs none."
+        )
+    if draft.config.is_encoder_decoder or not can_pack(draft):
+        raise ValueError(
+            f"{type(draft).__name__} cannot draft for batches: it does not follow transformers' attention interface. "
+            "Use a draft of another architecture, or `assistant='prompt_lookup'`."
+        )
