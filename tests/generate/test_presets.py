@@ -10,9 +10,10 @@ import torch
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates
-from hf_smartspec.goodput import CostModel, GoodputAuction
+from hf_smartspec.goodput import GoodputAuction
 from hf_smartspec.prepare.resolve import suffix_trees
 
+from ..conftest import UnmovedCost
 from .helpers import EOS, VOCAB_SIZE, tiny_llama
 
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 8, 9, 8], [0, 11, 12, 13, 14]])
@@ -137,7 +138,7 @@ def test_suffix_trees_draft_more_where_nodes_cost_less(model):
     plain = model.generate(**arguments).sequences
     drafted = []
     for per_node in (2e-3, 1e-9):
-        source, policy = SuffixTreeCandidates(max_bytes=2**20), GoodputAuction(CostModel(0.0, per_node, 0.02))
+        source, policy = SuffixTreeCandidates(max_bytes=2**20), GoodputAuction(UnmovedCost(0.0, per_node, 0.02))
         config = SmartSpecConfig(source, policy=policy)
         for _ in range(3):
             output = model.generate(**arguments, assistant=config)

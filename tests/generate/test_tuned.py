@@ -120,11 +120,11 @@ def test_missing_files_are_named(model, tmp_path):
 
 
 def test_sources_are_resolved_once_per_call(model, monkeypatch):
-    from hf_smartspec.prepare import config
+    from hf_smartspec.prepare import resolve
 
     built = []
     monkeypatch.setattr(
-        config, "FusedCandidates", lambda *args, **kwargs: built.append(1) or FusedCandidates(*args, **kwargs)
+        resolve, "FusedCandidates", lambda *args, **kwargs: built.append(1) or FusedCandidates(*args, **kwargs)
     )
     draft = noisy_copy(model)
     output = model.generate(**INPUTS, assistant=SmartSpecConfig(["prompt_lookup", draft], width=2))
