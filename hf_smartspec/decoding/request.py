@@ -2,13 +2,16 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..drafts.tree import DraftTree
 from ..target.layout import CacheRow
+
+if TYPE_CHECKING:
+    from .call import DecodingCall
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class Request:
     max_new_tokens: int | None = None
     seed: int | None = None
 
-    call: Any = None  # the `DecodingCall` that it belongs to
+    call: "DecodingCall" = field(init=False, repr=False)  # that it belongs to, which sets it
     row: CacheRow | None = None
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row

@@ -18,10 +18,10 @@ from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
-from ..target.support import can_pack_call
 from ..validate import check_seed
 from .checks import check_mask, check_settings, check_token_ids
 from .resolve import Assistant, resolve
+from .route import Route, route_of
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +41,7 @@ class PreparedCall:
         assistant (`Assistant`): What drafts, and how much.
         seeds (sequence of `int`): One per row; None where the most probable token is taken.
         model_kwargs (`dict`): Arguments of the model's forward: masks, positions, caches, images, ...
+        route (`Route`): How it is served.
     """
 
     model: PreTrainedModel
@@ -52,6 +53,7 @@ class PreparedCall:
     seeds: Sequence[int | None]
     streamer: BaseStreamer | None
     model_kwargs: dict[str, Any]
+    route: Route
 
     def returns(self, name: str) -> bool:
         """Whether the output is to have `name`, such as "scores"."""
@@ -88,7 +90,7 @@ def prepare_call(
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     return PreparedCall(
         model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, streamer,
-        model_kwargs,
+        model_kwargs, route_of(model, input_ids, generation_config, model_kwargs),
     )  # fmt: skip
 
 
@@ -156,11 +158,11 @@ def _requests(prepared: PreparedCall) -> list[Request]:
 
 def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward | RowwiseForward:
     model, input_ids, model_kwargs = prepared.model, prepared.input_ids, prepared.model_kwargs
-    if not can_pack_call(model, input_ids, model_kwargs):
+    if prepared.route.way == "rowwise":
         if len(requests) > 1:
             logger.warning_once(
-                f"{type(model).__name__} is decoded row by row, since its attention or these arguments cannot be "
-                "packed. For large batches, plain decoding may be faster."
+                f"{type(model).__name__} is decoded row by row, since {prepared.route.reason}. For large batches, "
+                "plain decoding may be faster."
             )
         return RowwiseForward(model, input_ids, model_kwargs, prepared.generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)

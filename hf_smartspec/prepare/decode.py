@@ -21,8 +21,7 @@ from ..decoding.statistics import GenerationStatistics
 from ..drafts.tree import DraftTree
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
-from ..target.rowwise import RowwiseForward, can_run_rowwise
-from ..target.support import can_pack_call, plain_reason
+from ..target.rowwise import RowwiseForward
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
 from .plain import decode_plainly
 from .policy import policy_of
@@ -84,12 +83,8 @@ def decode(
 def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """`decode`, once the arguments are one value."""
     model, config = prepared.model, prepared.generation_config
-    reason = plain_reason(model, prepared.input_ids, config, prepared.model_kwargs)
-    can_pack = reason is None and can_pack_call(model, prepared.input_ids, prepared.model_kwargs)
-    if reason is None and not can_pack and not can_run_rowwise(model):
-        reason = f"{type(model).__name__} cannot run several tokens at once and take them back"
-    if reason is not None:
-        logger.warning_once(f"Decoding without speculation: {reason}.")
+    if prepared.route.way == "plain":
+        logger.warning_once(f"Decoding without speculation: {prepared.route.reason}.")
         output, statistics = decode_plainly(prepared)
         return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
 

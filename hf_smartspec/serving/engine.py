@@ -22,7 +22,7 @@ from ..prepare.call import PreparedCall, decoding_call, model_limits
 from ..prepare.config import SmartSpecConfig
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Assistant, resolve
-from ..target.support import can_pack, can_pack_call, plain_reason
+from ..target.support import can_pack
 from ..validate import check_positive
 from .kv_memory import EngineMemory
 from .outputs import EngineOutput, Results, Ticket
@@ -195,10 +195,8 @@ class Engine:
         """What a decoding method gets, ready for the loop."""
         if len(prepared.input_ids) != 1:
             raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
-        model, input_ids, kwargs = self.model, prepared.input_ids, prepared.model_kwargs
-        reason = plain_reason(model, input_ids, prepared.generation_config, kwargs)
-        if reason is not None or not can_pack_call(model, input_ids, kwargs):
-            reason = reason or "the model's attention or these arguments cannot be packed"
+        way, reason = prepared.route
+        if way != "packed":
             raise ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")
         return decoding_call(prepared, self._memory.forward)
 

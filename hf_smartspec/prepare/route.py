@@ -1,0 +1,136 @@
+"""Which of three ways serves a prepared `generate` call: packed, row by row, or plainly."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..target.compat import is_checkpointing, is_stateful
+from ..target.rowwise import can_run_rowwise
+from ..target.support import WINDOWS, can_pack, prepares_own_inputs
+
+# Arguments of the prepared call that the packed forward replaces or passes on.
+_PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+class Route(NamedTuple):
+    """
+    How a call is served.
+
+    Args:
+        way (`str`): "packed" (all rows' draft trees in one forward), "rowwise" (chains, one row after the other) or
+            "plain" (transformers' own loop, without drafts).
+        reason (`str`, *optional*): Why it is not packed; None where it is.
+    """
+
+    way: Literal["packed", "rowwise", "plain"]
+    reason: str | None = None
+
+
+def route_of(
+    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Route:
+    """The best way for this model with these arguments, to be asked once per call: it may have to probe the model."""
+    reason = _plain_reason(model, input_ids, config, model_kwargs)
+    if reason is not None:
+        return Route("plain", reason)
+    obstacle = _packing_obstacle(model, input_ids, model_kwargs)
+    cache = model_kwargs.get("past_key_values")
+    if _is_given(cache) and (obstacle is not None or not _can_load(cache, input_ids, config, model_kwargs)):
+        return Route("plain", f"the given `past_key_values` ({type(cache).__name__}) cannot be taken over")
+    if obstacle is None:
+        return Route("packed")
+    if can_run_rowwise(model):
+        return Route("rowwise", obstacle)
+    return Route("plain", f"{type(model).__name__} cannot run several tokens at once and take them back")
+
+
+def _plain_reason(
+    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why this call must be left to plain decoding, whatever the model's attention; None if it need not be."""
+    if is_stateful(model):
+        return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
+    if "prepare_inputs_for_generation" in vars(model) and prepares_own_inputs(model):
+        return "the inputs of the model are prepared by a wrapper around it"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions and hidden states are returned step by step by plain decoding only"
+    if model.training and _has_dropout(model):
+        return "the model is in training mode with dropout, so that no two forwards agree"
+    if model.training and is_checkpointing(model):
+        return "gradient checkpointing switches the cache off while the model is in training mode"
+    if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
+        return f"`cache_implementation={config.cache_implementation!r}` asks for another cache"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not model.config.is_encoder_decoder and bool((mask[:, -1] == 0).any()):
+        return "the batch is padded on the right"
+    extra = _extra_kwargs(model_kwargs)
+    if extra and len(input_ids) > 1 and not model.config.is_encoder_decoder:
+        return f"the model arguments {sorted(extra)} cannot be split into rows"
+    if "inputs_embeds" in extra:
+        return "`inputs_embeds` replaces the tokens of the prompt"
+    return None
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
+
+
+def _packing_obstacle(model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> str | None:
+    """Why the packed forward does not serve this model with these arguments; None if it does."""
+    if not can_pack(model):
+        return f"the attention of {type(model).__name__} cannot be packed"
+    if extra := _extra_kwargs(model_kwargs):
+        return f"the model arguments {sorted(extra)} cannot be packed"
+    if not _has_default_positions(input_ids, model_kwargs):
+        return "the given `position_ids` do not count the tokens"
+    if _has_holes_in_windows(model, model_kwargs.get("attention_mask")):
+        return "`attention_mask` has holes, which count in sliding windows"
+    return None
+
+
+def _is_given(cache: Any) -> bool:
+    """Whether the cache is the caller's own."""
+    return cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False))
+
+
+def _can_load(cache: Any, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    """An empty cache of any kind, or one of simple layers that holds the beginning of the very sequences passed."""
+    if cache.get_seq_length() == 0:
+        return True
+    layers = (DynamicLayer, DynamicSlidingWindowLayer)
+    if type(cache) is not DynamicCache or not all(type(layer) in layers for layer in cache.layers):
+        return False
+    mask = model_kwargs.get("attention_mask")
+    length = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+    return length == input_ids.shape[1] > cache.get_seq_length()
+
+
+def _extra_kwargs(model_kwargs: dict[str, Any]) -> set[str]:
+    """Names of model arguments that the packed forward does not know."""
+    return {key for key, value in model_kwargs.items() if value is not None and key not in _PACKED_KWARGS}
+
+
+def _has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether `position_ids` count the tokens that are not masked, as `generate` fills them in."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is None:  # the model counts by itself, from the first column on
+        return mask is None or bool(mask.all())
+    if positions.dim() != 2 or positions.shape[1] != input_ids.shape[1]:
+        return False
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    expected = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    return bool(((positions == expected) | (mask == 0)).all())
+
+
+def _has_holes_in_windows(model: PreTrainedModel, mask: torch.Tensor | None) -> bool:
+    """
+    Whether masked tokens within a row meet sliding windows: transformers' windows count them, those of the packed
+    forward, which leaves them out, do not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if mask is None or all(getattr(config, name, None) is None for name in WINDOWS):
+        return False
+    return bool((mask.long().diff(dim=1) < 0).any())

@@ -1,0 +1,116 @@
+"""How a call is served is decided once, before anything runs."""
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import BaseStreamer, StoppingCriteria
+
+import hf_smartspec
+from hf_smartspec import Engine
+from hf_smartspec.prepare import call as call_module
+from hf_smartspec.prepare.route import Route, route_of
+
+from ..generate.helpers import Oracle, check_same, prompts, set_special_tokens, tiny_llama
+from ..models import new_model
+
+RAGGED = prompts([5, 9, 2])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The routes that calls were given, one per question."""
+    answers: list[Route] = []
+
+    def spy(*args):
+        answers.append(route_of(*args))
+        return answers[-1]
+
+    monkeypatch.setattr(call_module, "route_of", spy)
+    return answers
+
+
+class Columns(BaseStreamer):
+    def __init__(self):
+        self.columns = []
+
+    def put(self, value):
+        self.columns.append(value.tolist())
+
+    def end(self):
+        self.columns.append("end")
+
+
+class EndsAt(StoppingCriteria):
+    """Keeps a state of its own, so that it must be called once per length."""
+
+    def __init__(self, length: int):
+        self.length, self.lengths = length, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.lengths.append(input_ids.shape[1])
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def watched():
+    """All that watches a call, made anew for every call."""
+    return RAGGED | {
+        "max_new_tokens": 24,
+        "streamer": Columns(),
+        "stopping_criteria": [EndsAt(25)],
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 4,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+
+
+def test_a_watched_ragged_batch_asks_once_and_is_packed(asked):
+    made = []
+    check_same(tiny_llama(), lambda: made.append(watched()) or made[-1])
+    assert asked == [Route("packed")]
+    plain, ours = made
+    assert ours["streamer"].columns == plain["streamer"].columns and ours["streamer"].columns[-1] == "end"
+    assert ours["stopping_criteria"][0].lengths == plain["stopping_criteria"][0].lengths
+
+
+def test_models_that_cannot_be_packed_ask_once_and_run_row_by_row(asked):
+    model = set_special_tokens(new_model("bloom"))
+    expected = model.generate(**RAGGED, max_new_tokens=12)
+    check_same(model, RAGGED | {"max_new_tokens": 12}, source=Oracle(expected, RAGGED["attention_mask"]))
+    (route,) = asked
+    assert route.way == "rowwise" and "BloomForCausalLM cannot be packed" in route.reason
+
+
+def test_plain_calls_ask_once(asked):
+    model = tiny_llama()
+    expected = model.generate(**RAGGED, max_new_tokens=6, output_hidden_states=True)
+    with hf_smartspec.enabled(model):
+        actual = model.generate(**RAGGED, max_new_tokens=6, output_hidden_states=True, assistant="prompt_lookup")
+    (route,) = asked
+    assert route.way == "plain" and "hidden states" in route.reason
+    assert torch.equal(actual, expected)
+
+
+def test_requests_of_an_engine_ask_once_each(asked):
+    with Engine(tiny_llama(), "prompt_lookup") as engine:
+        engine.generate([[3, 4, 5], [6, 7]], max_new_tokens=4)
+    assert asked == [Route("packed")] * 2
+
+
+def route(model: PreTrainedModel, ids: torch.Tensor, **kwargs) -> Route:
+    return route_of(model, ids, GenerationConfig(), kwargs)
+
+
+def test_reasons_name_what_is_in_the_way():
+    model, ids = tiny_llama(), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    assert route(model, ids) == Route("packed")
+    assert route(model, ids, position_ids=torch.arange(3)[None]) == Route("packed")
+    shifted = route(model, ids, position_ids=torch.arange(1, 4)[None])
+    assert shifted.way == "rowwise" and "`position_ids`" in shifted.reason
+    extra = route(model, ids, token_weights=torch.ones(2, 3))
+    assert extra.way == "plain" and "token_weights" in extra.reason
+    alone = route(model, ids[:1], token_weights=torch.ones(1, 3))
+    assert alone.way == "rowwise" and "token_weights" in alone.reason
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    holes = route(new_model("mistral"), ids, attention_mask=mask, position_ids=mask.cumsum(-1) - 1)
+    assert holes.way == "rowwise" and "holes" in holes.reason
