@@ -211,28 +211,18 @@ class SuffixCorpus:
 
     def save(self, path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """
-        Writes all outputs, the longest unused first, and further arrays. Namespaces must be strings. The file is
-        replaced at once: readers and other writers find the old one or the new one, whole.
+        Writes all outputs, the oldest first, when they were used, and further arrays. Namespaces must be strings.
         """
-        order = sorted(self.outputs, key=lambda number: self.used[number])
+        order = sorted(self.outputs)
         lines = {name: line for line, name in enumerate(self.roots)}
         parts: dict[str, np.ndarray] = {
             "lengths": np.array([self.outputs[number].length for number in order], np.int64),
             "namespaces": np.array([lines[self.outputs[number].namespace] for number in order], np.int32),
             "tokens": np.concatenate([np.zeros(0, np.int32), *(self.tokens(number) for number in order)]),
+            "used": self.used[order],
             **arrays,
         }
-        header = header | {
-            "version": _VERSION,
-            "names": list(self.roots),
-            "arrays": {name: [array.dtype.str, list(array.shape)] for name, array in parts.items()},
-        }
-        body = b"".join(np.ascontiguousarray(array).tobytes() for array in parts.values())
-        head = json.dumps(header).encode()
-        size = len(head).to_bytes(8, "little")
-        digest = hashlib.blake2b(size + head + body, digest_size=32).digest()
-        with replacing(Path(path)) as file:
-            file.writelines([_MAGIC, digest, size, head, body])
+        write(path, header | {"names": list(self.roots)}, parts)
 
 
 def _num_blocks(num_tokens: int) -> int:
@@ -240,6 +230,20 @@ def _num_blocks(num_tokens: int) -> int:
     blocks = -(-(num_tokens + 2) // BLOCK)
     unit = 1 << max(blocks.bit_length() - 4, 0)
     return -(-blocks // unit) * unit
+
+
+def write(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """A file at once: readers and other writers find the old one or the new one, whole."""
+    header = header | {
+        "version": _VERSION,
+        "arrays": {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()},
+    }
+    body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    head = json.dumps(header).encode()
+    size = len(head).to_bytes(8, "little")
+    digest = hashlib.blake2b(size + head + body, digest_size=32).digest()
+    with replacing(Path(path)) as file:
+        file.writelines([_MAGIC, digest, size, head, body])
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -335,9 +335,13 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             source._slots.take_over(arrays["cells"].copy(), arrays["weights"].copy(), dict(header["lines"]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-        texts = split(arrays["tokens"], arrays["lengths"].tolist())
-        for tokens, name in zip(tqdm(texts, total=len(arrays["lengths"]), disable=not progress), arrays["namespaces"]):
-            source._keep(_checked(tokens), header["names"][name])
+        texts, num = split(arrays["tokens"], arrays["lengths"].tolist()), len(arrays["lengths"])
+        ranks = np.argsort(np.argsort(arrays.get("used", np.arange(num))))  # files of before: in order of use
+        source._corpus.clock = num  # later than all of these
+        for tokens, name, rank in zip(tqdm(texts, total=num, disable=not progress), arrays["namespaces"], ranks):
+            number = source._keep(_checked(tokens), header["names"][name])
+            if number is not None:
+                source._corpus.used[number] = rank
         return source
 
     def warm_up(self) -> None:

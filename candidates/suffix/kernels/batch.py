@@ -27,7 +27,7 @@ from .mix import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
 from .places import FROM, MAX_MATCH, WALK
 from .pointers import ahead, float32_at, float64_at, int32_at, int64_at
 from .score import draft_by_score
-from .store import REMOVALS, Store
+from .store import REMOVALS, Store, set_clock
 
 # Fields of `Slots.state`
 START, END, NUM_POINTS, NUM_PENDING, NAMESPACE, HAS_DRAFT, REMOVALS_SEEN = range(7)
@@ -152,7 +152,9 @@ def _grow(s, slot, settings, tokens, num_tokens):
 def begin(address, k, tokens):
     """Appends the prompt's tokens (int32 `[n]`) to the text and tree of slot `k`."""
     table = int64_at(address)
-    _grow(_store(table), _slot(table, k), float64_at(table[23]), int32_at(tokens.ctypes.data), len(tokens))
+    s, slot = _store(table), _slot(table, k)
+    set_clock(s, slot.trees[0], slot.state[START])
+    _grow(s, slot, float64_at(table[23]), int32_at(tokens.ctypes.data), len(tokens))
 
 
 @compiled

@@ -15,7 +15,7 @@ from ...jit import compiled
 from .mix import CANDIDATE, GROWN, PARENT, TOKEN, begin_candidate, describe, estimate, learn
 from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
 from .pointers import prefetch
-from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find
+from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
@@ -135,7 +135,7 @@ def _newest(s, kids, last):
     """Which of the entries was seen last."""
     newest, entry_of = s.rows[kids + SEEN], kids
     for entry in range(kids + ROW, last, ROW):
-        if s.rows[entry + SEEN] > newest:
+        if is_later(s.rows[entry + SEEN], newest):
             newest, entry_of = s.rows[entry + SEEN], entry
     return entry_of
 

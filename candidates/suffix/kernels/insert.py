@@ -12,6 +12,7 @@ from ...jit import compiled
 from .pointers import int32_at
 from .store import (
     CHILD,
+    CLOCK,
     COUNT,
     END,
     ENDED,
@@ -26,27 +27,29 @@ from .store import (
     increase,
     new_node,
     pointers,
+    set_clock,
+    time_of,
 )
 
 
 @compiled
-def _split(s, node, entry, offset, end, is_root):
+def _split(s, root, node, entry, offset, end):
     """A new node in the middle of an edge below `node`, `offset` tokens down, reached once more. Returns it."""
-    count, child = s.rows[entry + COUNT], s.rows[entry + CHILD]
+    count, child, seen = s.rows[entry + COUNT], s.rows[entry + CHILD], s.rows[entry + SEEN] + offset
     middle = new_node(s, end - offset, offset)
     if child >= 0:
         lower = s.nodes[child + LABEL] + offset
         s.nodes[child + LABEL] = lower
         s.nodes[child + LEN] -= offset
-        add_child(s, middle, s.text[lower], count, child, lower)
+        add_child(s, middle, s.text[lower], count, child, seen)
     else:
         lower = ~child + offset
         if s.text[lower] == END:  # the other text ends just here
             s.nodes[middle + ENDED] = 1
         else:
-            add_child(s, middle, s.text[lower], 1, ~lower, lower)
+            add_child(s, middle, s.text[lower], 1, ~lower, seen)
     s.rows[entry + CHILD] = middle
-    increase(s, node, entry, end - offset, is_root)
+    increase(s, node, entry, time_of(s, root, end - offset), node == root)
     return middle
 
 
@@ -61,7 +64,7 @@ def settle(s, root, node, offset, end):
         child = s.rows[entry + CHILD]
         if child < 0 or offset < s.nodes[child + LEN]:
             return node, offset, entry
-        increase(s, node, entry, end - offset, node == root)
+        increase(s, node, entry, time_of(s, root, end - offset), node == root)
         offset -= s.nodes[child + LEN]
         node = child
     return node, offset, np.int64(-1)
@@ -88,20 +91,20 @@ def extend(s, root, points, num_points, max_depth, end, token):
         if offset == 0:
             entry = find(s, node, token)
             if entry < 0:
-                add_child(s, node, token, 1, ~end, end)
+                add_child(s, node, token, 1, ~end, time_of(s, root, end))
                 continue
             child = s.rows[entry + CHILD]
         else:
             child = s.rows[entry + CHILD]
             label = s.nodes[child + LABEL] if child >= 0 else ~child
             if s.text[label + offset] != token:
-                middle = _split(s, node, entry, offset, end, node == root)
-                add_child(s, middle, token, 1, ~end, end)
+                middle = _split(s, root, node, entry, offset, end)
+                add_child(s, middle, token, 1, ~end, time_of(s, root, end))
                 continue
         offset += 1
         matched = max(matched, depth + 1)
         if child >= 0 and offset == s.nodes[child + LEN]:
-            increase(s, node, entry, end + 1 - offset, node == root)
+            increase(s, node, entry, time_of(s, root, end + 1 - offset), node == root)
             s.nodes[child + LABEL] = end + 1 - offset  # the latest occurrence
             node, offset = np.int64(child), 0
             if depth + 1 == max_depth:
@@ -110,7 +113,7 @@ def extend(s, root, points, num_points, max_depth, end, token):
             bottom = new_node(s, end + 1 - offset, offset)
             s.nodes[bottom + ENDED] = 2
             s.rows[entry + CHILD] = bottom
-            increase(s, node, entry, end + 1 - offset, node == root)
+            increase(s, node, entry, time_of(s, root, end + 1 - offset), node == root)
             node, offset = bottom, 0
         points[2 * depth + 2] = node
         points[2 * depth + 3] = offset
@@ -123,7 +126,7 @@ def finish(s, root, points, num_points, max_depth, end):
     for depth in range(min(num_points, max_depth - 1), 0, -1):
         node, offset, entry = settle(s, root, np.int64(points[2 * depth]), np.int64(points[2 * depth + 1]), end)
         if offset > 0:
-            node = _split(s, node, entry, offset, end, node == root)
+            node = _split(s, root, node, entry, offset, end)
         s.nodes[node + ENDED] += 1
 
 
@@ -131,6 +134,8 @@ def finish(s, root, points, num_points, max_depth, end):
 def insert(store, root, start, tokens, points):
     """Writes a whole text to `text[start:]` and to the tree. Needs `len(tokens) + 1` places, and memory for points."""
     s, at, max_depth = pointers(store), int32_at(points.ctypes.data), len(points) // 2 - 1
+    set_clock(s, root, start)
+    s.heads[CLOCK] += len(tokens)
     at[0] = root
     at[1] = 0
     num_points = 0
@@ -144,6 +149,7 @@ def move_tree(store, root, start, end, target):
     """Copies `text[start:end]` and what stands behind it to `target`, and lets the tree's edges lie there."""
     store.text[target : target + end - start + 1] = store.text[start : end + 1]
     s, stack, shift = pointers(store), [root], target - start
+    s.nodes[root + LEN] -= shift
     while len(stack) > 0:
         node = stack.pop()
         if node != root and start <= s.nodes[node + LABEL] < end:
@@ -151,8 +157,6 @@ def move_tree(store, root, start, end, target):
         kids = s.nodes[node + KIDS]
         for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
             child = s.rows[entry + CHILD]
-            if start <= s.rows[entry + SEEN] < end:
-                s.rows[entry + SEEN] += shift
             if child >= 0:
                 stack.append(child)
             elif start <= ~child < end:

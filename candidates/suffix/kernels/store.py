@@ -20,18 +20,19 @@ from .pointers import int32_at, int64_at
 LABEL, LEN, KIDS, NUM, CLASS, TOTAL, ENDED, INDEX = range(8)
 """Text position and length of the edge that leads to it; where its children's entries begin, their number and capacity
 class; sum of their counts; how often a text ended here (or reached the depth limit); where its hash index begins, or
--1."""
+-1. No edge leads to a root: its `LEN` is what turns positions of the text that grows it into times."""
 NODE = 8
 
 # Fields of a child's entry, known by where they begin in `Store.rows`
 TOKEN, COUNT, CHILD, SEEN = range(4)
-"""First token of the edge, how often it was passed to its end, the node there or ~position of a leaf's text, and text
-position of its latest occurrence."""
+"""First token of the edge, how often it was passed to its end, the node there or ~position of a leaf's text, and time
+of its latest occurrence (see `is_later`)."""
 ROW = 4
 
 # Allocator state
-NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, BLOCKS_FREE = range(7)
-"""Tops and free lists by name; `REMOVALS`: texts that were taken out of trees, whose nodes may be gone."""
+NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, CLOCK, BLOCKS_FREE = range(8)
+"""Tops and free lists by name; `REMOVALS`: texts that were taken out of trees, whose nodes may be gone; `CLOCK`: number
+of tokens ever added by `insert`."""
 NUM_HEADS = 48
 
 _INDEXED = 4  # classes above (more than 16 children) have an index
@@ -76,7 +77,7 @@ def _aligned(size: int) -> np.ndarray:
 def clear_store(store: Store) -> None:
     """Forgets all trees."""
     store.heads[:] = -1
-    store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS]] = 0
+    store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, CLOCK]] = 0
 
 
 @compiled
@@ -164,6 +165,27 @@ def free_tree(store, root):
             if child >= 0:
                 stack.append(child)
         free_node(s, node)
+
+
+# --- Time ------------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def set_clock(s, root, start):
+    """Times of a text that begins at position `start` go on from those of all texts that were inserted before."""
+    s.nodes[root + LEN] = s.heads[CLOCK] - start
+
+
+@compiled
+def time_of(s, root, position):
+    """When the token at this position of the growing text was added. Positions are used again, times are not."""
+    return position + s.nodes[root + LEN]
+
+
+@compiled
+def is_later(time, other):
+    """Times are 32-bit numbers that begin anew after 2**32 tokens, so their distance counts."""
+    return np.int32(time - other) > 0
 
 
 # --- Children --------------------------------------------------------------------------------------------------------
@@ -309,11 +331,12 @@ def border(s, node, low, high, count):
 
 @compiled
 def increase(s, node, entry, seen, is_root):
-    """One more occurrence, at text position `seen`: the child changes places with the first child of its count."""
+    """One more occurrence, at time `seen`: the child changes places with the first child of its count."""
     count = s.rows[entry + COUNT]
     kids = s.nodes[node + KIDS]
     s.rows[entry + COUNT] = count + 1
-    s.rows[entry + SEEN] = seen
+    if is_later(seen, s.rows[entry + SEEN]):  # a point that was behind others may be counted after them
+        s.rows[entry + SEEN] = seen
     s.nodes[node + TOTAL] += 1
     if not is_root and entry > kids and s.rows[entry - ROW + COUNT] == count:
         i = (entry - kids) // ROW
