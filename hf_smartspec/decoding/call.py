@@ -47,6 +47,8 @@ class DecodingCall:
         max_nodes (`int`): Draft nodes per row and step, at most.
         keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
         assignment (`dict`): What its rows draw on: arguments of `source.assign`.
+        renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
+            length.
     """
 
     forward: ModelForward
@@ -57,6 +59,7 @@ class DecodingCall:
     max_nodes: int
     keeps_cache: bool = False
     assignment: dict[str, Any] = field(default_factory=dict)
+    renewal: int | None = None
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def __post_init__(self) -> None:
@@ -77,6 +80,13 @@ class DecodingCall:
         self.picks_like: Hashable = id(self)
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
+
+    def set_lengths(self, request: Request) -> None:
+        """Tells the request's row where it stands in the padded batch."""
+        row, prompt_len = request.cache_row, len(request.prompt)
+        row.least_length = max(len(other.prompt) for other in self.requests)
+        row.ahead = row.least_length - prompt_len
+        row.renewal = None if self.renewal is None else self.renewal - (len(request.padded_prompt) - prompt_len)
 
     @property
     def draft_room(self) -> int:

@@ -56,6 +56,7 @@ class DecodingLoop:
         self.calls.append(call)
         for request in call.requests:
             request.row = request.row or call.forward.add()
+            call.set_lengths(request)
             self.sources.start(request)
         self._find_running()
 
@@ -111,6 +112,8 @@ class DecodingLoop:
         for request in self.running:
             if request.is_verifying:
                 continue
+            if request.cache_row.is_due(request.length):
+                request.cache_row.renew()
             tokens = request.uncached()
             if room is not None and len(tokens) > 1:
                 tokens = tokens[: max(room, 0)]
@@ -202,7 +205,8 @@ class DecodingLoop:
         room = len(tree) if self.limits.num_positions is None else self.limits.num_positions - request.length
         if 0 <= room < len(tree):
             tree = tree.keep(tree.depths <= room)
-        return tree
+        depth = request.cache_row.room(request.length)
+        return tree if depth is None else tree.keep(tree.depths <= depth)
 
     # 3. forward
 

@@ -16,6 +16,7 @@ from ..decoding.request import Request
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
+from ..target.compat import renewal_length
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
 from ..validate import check_seed
@@ -106,6 +107,7 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
     picker = TokenPicker(prepared.logits_processor, len(requests), prepared.input_ids.shape[1])
     records_scores, records_logits = prepared.returns("scores"), prepared.returns("logits")
     pad = prepared.generation_config._pad_token_tensor
+    renewal = renewal_length(prepared.model)
     batch = DecodingBatch(
         requests,
         prepared.stopping_criteria,
@@ -113,7 +115,7 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
         prepared.streamer,
         records_scores=records_scores,
         records_logits=records_logits,
-        pads_stepwise=picker.needs_lockstep and (records_scores or records_logits),
+        pads_stepwise=(picker.needs_lockstep or renewal is not None) and (records_scores or records_logits),
         device=prepared.input_ids.device,
     )
     return DecodingCall(
@@ -124,6 +126,7 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
         source,
         config.max_nodes_for(source),
         assignment=config.assignment,
+        renewal=renewal,
     )
 
 
@@ -169,8 +172,10 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = PackedForward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        length = cache.get_seq_length()
+    length = 0 if cache is None else cache.get_seq_length()
+    renewal = renewal_length(model)
+    is_due = renewal is not None and length <= renewal < input_ids.shape[1]  # then the model leaves the cache aside
+    if length > 0 and not is_due:
         for request in requests:
             request.row = forward.add()
         forward.cache.load(cache, [item.cache_row for item in requests], [item.mask[:length] for item in requests])

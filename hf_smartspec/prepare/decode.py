@@ -21,6 +21,7 @@ from ..decoding.statistics import GenerationStatistics
 from ..drafts.tree import DraftTree
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
+from ..target.rotary import forget_lengths
 from ..target.rowwise import RowwiseForward
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
 from .plain import decode_plainly
@@ -83,6 +84,7 @@ def decode(
 def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """`decode`, once the arguments are one value."""
     model, config = prepared.model, prepared.generation_config
+    forget_lengths(model)
     if prepared.route.way == "plain":
         logger.warning_once(f"Decoding without speculation: {prepared.route.reason}.")
         output, statistics = decode_plainly(prepared)
@@ -125,6 +127,9 @@ def _complete_rows(call: DecodingCall) -> None:
     if late and batch.records:
         _record_padding(call, late, padding)
     elif late:
+        for request, tokens in zip(late, padding):
+            if request.cache_row.is_due(request.length + len(tokens)):
+                request.cache_row.renew()
         feeds = [np.array([*request.uncached(), *tokens], np.int64) for request, tokens in zip(late, padding)]
         rows = [request.cache_row for request in late]
         call.forward.forward([RowInput(row, feed) for row, feed in zip(rows, feeds)])

@@ -38,3 +38,13 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
     """Whether activations are recomputed in training."""
     # 5.23 deprecates `model.is_gradient_checkpointing`, and older versions know no other name for it.
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def renewal_length(model: PreTrainedModel) -> int | None:
+    """
+    The length of the padded batch behind which the model's `prepare_inputs_for_generation` has all keys and values
+    computed anew, with the frequencies for long texts; None for models that keep them.
+    """
+    if model.config.model_type not in ("phi3", "phimoe", "phi4_multimodal"):
+        return None
+    return getattr(model.config, "original_max_position_embeddings", None)

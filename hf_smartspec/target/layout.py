@@ -15,11 +15,40 @@ class CacheRow:
     """
     One request's row of a `SlotCache`: the slot it lies in, the number of committed tokens it holds, and that of the
     draft nodes behind them, which wait for `commit`.
+
+    The rest is for rotary embeddings that depend on the length of the text: plain decoding takes that of the longest
+    row (`rotary.seen_lengths`).
+
+    Args:
+        ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
+        least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
+        renewal (`int`, *optional*): The model computes all keys and values anew when the row outgrows this length
+            (Phi-3, on its way from short to long texts).
     """
 
     slot: int
     length: int = 0
     num_nodes: int = 0
+    ahead: int = 0
+    least_length: int = 0
+    renewal: int | None = None
+
+    def is_due(self, length: int) -> bool:
+        """Whether the row's keys and values must be computed anew before those of a text of so many tokens."""
+        return self._renews and self.renewal is not None and length > self.renewal
+
+    def renew(self) -> None:
+        """Forgets all keys and values; those of the whole text see the length at which the model does so."""
+        assert self.renewal is not None, "nothing is ever computed anew"
+        self.length, self.num_nodes, self.least_length = 0, 0, self.renewal + self.ahead + 1
+
+    def room(self, length: int) -> int | None:
+        """How deep a draft behind a text of so many tokens may be; None if as deep as it likes."""
+        return self.renewal - length if self._renews and self.renewal is not None else None
+
+    @property
+    def _renews(self) -> bool:
+        return self.renewal is not None and self.least_length <= self.renewal + self.ahead
 
 
 @dataclass

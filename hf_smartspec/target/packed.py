@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from transformers import PreTrainedModel
 
 from ..sampling.top import argmax
 from .attention import attention_configs, tree_attention_step
-from .layout import CacheRow, RowInput, arrange, build_layout, padded_context
+from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context
+from .rotary import LengthwiseRotary, seen_lengths
 from .row_groups import call_columns
 from .slot_cache import SlotCache
 
@@ -33,6 +35,7 @@ class PackedForward:
         self.cache = SlotCache(num_rows, capacity)
         self.prefill_chunk = prefill_chunk
         self._configs = attention_configs(model)
+        self.rotary = LengthwiseRotary(model)
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         self._groups = max(heads // (getattr(config, "num_key_value_heads", None) or heads), 1)
@@ -115,7 +118,7 @@ class PackedForward:
         self.cache.layout = layout
         index = None if keep is None else torch.from_numpy(np.array(keep)).to(device)
         kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}
-        with tree_attention_step(self._configs, layout):
+        with tree_attention_step(self._configs, layout), self._lengths_step(groups, layout):
             # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
             output = self.model(
                 input_ids=layout.tokens,
@@ -128,3 +131,11 @@ class PackedForward:
             )
         logits = output.logits[0]
         return logits if index is None or self._selects_logits else logits[index]
+
+    def _lengths_step(
+        self, groups: Sequence[Sequence[RowInput]], layout: StepLayout
+    ) -> AbstractContextManager[None]:
+        if not self.rotary:
+            return nullcontext()
+        rows = [item for group in groups for item in group]
+        return self.rotary.step(seen_lengths(rows, layout.positions[0].cpu().numpy()))

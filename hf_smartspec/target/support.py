@@ -31,13 +31,10 @@ def prepares_own_inputs(model: PreTrainedModel) -> bool:
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether the model can run packed trees: by its type, else by comparing a small forward, once per model."""
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
     if model.config.is_encoder_decoder or prepares_own_inputs(model):
         return False
     if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
         return False  # spread over devices or offloaded: one step's indices and masks lie on one device
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return False  # frequencies that depend on the longest row of the batch would depend on the drafts
     layer_types = getattr(config, "layer_types", None)
     if not set(layer_types or ()) <= {"full_attention", "sliding_attention"}:
         return False  # chunked attention and the like: the probe's texts are too short to tell
