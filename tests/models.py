@@ -101,6 +101,7 @@ PACKED = {
             "vocab_size_per_layer_input": VOCAB_SIZE,
         },
     ),
+    "phimoe": ("PhimoeConfig", _LLAMA | {"num_local_experts": 4}),
     "ministral": ("MinistralConfig", _LLAMA | _WINDOWED | {"head_dim": 8}),
     "apertus": ("ApertusConfig", _LLAMA),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", _LLAMA | {"head_dim": 8}),

@@ -6,7 +6,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..target.compat import is_checkpointing, is_stateful
+from ..target.compat import is_checkpointing, is_stateful, renewal_length
+from ..target.rotary import border, lengthwise_modules
 from ..target.rowwise import can_run_rowwise
 from ..target.support import WINDOWS, can_pack, prepares_own_inputs
 
@@ -36,6 +37,9 @@ def route_of(
     if reason is not None:
         return Route("plain", reason)
     obstacle = _packing_obstacle(model, input_ids, model_kwargs)
+    reason = _length_reason(model, input_ids, config, model_kwargs, is_packed=obstacle is None)
+    if reason is not None:
+        return Route("plain", reason)
     cache = model_kwargs.get("past_key_values")
     if _is_given(cache) and (obstacle is not None or not _can_load(cache, input_ids, config, model_kwargs)):
         return Route("plain", f"the given `past_key_values` ({type(cache).__name__}) cannot be taken over")
@@ -76,6 +80,26 @@ def _plain_reason(
 def _has_dropout(model: PreTrainedModel) -> bool:
     modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
     return modules or getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
+
+
+def _length_reason(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    is_packed: bool,
+) -> str | None:
+    """Why rotary embeddings that depend on the length of the text leave the call to plain decoding, if they do."""
+    modules = lengthwise_modules(model)
+    if modules and config.prefill_chunk_size is not None and input_ids.shape[1] > min(map(border, modules)):
+        return "rotary embeddings that depend on the length differ with every chunk of `prefill_chunk_size` tokens"
+    if not modules or is_packed:
+        return None
+    if model.config.is_encoder_decoder or model_kwargs.get("position_ids") is None:
+        return "rotary embeddings depend on the length, and the model counts positions by itself"
+    if renewal_length(model) is not None:
+        return f"{type(model).__name__} computes all keys anew on its way to long texts"
+    return None
 
 
 def _packing_obstacle(model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> str | None:

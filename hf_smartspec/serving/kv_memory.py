@@ -75,12 +75,19 @@ class EngineMemory:
         self._fit()
         texts = [(other.cache_row, other.text()[: other.cache_row.length]) for other in running]
         shared = self.prefixes.longest(request.prompt, texts)
+        if shared is not None and not self._agrees(shared, request):
+            shared = None
         request.row = self._new_row(shared)
         if shared is not None:
             if shared.row is not request.row:
                 self.cache.copy(shared.row, request.row, shared.length)
             request.row.length = shared.length
             self.num_reused += shared.length
+
+    def _agrees(self, shared: SharedPrefix, request: Request) -> bool:
+        """Whether rotary embeddings that depend on the length of the text are those that the request would compute."""
+        longest = max(shared.length, shared.row.least_length, len(request.prompt))
+        return not self.forward.rotary or longest <= self.forward.rotary.border
 
     def _new_row(self, shared: SharedPrefix | None) -> CacheRow:
         if len(self.cache.rows) == self.cache.num_slots and len(self.prefixes):

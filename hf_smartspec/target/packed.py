@@ -132,9 +132,7 @@ class PackedForward:
         logits = output.logits[0]
         return logits if index is None or self._selects_logits else logits[index]
 
-    def _lengths_step(
-        self, groups: Sequence[Sequence[RowInput]], layout: StepLayout
-    ) -> AbstractContextManager[None]:
+    def _lengths_step(self, groups: Sequence[Sequence[RowInput]], layout: StepLayout) -> AbstractContextManager[None]:
         if not self.rotary:
             return nullcontext()
         rows = [item for group in groups for item in group]

@@ -33,7 +33,7 @@ class LengthwiseRotary:
 
     def __init__(self, model: PreTrainedModel):
         self.modules = lengthwise_modules(model)
-        self.border = min((min(_borders(module).values()) for module in self.modules), default=0)
+        self.border = min(map(border, self.modules), default=0)
         # Dynamic frequencies remember the longest text: the copies' memory is nobody else's.
         self._copies = {id(module): _copy(module) for module in self.modules}
 
@@ -142,6 +142,11 @@ def _rope_types(module: nn.Module) -> dict[str | None, Any]:
     """The rotary embeddings' kind, of every type of layers where these differ, else of None."""
     rope_type = getattr(module, "rope_type", None)
     return rope_type if isinstance(rope_type, dict) else {None: rope_type}
+
+
+def border(module: nn.Module) -> int:
+    """The length up to which the module's embeddings do not depend on it."""
+    return min(_borders(module).values())
 
 
 def _borders(module: nn.Module) -> dict[str | None, int]:

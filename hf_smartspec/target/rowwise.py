@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ from ..drafts.tree import DraftTree
 from ..sampling.top import argmax
 from .compat import TESTED_ROWWISE_TYPES
 from .layout import CacheRow, RowInput
+from .rotary import LengthwiseRotary
 
 _probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
@@ -62,6 +64,7 @@ class RowwiseForward:
         self._inputs = input_ids
         self._kwargs = {key: value for key, value in model_kwargs.items() if key != "past_key_values"}
         self.rows: list[ModelRow] = []
+        self._rotary = LengthwiseRotary(model)
 
     def add(self) -> ModelRow:
         """The next row of the batch."""
@@ -141,11 +144,19 @@ class RowwiseForward:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_nodes + 1
-        output = self.model(**model_inputs, return_dict=True)
+        with self._lengths_step(row, model_inputs):
+            output = self.model(**model_inputs, return_dict=True)
         row.kwargs["past_key_values"] = output.past_key_values
         row.length += len(item.feed)
         row.drafted = item.tree.tokens
         return output.logits[0, -num_nodes - 1 :]
+
+    def _lengths_step(self, row: ModelRow, model_inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        positions = model_inputs.get("position_ids")
+        if not self._rotary or positions is None:
+            return nullcontext()
+        lengths = positions[0].cpu().numpy() + 1 + row.ahead
+        return self._rotary.step(np.maximum(lengths, row.least_length))
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)

@@ -245,13 +245,6 @@ def test_architectures_that_must_not_be_packed(architecture):
     assert not can_pack(shared_model(architecture))
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_length_of_the_batch_are_not_packed(rope_type):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope_type == "longrope" else {}
-    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-    assert not can_pack(new_model("llama", rope_parameters=rope | factors))
-
-
 @pytest.mark.parametrize("chunk_size", [WINDOW, 8192])
 def test_attention_in_chunks_is_not_packed_however_long_they_are(chunk_size):
     assert not can_pack(new_model("llama4_text", attention_chunk_size=chunk_size))
