@@ -171,7 +171,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = PackedForward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
-    cache = model_kwargs.get("past_key_values")
+    cache: Any = model_kwargs.get("past_key_values")
     length = 0 if cache is None else cache.get_seq_length()
     renewal = renewal_length(model)
     is_due = renewal is not None and length <= renewal < input_ids.shape[1]  # then the model leaves the cache aside

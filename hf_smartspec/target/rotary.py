@@ -71,7 +71,7 @@ def _replace_forward(module: nn.Module) -> None:
     count, own = _in_use.get(id(module), (0, module.__dict__.get("forward")))
     _in_use[id(module)] = (count + 1, own)
     if count == 0:
-        module.forward = partial(_forward, module, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_forward, module, module.forward)
 
 
 def _restore_forward(module: nn.Module) -> None:
@@ -81,7 +81,7 @@ def _restore_forward(module: nn.Module) -> None:
     elif own is None:
         del module.forward
     else:
-        module.forward = own  # type: ignore[method-assign]
+        module.forward = own
 
 
 def _forward(
@@ -104,7 +104,7 @@ def _forward(
     order = np.argsort(group, kind="stable")
     index = torch.from_numpy(order).to(position_ids.device)
     parts = index.split(np.bincount(group).tolist())
-    outputs = [embed(position_ids[..., part], int(length)) for part, length in zip(parts, distinct)]
+    outputs: list[Any] = [embed(position_ids[..., part], int(length)) for part, length in zip(parts, distinct)]
     back = torch.from_numpy(np.argsort(order)).to(position_ids.device)
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs, dim=-2).index_select(-2, back)

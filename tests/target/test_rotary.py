@@ -120,7 +120,7 @@ def test_scores_and_cache_of_finished_rows(name):
     inputs = left_padded(prompts)
     first = plain(model, inputs)
     short, long = first[:, -NEW:].tolist()
-    eos = max(short, key=lambda token: (long + [token]).index(token) - short.index(token))  # ends the first row first
+    eos = max(short, key=lambda token: [*long, token].index(token) - short.index(token))  # ends the first row first
     wanted = {"eos_token_id": eos, "output_logits": True, "return_dict_in_generate": True}
     expected = plain(model, inputs, **wanted)
     wanted.pop("return_dict_in_generate")
@@ -169,7 +169,7 @@ def test_an_engine_serves_every_request_as_it_would_be_alone(name):
     """Prompts that begin alike share memory only where its keys are those of their own lengths."""
     model = model_of(name)
     start = prompts_of((16,))[0]
-    prompts = [start + [9] * 3, start + [7] * 2, start + [8] * 30, start * 2 + [3] * 8, start + [5]]
+    prompts = [start + [9] * 3, start + [7] * 2, start + [8] * 30, start * 2 + [3] * 8, [*start, 5]]
     expected = [plain(model, {"input_ids": torch.tensor([prompt])})[0, len(prompt) :].tolist() for prompt in prompts]
     with Engine(model, assistant="prompt_lookup", max_batch_size=2, max_prefill_tokens=7) as engine:
         names = [engine.add_request(prompt, max_new_tokens=NEW) for prompt in prompts]
