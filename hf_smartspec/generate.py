@@ -164,7 +164,7 @@ def run_with(
     def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Any:
         return method(prepare_call(model, input_ids, assistant=resolved, seed=seed, streamer=streamer, **prepared))
 
-    return original(**kwargs, custom_generate=custom_generate)
+    return original(**kwargs | {"custom_generate": custom_generate})
 
 
 def _by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
 from ..validate import check_seed
 from .checks import check_mask, check_settings, check_token_ids
+from .media import read_media, without_empty_media
 from .resolve import Assistant, resolve
 from .route import Route, route_of
 
@@ -167,10 +168,13 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
                 f"{type(model).__name__} is decoded row by row, since {prepared.route.reason}. For large batches, "
                 "plain decoding may be faster."
             )
-        return RowwiseForward(model, input_ids, model_kwargs, prepared.generation_config)
+        return RowwiseForward(model, input_ids, without_empty_media(model_kwargs), prepared.generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = PackedForward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
+    if prepared.route.reads_media:
+        read_media(forward, requests, prepared)
+        return forward
     cache: Any = model_kwargs.get("past_key_values")
     length = 0 if cache is None else cache.get_seq_length()
     renewal = renewal_length(model)

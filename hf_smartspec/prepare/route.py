@@ -10,6 +10,7 @@ from ..target.compat import is_checkpointing, is_stateful, renewal_length
 from ..target.rotary import border, lengthwise_modules
 from ..target.rowwise import can_run_rowwise
 from ..target.support import WINDOWS, can_pack, prepares_own_inputs
+from .media import ends_in_text, media_kwargs, position_offsets, without_empty_media
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
 _PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -23,10 +24,12 @@ class Route(NamedTuple):
         way (`str`): "packed" (all rows' draft trees in one forward), "rowwise" (chains, one row after the other) or
             "plain" (transformers' own loop, without drafts).
         reason (`str`, *optional*): Why it is not packed; None where it is.
+        reads_media (`bool`): Whether the prompts hold images or the like, which a packed call has the model read first.
     """
 
     way: Literal["packed", "rowwise", "plain"]
     reason: str | None = None
+    reads_media: bool = False
 
 
 def route_of(
@@ -36,15 +39,20 @@ def route_of(
     reason = _plain_reason(model, input_ids, config, model_kwargs)
     if reason is not None:
         return Route("plain", reason)
-    obstacle = _packing_obstacle(model, input_ids, model_kwargs)
-    reason = _length_reason(model, input_ids, config, model_kwargs, is_packed=obstacle is None)
+    kwargs = without_empty_media(model_kwargs)
+    media = media_kwargs(kwargs)
+    obstacle = _packing_obstacle(model, input_ids, kwargs, media)
+    reason = _length_reason(model, input_ids, config, kwargs, is_packed=obstacle is None)
     if reason is not None:
         return Route("plain", reason)
-    cache = model_kwargs.get("past_key_values")
-    if _is_given(cache) and (obstacle is not None or not _can_load(cache, input_ids, config, model_kwargs)):
+    cache = kwargs.get("past_key_values")
+    if _is_given(cache) and (obstacle is not None or media or not _can_load(cache, input_ids, config, kwargs)):
         return Route("plain", f"the given `past_key_values` ({type(cache).__name__}) cannot be taken over")
     if obstacle is None:
-        return Route("packed")
+        return Route("packed", reads_media=bool(media))
+    extra = _extra_kwargs(kwargs)
+    if extra and len(input_ids) > 1 and not model.config.is_encoder_decoder:
+        return Route("plain", f"{obstacle}, and the model arguments {sorted(extra)} cannot be split into rows")
     if can_run_rowwise(model):
         return Route("rowwise", obstacle)
     return Route("plain", f"{type(model).__name__} cannot run several tokens at once and take them back")
@@ -69,10 +77,7 @@ def _plain_reason(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not model.config.is_encoder_decoder and bool((mask[:, -1] == 0).any()):
         return "the batch is padded on the right"
-    extra = _extra_kwargs(model_kwargs)
-    if extra and len(input_ids) > 1 and not model.config.is_encoder_decoder:
-        return f"the model arguments {sorted(extra)} cannot be split into rows"
-    if "inputs_embeds" in extra:
+    if model_kwargs.get("inputs_embeds") is not None:
         return "`inputs_embeds` replaces the tokens of the prompt"
     return None
 
@@ -102,13 +107,24 @@ def _length_reason(
     return None
 
 
-def _packing_obstacle(model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> str | None:
-    """Why the packed forward does not serve this model with these arguments; None if it does."""
+def _packing_obstacle(
+    model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], media: set[str]
+) -> str | None:
+    """
+    Why the packed forward does not serve this model with these arguments, of which `media` are read by a forward of the
+    model's own; None if it does.
+    """
     if not can_pack(model):
         return f"the attention of {type(model).__name__} cannot be packed"
-    if extra := _extra_kwargs(model_kwargs):
+    if extra := _extra_kwargs(model_kwargs) - media:
         return f"the model arguments {sorted(extra)} cannot be packed"
-    if not _has_default_positions(input_ids, model_kwargs):
+    if media and lengthwise_modules(model):
+        return "rotary embeddings depend on the length of texts with images"
+    if media and not ends_in_text(model, input_ids):
+        return "the prompt ends in an image"
+    if media and position_offsets(input_ids, model_kwargs) is None:
+        return "the text behind the prompt's images has positions of several dimensions"
+    if not media and not _has_default_positions(input_ids, model_kwargs):
         return "the given `position_ids` do not count the tokens"
     if _has_holes_in_windows(model, model_kwargs.get("attention_mask")):
         return "`attention_mask` has holes, which count in sliding windows"
@@ -142,7 +158,7 @@ def _has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, 
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is None:  # the model counts by itself, from the first column on
         return mask is None or bool(mask.all())
-    if positions.dim() != 2 or positions.shape[1] != input_ids.shape[1]:
+    if positions.shape[-1] != input_ids.shape[1]:
         return False
     mask = torch.ones_like(input_ids) if mask is None else mask
     expected = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)

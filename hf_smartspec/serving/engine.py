@@ -195,8 +195,9 @@ class Engine:
         """What a decoding method gets, ready for the loop."""
         if len(prepared.input_ids) != 1:
             raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
-        way, reason = prepared.route
-        if way != "packed":
+        route = prepared.route
+        if route.way != "packed" or route.reads_media:
+            reason = route.reason or "images and the like are read by `generate` only"
             raise ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")
         return decoding_call(prepared, self._memory.forward)
 

@@ -4,9 +4,15 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 __all__ = ["GenerationOutput", "RequestStatus"]  # of transformers' continuous batching, whose place may change
+
+# Model arguments that hold images, videos or sounds, or what `generate` has encoded of them.
+MEDIA_KWARGS: tuple[str, ...] = getattr(
+    generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ("mm_encoder_outputs", "pixel_values")
+)
 
 TRANSFORMERS = Version(transformers.__version__)
 TORCH = Version(torch.__version__)

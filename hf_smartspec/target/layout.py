@@ -16,6 +16,9 @@ class CacheRow:
     One request's row of a `SlotCache`: the slot it lies in, the number of committed tokens it holds, and that of the
     draft nodes behind them, which wait for `commit`.
 
+    A token's position is `position_offset` more than the number of those before it: images may take fewer positions
+    than tokens.
+
     The rest is for rotary embeddings that depend on the length of the text: plain decoding takes that of the longest
     row (`rotary.seen_lengths`).
 
@@ -29,6 +32,7 @@ class CacheRow:
     slot: int
     length: int = 0
     num_nodes: int = 0
+    position_offset: int = 0
     ahead: int = 0
     least_length: int = 0
     renewal: int | None = None
@@ -200,6 +204,8 @@ def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> 
         end = start + sum(row.num_tokens for row in group)
         parts.append(_build_part(group, slice(start, end), slots, query, columns, positions, device))
         start = end
+    if any(row.row.position_offset for row in rows):  # rotary positions only: windows and masks count tokens
+        positions = positions + np.repeat([row.row.position_offset for row in rows], counts)
     packed = _tensor(np.stack([tokens, positions]), device)
     return StepLayout(
         tokens=packed[:1],

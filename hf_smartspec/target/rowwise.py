@@ -77,6 +77,9 @@ class RowwiseForward:
         """Gives the row its keyword arguments and an empty cache."""
         index, batch_size = row.index, len(self._inputs)
         kwargs = {key: _row_of(value, index, batch_size) for key, value in self._kwargs.items()}
+        positions = self._kwargs.get("position_ids")
+        if positions is not None and positions.dim() == 3:  # [planes, batch, length]: of images, width and height, too
+            kwargs["position_ids"] = positions[:, index : index + 1] if positions.shape[1] == batch_size else positions
         config = copy.copy(self.generation_config)
         config.cache_implementation = None  # a static cache cannot be cropped
         # Through transformers' own method: it knows which cache the model wants.
