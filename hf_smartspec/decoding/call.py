@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..candidates.base import HybridSource, TreeCandidateGenerator
+from ..candidates.committed import HIDDEN_STATES, SCORES
 from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
+from ..target.hidden_states import HiddenStateTaps
 from ..target.layout import CacheRow, RowInput
 from .batch import DecodingBatch
 from .request import Request
@@ -22,6 +24,9 @@ class ModelForward(Protocol):
     """How the loop runs the target: `PackedForward`, or `RowwiseForward` for models it cannot serve."""
 
     trees: bool  # whether draft trees can be verified, or chains only
+
+    @property
+    def taps(self) -> HiddenStateTaps | None: ...  # None: hidden states and scores cannot be had
 
     def add(self) -> CacheRow: ...
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]: ...
@@ -70,6 +75,9 @@ class DecodingCall:
         self.drafter = self.hybrid.drafter if self.hybrid is not None else None
         self.draft_cost = draft_cost(source)
         self.drafter_cost = None if self.drafter is None else draft_cost(self.drafter)
+        # What the source needs beside tokens.
+        self.hidden_layers = frozenset(source.hidden_layers) if HIDDEN_STATES in source.needs else frozenset()
+        self.needs_scores = SCORES in source.needs
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors

@@ -11,6 +11,7 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from ..target.layout import RowInput
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
+from .committed import committed_steps, run_forward
 from .request import Request
 from .source_guard import GuestSources
 from .statistics import GenerationStatistics, Timed
@@ -45,9 +46,11 @@ class DecodingLoop:
         self.policy, self.limits, self.sources = policy, limits, GuestSources(limits.vocab_size, clock)
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
         self._release, self.clock = release or _remove, clock
+        self._keeps_rows = release is not None  # and who does says when they are gone
         self.calls: list[DecodingCall] = []
         self.running: list[Request] = []  # rows that need further tokens
         self._is_compact = True
+        self._shows_more = False  # whether some source needs more than tokens
         self.num_waiting = 0
         self.statistics = GenerationStatistics()
 
@@ -58,6 +61,7 @@ class DecodingLoop:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)
             self.sources.start(request)
+            self.sources.resume(request)
         self._find_running()
 
     def remove(self, call: DecodingCall) -> None:
@@ -88,6 +92,7 @@ class DecodingLoop:
         """After calls or rows have come or gone."""
         self.running = [request for call in self.calls for request in call.batch.active]
         self._is_compact = False
+        self._shows_more = any(call.source.needs for call in self.calls)
 
     def step(self) -> list[DecodingCall]:
         """
@@ -216,7 +221,7 @@ class DecodingLoop:
         for forward, fed in by_forward(feeds).items():
             with self._timed("seconds_forward"):
                 inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in fed]
-                logits, offsets = forward.forward(inputs)
+                logits, offsets = run_forward(forward, fed, inputs)
             with self._timed("seconds_verify"):
                 picks = forward.argmax(logits) if any(request.call.picks_greedily for request in fed) else []
                 for request, offset in zip(fed, offsets):
@@ -321,13 +326,22 @@ class DecodingLoop:
                 new = request.generated(request.num_observed, end).copy()  # sources may do with it as they like
                 committed[request] = new
                 request.num_observed += len(new)
-                if len(new):
+                if len(new) and not request.call.source.needs:
                     self.sources.observe(request, new)
+            if self._shows_more:
+                self._show(committed)
             if all(request in committed for request in step.rows):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]
                 seconds = step.seconds_until(self._seconds())
                 self.policy.observe(step.policy_rows, step.proposed, step.trees, accepted, seconds, tokens)
+
+    def _show(self, committed: dict[Request, np.ndarray]) -> None:
+        """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
+        asking = [request for request in self.running if request.call.source.needs and request.is_drafting]
+        told = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
+        for request, step in committed_steps(told, committed).items():
+            self.sources.show(request, step)
 
     def _seconds(self) -> StepSeconds:
         """Seconds spent so far, in all steps."""
@@ -371,6 +385,9 @@ class DecodingLoop:
         if request.is_known_to_source:
             self.sources.stop(request)
             self.policy.forget(request.request_id)
+            request.fed = request.verified = None
+            if not self._keeps_rows:
+                self.sources.forget(request)
 
     # Whatever one call's own processors, criteria or streamer do wrong is its own failure.
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..drafts.tree import DraftTree
+from ..target.hidden_states import FedStates
 from ..target.layout import CacheRow
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Request:
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
     is_drafting: bool = True  # False: its candidate source failed and was dropped
     is_known_to_source: bool = False
+    shares_with: Hashable | None = None  # the request whose keys and values its row began with
     num_observed: int = 0  # generated tokens that the source was told of
 
     # The draft under verification: logits [1 + nodes, vocab_size] of the last committed token and of every node (or
@@ -50,6 +52,10 @@ class Request:
     picks: list[int] = field(default_factory=list)
     cursor: int = -1
     path: list[int] = field(default_factory=list)
+
+    # For sources with needs, until they are told: what was fed, and the verified tree with its logits.
+    fed: FedStates | None = None
+    verified: tuple[DraftTree, torch.Tensor] | None = None
 
     scores: list[torch.Tensor] = field(default_factory=list)  # processed, [vocab_size] float32 for every token
     raw_logits: list[torch.Tensor] = field(default_factory=list)
@@ -104,6 +110,8 @@ class Request:
         """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
         lines = slice(first, first + len(tree) + 1)
         self.tree, self.cursor, self.path = tree, -1, []
+        if self.call.source.needs:
+            self.verified = tree, logits[lines]
         if self.call.picks_greedily:
             self.picks = picks[lines]
         else:

@@ -8,6 +8,7 @@ import numpy as np
 from transformers.utils import logging
 
 from ..candidates.base import TreeCandidateGenerator
+from ..candidates.committed import Committed
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.cost import DraftCost
@@ -17,6 +18,14 @@ from .request import Request
 logger = logging.get_logger(__name__)
 
 PriceOf = Callable[[DraftCost], LevelPrice | None]
+
+
+def forget(source: TreeCandidateGenerator, request_id: Hashable) -> None:
+    """Tells a source that the keys and values of a request that has ended are gone, whatever it does then."""
+    try:
+        source.forget(request_id)
+    except Exception as error:
+        logger.warning_once(f"{type(source).__name__} failed to forget a request that has ended: {error!r}")
 
 
 class GuestSources:
@@ -43,6 +52,19 @@ class GuestSources:
             request.is_drafting = False
         self._guarded(request, self._start, request)
 
+    def resume(self, request: Request) -> None:
+        """Where a row holds some of its prompt already, what its source cannot do without is run again."""
+        if request.call.hidden_layers and request.cache_row.length:
+            self._guarded(request, self._resume, request)
+
+    def _resume(self, request: Request) -> None:
+        call, row = request.call, request.cache_row
+        length = call.source.reuse(request.request_id, row.length, request.shares_with)
+        if length < row.length and request.shares_with is None:
+            raise ValueError(f"it needs hidden states, and of {row.length} tokens there are keys and values only")
+        if length < row.length:
+            call.forward.cut(row, max(length, 0))
+
     def count(self, drafted: dict[Request, DraftTree]) -> None:
         """What was drafted in one step, for all its rows."""
         rows = [request for request in drafted if request.call.source.is_autoregressive and request.is_drafting]
@@ -67,6 +89,20 @@ class GuestSources:
 
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         self._guarded(request, request.call.source.observe, request.request_id, tokens)
+
+    def show(self, request: Request, step: Committed) -> None:
+        """`observe` for sources with needs."""
+        self._guarded(request, self._show, request, step)
+
+    def _show(self, request: Request, step: Committed) -> None:
+        call = request.call
+        if len(step.hidden_states) < len(call.hidden_layers):
+            raise ValueError(f"the target's forward leaves no hidden states of layers {sorted(call.hidden_layers)}")
+        call.source.show(request.request_id, step)
+
+    def forget(self, request: Request) -> None:
+        if request.call.hidden_layers:
+            forget(request.call.source, request.request_id)
 
     def propose(self, wanted: dict[Request, int], price_of: PriceOf) -> dict[Request, DraftTree]:
         """

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
+from ..decoding.committed import check_source
 from ..decoding.request import Request
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
@@ -119,8 +120,10 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
         pads_stepwise=(picker.needs_lockstep or renewal is not None) and (records_scores or records_logits),
         device=prepared.input_ids.device,
     )
+    forward = forward or _forward(prepared, requests)
+    check_source(source, forward)
     return DecodingCall(
-        forward or _forward(prepared, requests),
+        forward,
         batch,
         picker,
         METHODS[config.verification],

@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..candidates.base import TreeCandidateGenerator
 from ..decoding.call import DecodingCall
 from ..decoding.request import Request
+from ..decoding.source_guard import forget
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
 from ..target.slot_cache import SlotCache
 from .outputs import Ticket
-from .prefix_cache import PrefixRows, SharedPrefix
+from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import MemoryShape, Scheduler
 
 _FIRST_SLOTS, _FIRST_CAPACITY = 1, 64
@@ -73,16 +75,23 @@ class EngineMemory:
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its prompt as some row there holds already."""
         self._fit()
-        texts = [(other.cache_row, other.text()[: other.cache_row.length]) for other in running]
-        shared = self.prefixes.longest(request.prompt, texts)
+        texts = [(other.cache_row, _cached(other)) for other in running]
+        shared = self.prefixes.longest(request.prompt, texts, _keeper(request))
         if shared is not None and not self._agrees(shared, request):
             shared = None
         request.row = self._new_row(shared)
         if shared is not None:
             if shared.row is not request.row:
                 self.cache.copy(shared.row, request.row, shared.length)
-            request.row.length = shared.length
-            self.num_reused += shared.length
+            request.row.length, request.shares_with = shared.length, shared.request_id
+
+    def settle(self, request: Request) -> None:
+        """A request that was placed has begun: its source has brought back what it had kept of others."""
+        self.num_reused += request.cache_row.length
+        gone, self.prefixes.given_up = self.prefixes.given_up, []
+        for text in gone:
+            assert text.source is not None, "only these are told"
+            forget(text.source, text.request_id)
 
     def _agrees(self, shared: SharedPrefix, request: Request) -> bool:
         """Whether rotary embeddings that depend on the length of the text are those that the request would compute."""
@@ -113,7 +122,7 @@ class EngineMemory:
         """The request has ended: its row is kept, as long as nobody needs the memory."""
         row = request.cache_row
         row.num_nodes = 0
-        self.prefixes.add(row, request.text()[: row.length])
+        self.prefixes.add(row, _cached(request))
 
     def expire(self) -> None:
         """The model may have changed in ways that its parameters do not show."""
@@ -138,6 +147,16 @@ class EngineMemory:
 
     def _clear(self) -> None:
         self.forward.cache = SlotCache(_FIRST_SLOTS, _FIRST_CAPACITY)
+
+
+def _cached(request: Request) -> CachedText:
+    """What the request's row holds."""
+    return CachedText(request.text()[: request.cache_row.length], request.request_id, _keeper(request))
+
+
+def _keeper(request: Request) -> TreeCandidateGenerator | None:
+    """The request's source if it may keep something of its own beside keys and values."""
+    return request.call.source if request.call.hidden_layers else None
 
 
 def weights_version(parameters: Sequence[torch.Tensor]) -> int:

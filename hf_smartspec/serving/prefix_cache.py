@@ -1,65 +1,95 @@
 """Keys and values of texts that have ended, kept as long as nobody needs their memory: new prompts may begin alike."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
+from ..candidates.base import TreeCandidateGenerator
 from ..target.layout import CacheRow
 
 _MIN_SHARED = 8  # tokens; below, copying is not worth the trouble
 
 
+class CachedText(NamedTuple):
+    """
+    What a row holds: int64 tokens `[length]`, of which request, and the source that may have kept something of its own
+    beside (None: it has not).
+    """
+
+    tokens: np.ndarray
+    request_id: Hashable = None
+    source: TreeCandidateGenerator | None = None
+
+
 class SharedPrefix(NamedTuple):
-    """A row whose first `length` tokens are those of a prompt."""
+    """A row whose first `length` tokens are those of a prompt, and whose request's they are."""
 
     row: CacheRow
     length: int
+    request_id: Hashable = None
 
 
 class PrefixRows:
-    """Rows of a cache whose requests have ended, with the tokens that they hold; the oldest go first."""
+    """
+    Rows of a cache whose requests have ended, with the texts that they hold; the oldest go first.
+
+    Attributes:
+        given_up (list of `CachedText`): Those that are gone, for whoever has to say so to their sources.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[CacheRow, np.ndarray] = {}
+        self._rows: dict[CacheRow, CachedText] = {}
+        self.given_up: list[CachedText] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, row: CacheRow, tokens: np.ndarray) -> None:
+    def add(self, row: CacheRow, text: CachedText) -> None:
         """Keeps a row."""
-        self._rows[row] = tokens
+        self._rows[row] = text
 
     def pop(self) -> CacheRow:
         """The row that has gone unused for longest."""
         row = next(iter(self._rows))
-        del self._rows[row]
+        self._give_up([row])
         return row
 
     def longer_than(self, num_tokens: int) -> list[CacheRow]:
         """Gives up the rows of more than so many tokens."""
         rows = [row for row in self._rows if row.length > num_tokens]
-        for row in rows:
-            del self._rows[row]
+        self._give_up(rows)
         return rows
 
     def clear(self) -> list[CacheRow]:
-        rows, self._rows = list(self._rows), {}
+        rows = list(self._rows)
+        self._give_up(rows)
         return rows
 
-    def longest(self, prompt: np.ndarray, running: Iterable[tuple[CacheRow, np.ndarray]]) -> SharedPrefix | None:
+    def _give_up(self, rows: Iterable[CacheRow]) -> None:
+        texts = [self._rows.pop(row) for row in rows]
+        self.given_up += [text for text in texts if text.source is not None]
+
+    def longest(
+        self,
+        prompt: np.ndarray,
+        running: Iterable[tuple[CacheRow, CachedText]],
+        source: TreeCandidateGenerator | None = None,
+    ) -> SharedPrefix | None:
         """
-        The row, of these and of running ones with their cached texts, that shares most of a prompt's beginning. At
-        least the prompt's last token is left to be fed.
+        The row, of these and of running ones with their cached texts, that shares most of a prompt's beginning; for a
+        `source` that keeps something beside, of its own requests if any does. At least the prompt's last token is left
+        to be fed.
         """
-        best: SharedPrefix | None = None
+        best, best_rank = None, (False, 0)
         beginning = prompt[:_MIN_SHARED].tobytes()
-        for row, tokens in [*self._rows.items(), *running]:
+        for row, (tokens, request_id, owner) in [*self._rows.items(), *running]:
             if tokens[:_MIN_SHARED].tobytes() != beginning:
                 continue
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
-            if length >= _MIN_SHARED and (best is None or length > best.length):
-                best = SharedPrefix(row, length)
+            rank = source is None or owner is source, length
+            if length >= _MIN_SHARED and rank > best_rank:
+                best, best_rank = SharedPrefix(row, length, request_id), rank
         if best is not None and best.row in self._rows:  # was of use: the last to go now
             self._rows[best.row] = self._rows.pop(best.row)
         return best

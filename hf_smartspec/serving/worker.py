@@ -175,6 +175,7 @@ class EngineRunner:
             try:
                 self.memory.place(ticket.request, self.loop.running)
                 self.loop.add(ticket.call)
+                self.memory.settle(ticket.request)
             except Exception as error:
                 self._on_failure(ticket.call, error)
         self.loop.num_waiting = len(self.memory.scheduler.waiting)

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from ..candidates.base import TreeCandidateGenerator
+from ..candidates.base import TreeCandidateGenerator, refuse_needs
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits
 from ..decoding.loop import DecodingLoop
@@ -48,6 +48,9 @@ class SimulatedEngine:
         request_seconds (`float`): What it takes from a request's arrival until it waits in the queue.
         max_nodes (`int`, *optional*): Draft nodes per row; the source's default where not given.
         end_id (`int`): The end-of-sequence token.
+
+    Raises:
+        ValueError: for a source that needs hidden states or scores: there is no target to have them from.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class SimulatedEngine:
         max_nodes: int | None = None,
         end_id: int = 0,
     ):
+        refuse_needs(source, "a simulation")
         self.clock = EventClock()
         self.forward = SimulatedForward(copy.deepcopy(cost), self.clock, end_id)
         self.source = TimedCandidates(source, self.clock, draft_cost or DraftCost())
@@ -179,6 +183,7 @@ class _Run:
             self.memory.place(request, self.loop.running)
             self.engine.forward.set_text(request.cache_row, _text(request))
             self.loop.add(call)
+            self.memory.settle(request)
             self.unanswered.append(call)
         self.loop.num_waiting = len(scheduler.waiting)
 

@@ -47,6 +47,7 @@ class SimulatedForward:
     """
 
     trees = True
+    taps = None  # there are no hidden states
 
     def __init__(self, cost: CostModel, clock: EventClock, end_id: int, call: int = TYPICAL_CALL):
         self.cost, self.clock, self.end_id, self.call = cost, clock, end_id, call

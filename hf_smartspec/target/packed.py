@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..sampling.top import argmax
 from .attention import attention_configs, tree_attention_step
+from .hidden_states import HiddenStateTaps
 from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context
 from .rotary import LengthwiseRotary, seen_lengths
 from .row_groups import call_columns
@@ -33,6 +34,7 @@ class PackedForward:
         self.model = model
         self.trees = True
         self.cache = SlotCache(num_rows, capacity)
+        self.taps = HiddenStateTaps(model)
         self.prefill_chunk = prefill_chunk
         self._configs = attention_configs(model)
         self.rotary = LengthwiseRotary(model)
@@ -87,6 +89,7 @@ class PackedForward:
             keep += range(end - num_lines, end)
             offset = end
         logits = self._run(groups, None if len(keep) == offset else keep)
+        self.taps.note(order)
         for item in order:
             item.row.length += len(item.feed)
             item.row.num_nodes = len(item.tree)
@@ -98,7 +101,9 @@ class PackedForward:
             long = [item for item in inputs if len(item.feed) > chunk]
             chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
             self.cache.reserve(max(item.row.length for item in chunks) + chunk)
-            self._run(arrange(chunks, self._call), keep=[0])
+            groups = arrange(chunks, self._call)
+            self._run(groups, keep=[0])
+            self.taps.note([item for group in groups for item in group])
             rest = {}
             for item in long:
                 rest[id(item)] = RowInput(item.row, item.feed[chunk:], item.tree, item.first_node)

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from ..drafts.tree import DraftTree
 from ..sampling.top import argmax
 from .compat import TESTED_ROWWISE_TYPES
+from .hidden_states import HiddenStateTaps
 from .layout import CacheRow, RowInput
 from .rotary import LengthwiseRotary
 
@@ -61,6 +62,7 @@ class RowwiseForward:
         generation_config: GenerationConfig,
     ):
         self.model, self.generation_config = model, generation_config
+        self.taps = HiddenStateTaps(model)
         self._inputs = input_ids
         self._kwargs = {key: value for key, value in model_kwargs.items() if key != "past_key_values"}
         self.rows: list[ModelRow] = []
@@ -150,6 +152,7 @@ class RowwiseForward:
         with self._lengths_step(row, model_inputs):
             output = self.model(**model_inputs, return_dict=True)
         row.kwargs["past_key_values"] = output.past_key_values
+        self.taps.note([item], self._prompt_lines(row, num_nodes) if is_first else None)
         row.length += len(item.feed)
         row.drafted = item.tree.tokens
         return output.logits[0, -num_nodes - 1 :]
@@ -160,6 +163,14 @@ class RowwiseForward:
             return nullcontext()
         lengths = positions[0].cpu().numpy() + 1 + row.ahead
         return self._rotary.step(np.maximum(lengths, row.least_length))
+
+    def _prompt_lines(self, row: ModelRow, num_nodes: int) -> np.ndarray:
+        """Where the row's tokens stand in its first forward, which runs the padding too."""
+        mask, length = row.kwargs.get("attention_mask"), self._inputs.shape[1]
+        if mask is None or self.model.config.is_encoder_decoder:
+            return np.arange(length + num_nodes)
+        tokens = mask[0, :length].cpu().numpy().nonzero()[0]
+        return np.concatenate([tokens, np.arange(length, length + num_nodes)])
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)

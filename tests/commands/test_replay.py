@@ -215,3 +215,10 @@ def test_moving_average_weighs_by_steps():
     requests = np.array([[10, 2, 0, 0], [0, 0, 0, 0], [4, 4, 0, 0], [6, 1, 0, 0]])
     assert moving_average(requests, window=1).tolist() == [5, 1, 6]
     assert moving_average(requests, window=2) == pytest.approx([5, 14 / 6, 2])
+
+
+def test_sources_that_need_a_target_are_refused():
+    source = Scripted([])
+    source.needs = frozenset({"scores"})
+    with pytest.raises(ValueError, match=r"Scripted needs the target's scores, which a replay .* `model.generate`"):
+        Replayer(source)

@@ -292,3 +292,11 @@ def test_acceptance_may_differ_between_requests():
         with_acceptance([good], 1.5, rng())
     with pytest.raises(ValueError, match="`widths`"):
         TableCandidates((2, 0), is_autoregressive=False)
+
+
+def test_sources_that_need_a_target_are_refused():
+    class Looking(TableCandidates):
+        needs = frozenset({"hidden_states", "scores"})
+
+    with pytest.raises(ValueError, match=r"Looking needs the target's hidden_states and scores, which a simulation"):
+        SimulatedEngine(COST, Looking((1, 1), is_autoregressive=True))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...candidates import TreeCandidateGenerator
+from ...candidates.base import refuse_needs
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator, expected_calibration_error, outcomes
 from ..common.recordings import Recording, count_accepted
@@ -125,9 +126,13 @@ class Replayer:
         source (`TreeCandidateGenerator`): Anything that follows the contract.
         num_nodes (`int`, *optional*): Nodes per row and step; the source's own default where not given.
         batch_size (`int`): Requests that run at once and are drafted for in one call.
+
+    Raises:
+        ValueError: for a source that needs hidden states or scores: there is no target to have them from.
     """
 
     def __init__(self, source: TreeCandidateGenerator, num_nodes: int | None = None, batch_size: int = 1):
+        refuse_needs(source, "a replay")
         self.source, self.batch_size = source, batch_size
         self.num_nodes = source.default_num_nodes if num_nodes is None else num_nodes
         self._ids = count()

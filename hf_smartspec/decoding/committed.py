@@ -1,0 +1,86 @@
+"""What sources that need more than tokens are shown of a step: the target's hidden states and scores."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ..candidates.base import TreeCandidateGenerator, check_needs, refuse_needs
+from ..candidates.committed import HIDDEN_STATES, Committed
+from ..target.hidden_states import FedStates, select
+from ..target.layout import RowInput
+from .call import ModelForward
+from .request import Request
+
+
+def check_source(source: TreeCandidateGenerator, forward: ModelForward) -> None:
+    """Raises `ValueError` if a source needs what this forward cannot give."""
+    check_needs(source)
+    if forward.taps is None:
+        refuse_needs(source, type(forward).__name__)
+    elif HIDDEN_STATES in source.needs:
+        try:
+            forward.taps.check(source.hidden_layers)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(source).__name__} needs hidden states of layers {list(source.hidden_layers)}, and {error}. "
+                "Pass another `assistant`."
+            ) from error
+
+
+def run_forward(
+    forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]
+) -> tuple[torch.Tensor, list[int]]:
+    """`forward.forward` of what rows bring; those whose sources need hidden states are left with theirs."""
+    asking = [request for request in rows if request.call.hidden_layers and request.is_drafting]
+    if not asking or forward.taps is None:
+        return forward.forward(inputs)
+    layers = frozenset[int]().union(*[request.call.hidden_layers for request in asking])
+    with forward.taps.taking(layers) as states:
+        output = forward.forward(inputs)
+    for request in asking:
+        request.fed = states.get(request.cache_row)
+    return output
+
+
+def committed_steps(rows: Sequence[Request], tokens: Mapping[Request, np.ndarray]) -> dict[Request, Committed]:
+    """
+    What rows of sources with needs are shown.
+
+    Args:
+        rows (sequence of `Request`): Those whose draft was verified, and those of whose prompt a piece was run.
+        tokens (mapping of `Request` to `np.ndarray`): What the former have newly committed.
+    """
+    fed = [request for request in rows if request.fed is not None]
+    states = dict(zip(fed, select([_wanted(request, request in tokens) for request in fed])))
+    steps = {request: _step(request, states.get(request, {}), tokens.get(request)) for request in rows}
+    for request in rows:
+        request.fed = request.verified = None
+    return {request: step for request, step in steps.items() if len(step.tokens) or _num_states(step)}
+
+
+def _wanted(request: Request, is_verified: bool) -> tuple[FedStates, Sequence[int], int]:
+    assert request.fed is not None, "nothing was fed"
+    end = request.num_valid if request.call.batch.pads_finished else request.num_generated
+    most = len(request.prompt) + end - 1 - request.fed.start  # the newest token's comes with the next step
+    return request.fed, request.path if is_verified else (), most
+
+
+def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarray | None) -> Committed:
+    start = request.fed.start if request.fed is not None else 0
+    own = {layer: states[layer] for layer in request.call.hidden_layers if layer in states}
+    if tokens is None or request.verified is None:
+        return Committed(np.empty(0, np.int64) if tokens is None else tokens, hidden_states=own, start=start)
+    tree, scores = request.verified
+    return Committed(
+        tokens,
+        np.array(request.path, np.int64),
+        own,
+        scores.to(torch.float32, copy=True) if request.call.needs_scores else None,
+        tree,
+        start,
+    )
+
+
+def _num_states(step: Committed) -> int:
+    return len(next(iter(step.hidden_states.values()), ()))
