@@ -17,6 +17,7 @@ from ..decoding.request import Request
 from ..decoding.verify import coupled_picks
 from ..goodput.cost import CostModel, DraftCost
 from ..goodput.policy import LengthPolicy
+from ..goodput.prefill_gate import PrefillGate
 from ..sampling.processors import TokenPicker
 from ..serving.kv_memory import EngineMemory
 from ..serving.prefix_cache import PrefixRows
@@ -74,6 +75,7 @@ class SimulatedEngine:
         self.max_prefill_tokens = max_prefill_tokens
         self.step_seconds, self.request_seconds = step_seconds, request_seconds
         self.memory = _SimulatedMemory(self.forward, Scheduler(max_batch_size, max_tokens))
+        self.new_gate: Callable[[], PrefillGate] = PrefillGate  # of every run, for drafters by the level
         self._criteria = StoppingCriteriaList([EosTokenCriteria([end_id])])
 
     def continuation(self, request_id: Hashable) -> np.ndarray:
@@ -100,6 +102,7 @@ class SimulatedEngine:
             self.memory.scheduler.check(self._num_tokens(request))
         self.clock.now, self.forward.num_batched = 0.0, 0
         loop = DecodingLoop(policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock)
+        loop.sources.gate = self.new_gate()
         run = _Run(self, loop, sorted(requests, key=lambda item: item.arrival))
         while run.step(on_served):
             pass

@@ -6,11 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...drafts.forest import Forest
+from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
-from ..cost import CostModel, DraftTimer, StepSeconds
+from ..cost import CostModel, DraftCost, DraftTimer, StepSeconds
 from ..estimators import AcceptanceEstimator
 from ..policy import LengthPolicy, StepRows
 from .length import PowerLaw, expected_length, optimal_length
+
+_NEWEST = 0.02  # weight of the latest step in what an oracle has gained lately
 
 
 class BatchLookupTable(LengthPolicy):
@@ -209,8 +212,8 @@ class RequestGoodput(_SmartSpec):
 
 class Oracle(LengthPolicy):
     """
-    Knows what every draft is worth: verifies accepted nodes only, and of these as many as raise the goodput. For
-    simulations, where the continuation is known.
+    Knows what every draft is worth: verifies accepted nodes only, and of these as many as pay. For simulations, where
+    the continuation is known.
 
     Args:
         cost (`CostModel`): Of the target's forward.
@@ -219,18 +222,35 @@ class Oracle(LengthPolicy):
 
     def __init__(self, cost: CostModel, continuation: Callable[[Hashable], np.ndarray]):
         self.cost, self.continuation = cost, continuation
+        self._gain = 1.0  # goodput by that of plain decoding, lately
 
     def max_nodes(self, rows: StepRows) -> np.ndarray:
         return rows.caps
+
+    def level_price(self, draft: DraftCost) -> LevelPrice | None:
+        """Sources propose whatever they can: what does not come true is not verified, and costs nothing."""
+        return None if draft.is_autoregressive or not draft.heeds_prices else LevelPrice(0.0, 0.0, 0.0)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         forest = Forest(trees)
         nodes, hits = forest.outcomes([self.continuation(name) for name in rows.request_ids])
         accepted = nodes[hits]
         accepted = accepted[np.argsort(forest.depths[accepted], kind="stable")]  # parents first
-        num = np.arange(len(accepted) + 1)
         width = 1 + np.append(0, forest.depths[accepted])
-        seconds = self.cost.seconds(*rows.forward_size(num, width))
+        seconds = self.cost.seconds(*rows.without_prefill().forward_size(np.arange(len(width)), width))
         chosen = np.zeros(forest.num_nodes, bool)
-        chosen[accepted[: int(np.argmax((len(rows) + num) / seconds))]] = True
+        chosen[accepted[: self.num_paying(len(rows), seconds)]] = True
         return forest.keep(chosen)
+
+    def num_paying(self, num_rows: int, seconds: np.ndarray) -> int:
+        """
+        How many further tokens pay, if n of them have the step last `seconds[n]` without its prompts. Time has the
+        price of what it has yielded lately: by the step's own goodput, which is higher where there is much to gain, too
+        little would be drafted there and too much elsewhere.
+        """
+        if not num_rows:
+            return 0
+        tokens, plain = num_rows + np.arange(len(seconds)), num_rows / seconds[0]
+        best = int(np.argmax(tokens - self._gain * plain * seconds))
+        self._gain += _NEWEST * (float(tokens[best] / seconds[best] / plain) - self._gain)
+        return best
