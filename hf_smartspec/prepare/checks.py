@@ -90,7 +90,7 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
 
 
 def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
-    """Raises unless `attention_mask` is a tensor of shape [batch, length] that leaves every row a token."""
+    """Raises unless `attention_mask` is a tensor of shape [batch, length], that of the prompts where it is given."""
     if mask is None:
         return
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
@@ -101,6 +101,3 @@ def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
             f"`attention_mask` of shape {list(mask.shape)} does not fit `input_ids` of shape {list(shape)}: "
             "it needs one entry per token."
         )
-    empty = (mask == 0).all(dim=1).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"`attention_mask` masks rows {empty} wholly: every row needs at least one token.")

@@ -75,8 +75,11 @@ def _plain_reason(
     if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
         return f"`cache_implementation={config.cache_implementation!r}` asks for another cache"
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and not model.config.is_encoder_decoder and bool((mask[:, -1] == 0).any()):
-        return "the batch is padded on the right"
+    if mask is not None and not model.config.is_encoder_decoder:
+        if empty := (mask == 0).all(dim=1).nonzero().flatten().tolist():
+            return f"`attention_mask` masks the rows {empty} wholly"
+        if bool((mask[:, -1] == 0).any()):
+            return "the batch is padded on the right"
     if model_kwargs.get("inputs_embeds") is not None:
         return "`inputs_embeds` replaces the tokens of the prompt"
     return None

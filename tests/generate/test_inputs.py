@@ -81,6 +81,20 @@ def test_right_padded_batches_are_served_plainly(model, source):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("rows", [[0], [1, 3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("is_inferred", [True, False])
+def test_rows_that_are_masked_wholly_are_served_plainly(model, source, rows, is_inferred):
+    """Plain decoding accepts them, whatever it makes of them."""
+    ids, mask = IDS.clone(), MASK.clone()
+    ids[rows], mask[rows] = PAD, 0
+    inputs = {"input_ids": ids, "max_new_tokens": 8} | ({} if is_inferred else {"attention_mask": mask})
+    expected = model.generate(**inputs)
+    with hf_smartspec.enabled(model):
+        actual = model.generate(**inputs, assistant=source, return_dict_in_generate=True)
+    assert torch.equal(actual.sequences, expected)
+    assert source.drafted == 0 and actual.statistics.generated_tokens > 0
+
+
 def test_without_a_prompt_generation_begins_at_bos(model):
     output, _ = check_same(model, {"max_new_tokens": 12}, source=Oracle(model.generate(max_new_tokens=12)))
     assert output[0, 0] == BOS
