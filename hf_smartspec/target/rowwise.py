@@ -122,8 +122,21 @@ class RowwiseForward:
         offsets: list[int] = []
         for item in inputs:
             offsets.append(sum(map(len, logits)))
-            logits.append(self._forward_row(item))
+            logits += map(self._forward_row, self._parts(item))
         return torch.cat(logits), offsets
+
+    def _parts(self, item: RowInput) -> list[RowInput]:
+        """
+        A padded prompt whose cache will be returned runs before its draft: masked columns hold an average over all
+        columns of their forward, drafts included.
+        """
+        row = item.row
+        assert isinstance(row, ModelRow)
+        mask = row.kwargs.get("attention_mask")
+        is_alone = row.ids is not None or not len(item.tree) or mask is None or bool(mask.all())
+        if is_alone or not self.generation_config.return_dict_in_generate:
+            return [item]
+        return [RowInput(row, item.feed), RowInput(row, item.feed[:0], item.tree)]
 
     def _forward_row(self, item: RowInput) -> torch.Tensor:
         row, num_nodes = item.row, len(item.tree)
