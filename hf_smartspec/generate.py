@@ -1,84 +1,128 @@
 """`assistant=` in `model.generate`: switching it on and off, and handing the call to `decode`."""
 
-import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers import GenerationMixin, Pipeline, PreTrainedModel
+from transformers.utils import logging
 
-from .prepare.call import PreparedCall, prepare_call
-from .prepare.checks import check_mask, check_settings, check_source_options, check_token_ids
-from .prepare.config import SmartSpecConfig
-from .prepare.decode import decode_prepared
-from .prepare.resolve import Assistant, resolve
-from .validate import check_seed
+from .prepare.arguments import by_name, check_arguments, run_with
+from .prepare.decode import decode_prepared, decode_undrafted
+from .prepare.defaults import Default, choose, serving, without_assistant
+from .prepare.resolve import check_assistant, resolve
 
-_PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+logger = logging.get_logger(__name__)
+
+ModelT = TypeVar("ModelT")
+
 _PREVIOUS = "_smartspec_previous_generate"
+_DOCUMENTATION = """
+
+        hf_smartspec adds:
+
+            assistant (*optional*):
+                What drafts for this call: a preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH",
+                "tuned:PATH", "none"), a draft model or its folder or hub id, a candidate source, a list of these or a
+                `hf_smartspec.SmartSpecConfig`. By default, what `enable` or a generation config says.
+            seed (`int` or sequence of `int`, *optional*):
+                For sampling: the same tokens for the same seed, whatever drafts; one seed, or one per row.
+        """
 
 
-def enable(model: Any = None) -> Any:
+@overload
+def enable(model: None = None, assistant: Any = None) -> AbstractContextManager[None]: ...
+@overload
+def enable(model: ModelT, assistant: Any = None) -> ModelT: ...
+def enable(model: Any = None, assistant: Any = None) -> Any:
     """
-    Makes `generate` understand `assistant=` and `seed=`. Calls without `assistant` go to the original untouched.
+    Makes `generate` understand `assistant=` and `seed=`. Calls without either go to the original untouched, unless a
+    default is given here, or as `assistant` in a generation config.
 
     Args:
-        model (`PreTrainedModel`, *optional*): The model to enable, in place; again to no effect. Without it, every
-            model of the process.
+        model (`PreTrainedModel`, *optional*): The model to enable, in place; a pipeline, PEFT's or torch.compile's
+            wrapper stands for the model inside. Without it, every model of the process.
+        assistant (*optional*): What drafts for calls that do not say so themselves, see `SmartSpecConfig.assistant`.
+            Calls that ask for what no assistant can do (beam search, another assistant, ...) go to the original. Where
+            not given, a default of before stays.
 
     Returns:
         The model; without one, a context manager that disables again when it is left.
 
     Raises:
         TypeError: if `model` does not generate.
+        ValueError, TypeError: if `assistant` cannot draft.
 
     Example:
 
         >>> model = hf_smartspec.enable(AutoModelForCausalLM.from_pretrained(name))
         >>> model.generate(**inputs, assistant="prompt_lookup", max_new_tokens=64)
+        >>> hf_smartspec.enable(model, assistant="auto")
+        >>> model.generate(**inputs, max_new_tokens=64)
     """
+    if assistant is not None:
+        check_assistant(assistant)
     if model is None:
-        if not _is_globally_enabled():
-            GenerationMixin.generate = _routed(GenerationMixin.generate)  # type: ignore[method-assign]
+        _enable_all(assistant)
         return _disabling()
     target = generating(model)
-    if not _is_enabled(target):
-        # A `generate` set on the instance, as other patches do, stays underneath. A partial, not a bound method: only
-        # partials survive pickling as an attribute of the model they are bound to.
-        target.generate = partial(_generate, target, vars(target).get("generate"))  # type: ignore[method-assign, misc]
+    enabled_before = vars(target).get("generate")
+    if not isinstance(enabled_before, _EnabledGenerate):
+        # A `generate` set on the instance, as other patches do, stays underneath.
+        _set(target, _EnabledGenerate(_generate, target, enabled_before, Default(assistant)))
+    elif assistant is not None:
+        _set(target, _EnabledGenerate(_generate, target, enabled_before.previous, Default(assistant)))
     return model
+
+
+def _enable_all(assistant: Any) -> None:
+    if not _is_globally_enabled():
+        GenerationMixin.generate = _routed(GenerationMixin.generate, Default(assistant))  # type: ignore[method-assign]
+    elif assistant is not None:
+        getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant = assistant
 
 
 def disable(model: Any = None) -> Any:
     """Takes `enable` back; without effect where it was not called. Returns the model."""
     if model is None:
         if _is_globally_enabled():
-            _, previous = getattr(GenerationMixin.generate, _PREVIOUS)
-            GenerationMixin.generate = previous  # type: ignore[method-assign]
+            GenerationMixin.generate = getattr(GenerationMixin.generate, _PREVIOUS)[1]  # type: ignore[method-assign]
         return None
     target = generating(model)
     if _is_enabled(target):
-        previous = vars(target).pop("generate").args[1]
+        previous = vars(target).pop("generate").previous
         if previous is not None:
-            target.generate = previous  # type: ignore[method-assign, misc]
+            _set(target, previous)
     return model
 
 
 @contextmanager
-def enabled(model: Any = None) -> Iterator[Any]:
-    """`enable` for the duration of a `with` block; what was enabled before stays so."""
-    was_enabled = _is_enabled(generating(model)) if model is not None else _is_globally_enabled()
-    enable(model)
+def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[ModelT | None]:
+    """`enable` for the duration of a `with` block; what was enabled before, and its default, stays so."""
+    target = None if model is None else generating(model)
+    was_enabled = _is_globally_enabled() if target is None else _is_enabled(target)
+    default = _default_of(target) if was_enabled else None
+    enable(model, assistant)
     try:
         yield model
     finally:
         if not was_enabled:
             disable(model)
+        elif target is None:
+            getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant = default
+        else:
+            _set(target, _EnabledGenerate(_generate, target, vars(target)["generate"].previous, Default(default)))
+
+
+def _default_of(target: GenerationMixin | None) -> Any:
+    if target is None:
+        return getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant
+    return vars(target)["generate"].default.assistant
 
 
 @contextmanager
@@ -90,148 +134,153 @@ def _disabling() -> Iterator[None]:
 
 
 def generating(model: Any) -> GenerationMixin:
-    if not isinstance(model, GenerationMixin) and hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # PEFT's wrappers pass `generate` on to the model inside
-    if not isinstance(model, GenerationMixin):
-        raise TypeError(f"`model` must be a transformers model that can generate, got {type(model).__name__}.")
-    return model
+    """The model inside a pipeline, PEFT's wrapper or torch.compile's; `TypeError` if there is none that generates."""
+    inner: Any = model.model if isinstance(model, Pipeline) else model
+    while not isinstance(inner, GenerationMixin):
+        if isinstance(inner, torch.nn.Module) and "_orig_mod" in inner._modules:  # torch.compile's
+            inner = inner._modules["_orig_mod"]
+        elif hasattr(inner, "get_base_model"):  # PEFT's pass `generate` on to the model inside
+            inner = inner.get_base_model()
+        else:
+            raise TypeError(f"`model` must be a transformers model that can generate, got {type(model).__name__}.")
+    return inner
+
+
+class _EnabledGenerate(partial):
+    """
+    `generate` of an enabled model, for a place on the instance. A partial, not a bound method: only partials survive
+    pickling as an attribute of the model they are bound to. To `help` and `inspect` it looks like a method.
+    """
+
+    __name__ = "generate"
+
+    def __get__(self, instance: Any, owner: Any = None) -> "_EnabledGenerate":
+        return self
+
+    @property
+    def previous(self) -> Callable | None:
+        """What was set on the instance before."""
+        return self.args[1]
+
+    @property
+    def default(self) -> Default:
+        return self.args[2]
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.previous or MethodType(type(self.args[0]).generate, self.args[0])
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return _with_ours(inspect.signature(self.__wrapped__))
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        return _documented(self.__wrapped__)
+
+
+def _with_ours(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a `generate`, with the parameters that are added to it."""
+    added = inspect.signature(_generate).parameters
+    names = [name for name in ("assistant", "seed") if name not in signature.parameters]
+    parameters = list(signature.parameters.values())
+    place = len(parameters) - any(item.kind is item.VAR_KEYWORD for item in parameters)
+    parameters[place:place] = [added[name] for name in names]
+    return signature.replace(parameters=parameters)
+
+
+def _documented(generate: Callable) -> str:
+    text = inspect.getdoc(generate) or ""
+    return text if _DOCUMENTATION in text else text + _DOCUMENTATION
+
+
+def _set(target: Any, generate: Any) -> None:
+    target.generate = generate
 
 
 def _is_enabled(model: GenerationMixin) -> bool:
-    generate = vars(model).get("generate")
-    return isinstance(generate, partial) and generate.func is _generate
+    return isinstance(vars(model).get("generate"), _EnabledGenerate)
 
 
 def _is_globally_enabled() -> bool:
     # Somebody else's wrapper may have copied our attributes.
-    function, _ = getattr(GenerationMixin.generate, _PREVIOUS, (None, None))
+    function = getattr(GenerationMixin.generate, _PREVIOUS, (None,))[0]
     return function is GenerationMixin.generate
 
 
 def _generate(
     model: Any,
     previous: Callable | None,
+    default: Default,
     *args: Any,
     assistant: Any = None,
     seed: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Any:
     """`generate` of an enabled model; `previous` is the one that was set on the instance before, if any."""
-    original = previous or MethodType(type(model).generate, model)
-    return _route(model, original, args, kwargs, assistant, seed)
+    original: Any = previous or MethodType(type(model).generate, model)
+    common = getattr(GenerationMixin.generate, _PREVIOUS)[2] if _is_globally_enabled() else None
+    if isinstance(previous, partial):  # a recipe of the model's repository, which has a decoding method of its own
+        return _route(model, original, args, kwargs, assistant, seed, None, None)
+    return _route(model, original, args, kwargs, assistant, seed, default, common)
 
 
-def _routed(previous: Callable) -> Callable:
+def _routed(previous: Callable, default: Default) -> Callable:
     """`generate` of every model, while enabled for all; `previous` is what stood there before."""
 
+    @functools.wraps(previous)
     def generate(
         self: Any, *args: Any, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs: Any
     ) -> Any:
-        return _route(self, MethodType(previous, self), args, kwargs, assistant, seed)
+        return _route(self, MethodType(previous, self), args, kwargs, assistant, seed, None, default)
 
-    setattr(generate, _PREVIOUS, (generate, previous))
+    generate.__signature__ = _with_ours(inspect.signature(previous))  # type: ignore[attr-defined]
+    generate.__doc__ = _documented(previous)
+    setattr(generate, _PREVIOUS, (generate, previous, default))
     return generate
 
 
 def _route(
-    model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], assistant: Any, seed: Any
-) -> Any:
-    if assistant is None:
-        if seed is not None:
-            kwargs["seed"] = seed  # transformers says that it does not know it
-        return original(*args, **kwargs)
-    return run_with(decode_prepared, model, original, kwargs | _by_name(args, kwargs), assistant, seed)
-
-
-def run_with(
-    method: Callable[[PreparedCall], Any],
     model: PreTrainedModel,
     original: Callable,
+    args: tuple,
     kwargs: dict[str, Any],
     assistant: Any,
     seed: Any,
+    own: Default | None,
+    common: Default | None,
 ) -> Any:
     """
-    Checks the arguments of a `generate` call, has `original`, transformers' own, prepare them, and hands them to
-    `method`, whose result it returns.
+    The call with its assistant, or untouched. A default gives way to whatever it cannot go with: it never makes a call
+    fail that works without it.
     """
-    assistant = _with_num_nodes(assistant, kwargs)
-    settings = _checked_settings(model, kwargs, seed)
-    resolved = resolve(assistant, model)  # refuses what cannot draft before any work starts
-    kwargs = _with_stop_strings(model, kwargs, settings.stop_strings)
-    streamer = kwargs.get("streamer")  # transformers drops it on the way to a callable `custom_generate`
-
-    def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Any:
-        return method(prepare_call(model, input_ids, assistant=resolved, seed=seed, streamer=streamer, **prepared))
-
-    return original(**kwargs | {"custom_generate": custom_generate})
-
-
-def _by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments of `generate` under their names."""
-    if len(args) > len(_PARAMETERS):
-        raise TypeError(f"generate() takes at most {len(_PARAMETERS)} positional arguments, got {len(args)}.")
-    named = dict(zip(_PARAMETERS, args))
-    for name in named.keys() & kwargs.keys():
-        raise TypeError(f"generate() got multiple values for argument '{name}'.")
-    return named
-
-
-def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> Any:
-    """`num_assistant_tokens` says how much to draft, as for transformers' assistants."""
-    num_nodes = kwargs.pop("num_assistant_tokens", None)
-    if isinstance(assistant, SmartSpecConfig | Assistant):
-        if num_nodes is not None:
-            raise ValueError("`num_assistant_tokens` has no effect on a SmartSpecConfig. Set its `num_nodes` instead.")
-        return assistant
-    if num_nodes is None:
-        num_nodes = getattr(kwargs.get("generation_config"), "num_assistant_tokens", None)
-    return SmartSpecConfig(assistant, num_nodes=num_nodes)
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    choice = choose(model, assistant, config, own, common)
+    with serving():
+        if choice.assistant is None:
+            return _undrafted(model, original, args, kwargs, seed)
+        try:
+            named = without_assistant(by_name(args, kwargs))
+            arguments = check_arguments(model, named, choice.assistant, seed)
+        except (TypeError, ValueError) as error:
+            if not choice.is_default:
+                raise
+            logger.info(f"This call is left to transformers: {error}")
+            return _undrafted(model, original, args, kwargs, seed)
+        try:
+            resolved = resolve(arguments.assistant, model)
+        except (OSError, TypeError, ValueError) as error:
+            if not choice.is_default:
+                raise
+            logger.warning_once(f"The default assistant cannot draft for {type(model).__name__}: {error}")
+            return _undrafted(model, original, args, kwargs, seed)
+        return arguments.run(decode_prepared, original, resolved, choice.is_default)
 
 
-def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> GenerationConfig:
-    """
-    The settings of the call, merged as `generate` merges them: keywords, config object, the model's own defaults.
-    Refuses what contradicts `assistant` or cannot be served, before an encoder runs or a streamer is fed.
-    """
-    config = kwargs.get("generation_config")
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(f"`generation_config` must be a GenerationConfig, got {type(config).__name__}.")
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "use_mtp", "assistant_early_exit"):
-        if kwargs.get(name) or getattr(config, name, None):
-            raise ValueError(f"`{name}` and `assistant` both say how to decode: pass one of them.")
-    if seed is not None:
-        check_seed(seed)
-    check_source_options(kwargs)
-    for name in ("inputs", "input_ids"):
-        if kwargs.get(name) is not None:
-            check_token_ids(model, kwargs[name], name)
-    if not model.config.is_encoder_decoder:
-        check_mask(kwargs.get("attention_mask"))
-    options = {name: value for name, value in kwargs.items() if name not in _PARAMETERS}
-    settings, _ = model._prepare_generation_config(config, **options)  # type: ignore[operator]
-    check_settings(settings, kwargs.get("synced_gpus"))
-    return settings
-
-
-def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], stop_strings: Any) -> dict[str, Any]:
-    """
-    Turns `stop_strings` into a stopping criterion: transformers drops the tokenizer, which it needs for that, on the
-    way to a callable `custom_generate`.
-    """
-    tokenizer = kwargs.pop("tokenizer", None)
-    if stop_strings is None:
-        return kwargs
-    if tokenizer is None:
-        raise ValueError("`stop_strings` need the model's tokenizer: pass `tokenizer=` to `generate` as well.")
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    if not any(type(item) is StopStringCriteria for item in criteria):  # else the caller's own takes precedence
-        criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
-    kwargs["stopping_criteria"] = criteria
-    kwargs.pop("stop_strings", None)
-    if kwargs.get("generation_config") is not None:
-        kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
-        kwargs["generation_config"].stop_strings = None
-    if getattr(model.generation_config, "stop_strings", None) is not None:
-        kwargs["stop_strings"] = None  # nothing but a keyword overrides the model's own default
-    return kwargs
+def _undrafted(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], seed: Any) -> Any:
+    if seed is None:
+        return original(*args, **kwargs)
+    try:
+        return run_with(decode_undrafted, model, original, by_name(args, kwargs), "none", seed)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`assistant`", "`seed`")) from error  # it is served in the same calls

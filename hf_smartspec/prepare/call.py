@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ class PreparedCall:
         assistant (`Assistant`): What drafts, and how much.
         seeds (sequence of `int`): One per row; None where the most probable token is taken.
         model_kwargs (`dict`): Arguments of the model's forward: masks, positions, caches, images, ...
-        route (`Route`): How it is served.
     """
 
     model: PreTrainedModel
@@ -56,7 +56,11 @@ class PreparedCall:
     seeds: Sequence[int | None]
     streamer: BaseStreamer | None
     model_kwargs: dict[str, Any]
-    route: Route
+
+    @cached_property
+    def route(self) -> Route:
+        """How it is served, decided once: the model may have to be probed."""
+        return route_of(self.model, self.input_ids, self.generation_config, self.model_kwargs)
 
     def returns(self, name: str) -> bool:
         """Whether the output is to have `name`, such as "scores"."""
@@ -93,7 +97,7 @@ def prepare_call(
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     return PreparedCall(
         model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, streamer,
-        model_kwargs, route_of(model, input_ids, generation_config, model_kwargs),
+        model_kwargs,
     )  # fmt: skip
 
 

@@ -12,6 +12,16 @@ from ..decoding.verify import METHODS
 from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
 
+DATASTORE, TUNED = "datastore:", "tuned:"  # each before a path
+PRESET_NAMES = ["auto", f"{DATASTORE}PATH", "none", "prompt_lookup", "suffix", f"{TUNED}PATH"]
+
+
+def is_preset(assistant: Any) -> bool:
+    """Whether it is a name that stands for a source, not for a draft model."""
+    if not isinstance(assistant, str):
+        return False
+    return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
+
 
 @dataclass(frozen=True)
 class SmartSpecConfig:
@@ -20,8 +30,8 @@ class SmartSpecConfig:
 
     Args:
         assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), a draft
-            model, a candidate source, or a list of these, which are fused. "tuned:PATH" is what `smartspec tune` found;
-            its suffix trees are the model's own for this file.
+            model or its folder or hub id (loaded once for each target), a candidate source, or a list of these, which
+            are fused. "tuned:PATH" is what `smartspec tune` found; its suffix trees are the model's own for this file.
         num_nodes (`int`, *optional*): Draft nodes per row at every step. Where not given, a `GoodputAuction` decides at
             every step how many of those that the source drafts by default are worth it.
         width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. Where not given, chains, and
@@ -57,7 +67,7 @@ class SmartSpecConfig:
             raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")
         if self.num_nodes is not None and self.policy is not None:
             raise ValueError("`num_nodes` and `policy` both say how much to draft: pass one of them.")
-        is_source = isinstance(self.assistant, str | CandidateGenerator)
+        is_source = is_preset(self.assistant) or isinstance(self.assistant, CandidateGenerator)
         if (self.width or 1) > 1 and (is_source or self.verification == "rejection"):
             raise ValueError(
                 f"`width={self.width}` has an effect on draft models verified by 'coupled' only. Leave it out, or give "

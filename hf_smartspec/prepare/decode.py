@@ -87,8 +87,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     forget_lengths(model)
     if prepared.route.way == "plain":
         logger.warning_once(f"Decoding without speculation: {prepared.route.reason}.")
-        output, statistics = decode_plainly(prepared)
-        return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
+        return decode_undrafted(prepared)
 
     given_cache: Any = prepared.model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)
@@ -109,6 +108,12 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     if gives_back and cache is not given_cache:
         given_cache.layers, cache = cache.layers, given_cache
     return _output(model, call, loop.statistics, sequences, cache, config)
+
+
+def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """The same tokens, for the same seed, from transformers' own loop."""
+    output, statistics = decode_plainly(prepared)
+    return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
 
 
 def _complete_rows(call: DecodingCall) -> None:

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..candidates import SuffixTreeCandidates
 from ..candidates.fused.source import AcceptedLengths
@@ -25,6 +25,7 @@ class ModelState:
         self._lock = Lock()
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
         self._accepted: WeakKeyDictionary[PreTrainedModel, AcceptedLengths] = WeakKeyDictionary()  # by draft model
+        self._drafts: dict[str, PreTrainedModel] = {}  # by folder or hub id
         self._idle: dict[Hashable, list[GoodputAuction]] = {}  # policies that nobody uses at present
 
     def suffix_trees(self, path: str = "", **options: Any) -> SuffixTreeCandidates:
@@ -39,6 +40,19 @@ class ModelState:
         with self._lock:
             return self._accepted.setdefault(draft, AcceptedLengths())
 
+    def draft_model(self, name: str, target: PreTrainedModel) -> PreTrainedModel:
+        """
+        A draft model by its folder or hub id, loaded once, as long as the target keeps its dtype and device.
+
+        Raises:
+            ValueError: if it cannot be loaded.
+        """
+        with self._lock:
+            draft = self._drafts.get(name)
+            if draft is None or (draft.dtype, draft.device) != (target.dtype, target.device):
+                self._drafts[name] = draft = _load(name, target)
+            return draft
+
     @contextmanager
     def policy(self, key: Hashable, cost: CostModel) -> Iterator[GoodputAuction]:
         """A policy that nobody else uses meanwhile, since it serves one loop at a time, with what it has learnt."""
@@ -51,6 +65,16 @@ class ModelState:
         finally:
             with self._lock:
                 idle.append(policy)
+
+
+def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    try:
+        draft: Any = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
+    except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones
+        raise ValueError(
+            f"`assistant={name!r}` is no preset, and no draft model that can be loaded: {error}"
+        ) from error
+    return draft.to(target.device).eval()
 
 
 _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()

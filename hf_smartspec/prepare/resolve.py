@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
@@ -21,12 +23,10 @@ from ..candidates import (
 )
 from ..candidates.base import NoCandidates
 from ..candidates.tuned import TunedSource, TunedSources
-from .config import SmartSpecConfig
+from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset
 from .model_state import state_of
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
-_DATASTORE = "datastore:"
-_TUNED = "tuned:"
 
 
 class Assistant(NamedTuple):
@@ -59,12 +59,54 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
     return Assistant(config, source)
 
 
+def check_assistant(assistant: Any) -> None:
+    """
+    Raises unless this may be an `assistant`, whatever the target: before anything is loaded.
+
+    Raises:
+        ValueError: for a name that is neither a preset nor a model.
+        TypeError: for anything that cannot draft.
+    """
+    if isinstance(assistant, SmartSpecConfig):
+        assistant = assistant.assistant
+    if isinstance(assistant, list | tuple):
+        for item in assistant:
+            check_assistant(item)
+    elif isinstance(assistant, str):
+        if not is_preset(assistant) and not _may_be_model(assistant):
+            raise ValueError(
+                f"Unknown `assistant` preset {assistant!r}; known are {PRESET_NAMES}. A draft model is named by its "
+                "folder or its hub id ('owner/name')."
+            )
+    elif not isinstance(assistant, PreTrainedModel | CandidateGenerator) and not hasattr(assistant, "get_base_model"):
+        raise TypeError(
+            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel or its folder or hub id, a "
+            f"candidate generator, a list of these or a SmartSpecConfig, got {type(assistant).__name__}."
+        )
+
+
+def _may_be_model(name: str) -> bool:
+    """A folder, a hub id, or one of the old ids without an owner if it has been downloaded."""
+    name = os.path.expanduser(name)
+    if os.path.isabs(name) or name.startswith(".") or name.count("/") != 1:
+        return os.path.isdir(name) or ("/" not in name and bool(name) and _is_downloaded(name))
+    return True
+
+
+def _is_downloaded(name: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # no id at all
+        return False
+
+
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
     assistant = config.assistant
+    check_assistant(assistant)
     if _is_tuned(assistant):
         return _fused(replace(config, assistant=[assistant]), target)
     if isinstance(assistant, str):
-        assistant = _preset(assistant, target)
+        assistant = _named(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
         assistant.warm_up()  # not in the middle of decoding; compiles once per installation
     if isinstance(assistant, DatastoreCandidates):
@@ -81,12 +123,7 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
         return assistant
     if isinstance(assistant, CandidateGenerator):
         return WrappedCandidates(assistant, target.device)
-    if isinstance(assistant, list | tuple):
-        return _fused(config, target)
-    raise TypeError(
-        f"`assistant` must be a preset name {sorted(PRESETS)}, a draft PreTrainedModel, a candidate generator or a "
-        f"SmartSpecConfig, got {type(assistant).__name__}."
-    )
+    return _fused(config, target)
 
 
 def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
@@ -94,10 +131,10 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGen
     items, discounts, options = _expanded(config.assistant, target)
     if not items:
         raise ValueError("`assistant` must name at least one source, got an empty list.")
-    widths = [None if isinstance(item, str | CandidateGenerator) else config.width for item in items]  # of draft models
+    are_sources = [is_preset(item) or isinstance(item, CandidateGenerator) for item in items]
     sources = [
-        _as_source(replace(config, assistant=item, width=width, references=()), target)
-        for item, width in zip(items, widths)
+        _as_source(replace(config, assistant=item, width=None if is_source else config.width, references=()), target)
+        for item, is_source in zip(items, are_sources)
     ]
     if len(sources) == 1:
         return sources[0]
@@ -131,7 +168,7 @@ def _expanded(
             items.append(item)
             discounts.append(1.0)
             continue
-        path = item.removeprefix(_TUNED)
+        path = item.removeprefix(TUNED)
         tuned = TunedSources.load(path)
         try:
             items += [_tuned_source(source, path, target) for source in tuned.sources]
@@ -143,7 +180,7 @@ def _expanded(
 
 
 def _is_tuned(assistant: Any) -> bool:
-    return isinstance(assistant, str) and assistant.startswith(_TUNED)
+    return isinstance(assistant, str) and assistant.startswith(TUNED)
 
 
 def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> TreeCandidateGenerator:
@@ -155,15 +192,14 @@ def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> Tr
     return state_of(target).suffix_trees(os.path.realpath(path), **options)
 
 
-def _preset(name: str, target: PreTrainedModel) -> TreeCandidateGenerator:
+def _named(name: str, target: PreTrainedModel) -> Any:
     if name in ("auto", "suffix"):
         return suffix_trees(target)
-    if name.startswith(_DATASTORE):
-        return _datastore(name.removeprefix(_DATASTORE))
-    if name not in PRESETS:
-        known = sorted([*PRESETS, "auto", "suffix", _DATASTORE + "PATH", _TUNED + "PATH"])
-        raise ValueError(f"Unknown `assistant` preset {name!r}; known are {known}.")
-    return PRESETS[name]()
+    if name.startswith(DATASTORE):
+        return _datastore(name.removeprefix(DATASTORE))
+    if name in PRESETS:
+        return PRESETS[name]()
+    return state_of(target).draft_model(os.path.expanduser(name), target)
 
 
 def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:

@@ -15,9 +15,10 @@ from transformers.utils.logging import tqdm
 
 from ..decoding.call import DecodingCall
 from ..decoding.statistics import GenerationStatistics
-from ..generate import generating, run_with
+from ..generate import generating
 from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
+from ..prepare.arguments import run_with
 from ..prepare.call import PreparedCall, decoding_call, model_limits
 from ..prepare.config import SmartSpecConfig
 from ..prepare.policy import cost_of

@@ -256,10 +256,14 @@ def test_calls_without_assistant_go_to_the_original_untouched(model, monkeypatch
     assert kwargs == {"max_new_tokens": 3}
 
 
-def test_seed_without_assistant_is_not_dropped_silently(model):
+def test_seed_without_assistant_is_the_noise_of_a_call_with_one(model):
     hf_smartspec.enable(model)
-    with pytest.raises(ValueError, match="seed"):
-        model.generate(**INPUTS, max_new_tokens=3, seed=1)
+    sampling = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "eos_token_id": None}
+    plain = model.generate(**INPUTS, **sampling, seed=3)
+    assert torch.equal(model.generate(**INPUTS, **sampling, seed=3, assistant="prompt_lookup"), plain)
+    assert not torch.equal(model.generate(**INPUTS, **sampling, seed=4), plain)
+    with pytest.raises(ValueError, match="`seed` serves greedy search and sampling"):
+        model.generate(**INPUTS, max_new_tokens=3, seed=1, num_beams=2)
 
 
 def test_transformers_own_drafts_pass_through(model, draft, hush):

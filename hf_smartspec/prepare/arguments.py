@@ -1,0 +1,154 @@
+"""The arguments of a `generate` call: refused before any work starts, or handed to a decoding method."""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import StopStringCriteria
+from transformers.utils import logging
+
+from ..validate import check_seed
+from .call import PreparedCall, prepare_call
+from .checks import check_mask, check_settings, check_source_options, check_token_ids
+from .config import SmartSpecConfig
+from .resolve import Assistant, resolve
+
+logger = logging.get_logger(__name__)
+
+PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+
+
+class CheckedArguments(NamedTuple):
+    """
+    Keyword arguments of `generate` with which an assistant can draft.
+
+    Args:
+        kwargs (`dict`): Those that transformers gets.
+        assistant: With its options: a `SmartSpecConfig`, or an `Assistant` that is resolved already.
+    """
+
+    kwargs: dict[str, Any]
+    assistant: SmartSpecConfig | Assistant
+    seed: int | Sequence[int] | None = None
+
+    def run(
+        self, method: Callable[[PreparedCall], Any], original: Callable, resolved: Assistant, gives_way: bool = False
+    ) -> Any:
+        """
+        What `method` makes of the call, once `original`, transformers' own `generate`, has prepared it.
+
+        Args:
+            gives_way (`bool`): Whether a call that turns out to be none for an assistant is decoded plainly.
+        """
+        streamer = self.kwargs.get("streamer")  # transformers drops it on the way to a callable `custom_generate`
+
+        def custom_generate(model: Any, input_ids: torch.LongTensor, **prepared: Any) -> Any:
+            try:
+                call = prepare_call(model, input_ids, assistant=resolved, seed=self.seed, streamer=streamer, **prepared)
+            except (TypeError, ValueError) as error:
+                if not gives_way:
+                    raise
+                logger.info(f"This call is left to transformers: {error}")
+                return model._sample(input_ids, streamer=streamer, **prepared)
+            return method(call)
+
+        return original(**self.kwargs | {"custom_generate": custom_generate})
+
+
+def run_with(
+    method: Callable[[PreparedCall], Any],
+    model: PreTrainedModel,
+    original: Callable,
+    kwargs: dict[str, Any],
+    assistant: Any,
+    seed: Any,
+) -> Any:
+    """Checks the arguments of a `generate` call and runs `method` with them: see `CheckedArguments`."""
+    arguments = check_arguments(model, kwargs, assistant, seed)
+    return arguments.run(method, original, resolve(arguments.assistant, model))
+
+
+def by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of `generate` under their names."""
+    if len(args) > len(PARAMETERS):
+        raise TypeError(f"generate() takes at most {len(PARAMETERS)} positional arguments, got {len(args)}.")
+    named = dict(zip(PARAMETERS, args))
+    for name in named.keys() & kwargs.keys():
+        raise TypeError(f"generate() got multiple values for argument '{name}'.")
+    return kwargs | named
+
+
+def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: Any, seed: Any) -> CheckedArguments:
+    """
+    The arguments as an assistant can serve them; nothing has been computed yet.
+
+    Raises:
+        ValueError, TypeError: for those that contradict `assistant`, or that it cannot serve.
+    """
+    kwargs = dict(kwargs)
+    assistant = _with_num_nodes(assistant, kwargs)
+    settings = _checked_settings(model, kwargs, seed)
+    return CheckedArguments(_with_stop_strings(model, kwargs, settings.stop_strings), assistant, seed)
+
+
+def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig | Assistant:
+    """`num_assistant_tokens` says how much to draft, as for transformers' assistants."""
+    num_nodes = kwargs.pop("num_assistant_tokens", None)
+    if isinstance(assistant, SmartSpecConfig | Assistant):
+        if num_nodes is not None:
+            raise ValueError("`num_assistant_tokens` has no effect on a SmartSpecConfig. Set its `num_nodes` instead.")
+        return assistant
+    if num_nodes is None:
+        num_nodes = getattr(kwargs.get("generation_config"), "num_assistant_tokens", None)
+    return SmartSpecConfig(assistant, num_nodes=num_nodes)
+
+
+def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> GenerationConfig:
+    """
+    The settings of the call, merged as `generate` merges them: keywords, config object, the model's own defaults.
+    Refuses what contradicts `assistant` or cannot be served, before an encoder runs or a streamer is fed.
+    """
+    config = kwargs.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(f"`generation_config` must be a GenerationConfig, got {type(config).__name__}.")
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "use_mtp", "assistant_early_exit"):
+        if kwargs.get(name) or getattr(config, name, None):
+            raise ValueError(f"`{name}` and `assistant` both say how to decode: pass one of them.")
+    if seed is not None:
+        check_seed(seed)
+    check_source_options(kwargs)
+    for name in ("inputs", "input_ids"):
+        if kwargs.get(name) is not None:
+            check_token_ids(model, kwargs[name], name)
+    if not model.config.is_encoder_decoder:
+        check_mask(kwargs.get("attention_mask"))
+    options = {name: value for name, value in kwargs.items() if name not in PARAMETERS}
+    settings, _ = model._prepare_generation_config(config, **options)  # type: ignore[operator]
+    check_settings(settings, kwargs.get("synced_gpus"))
+    return settings
+
+
+def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], stop_strings: Any) -> dict[str, Any]:
+    """
+    Turns `stop_strings` into a stopping criterion: transformers drops the tokenizer, which it needs for that, on the
+    way to a callable `custom_generate`.
+    """
+    tokenizer = kwargs.pop("tokenizer", None)
+    if stop_strings is None:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError("`stop_strings` need the model's tokenizer: pass `tokenizer=` to `generate` as well.")
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    if not any(type(item) is StopStringCriteria for item in criteria):  # else the caller's own takes precedence
+        criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
+    kwargs["stopping_criteria"] = criteria
+    kwargs.pop("stop_strings", None)
+    if kwargs.get("generation_config") is not None:
+        kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
+        kwargs["generation_config"].stop_strings = None
+    if getattr(model.generation_config, "stop_strings", None) is not None:
+        kwargs["stop_strings"] = None  # nothing but a keyword overrides the model's own default
+    return kwargs

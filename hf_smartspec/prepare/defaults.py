@@ -1,0 +1,89 @@
+"""Which assistant a `generate` call gets that may not name one itself."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from .resolve import check_assistant
+
+_is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)
+
+
+class Default:
+    """An assistant that was given to `enable`. Copies of a model share it, whatever it holds."""
+
+    def __init__(self, assistant: Any = None):
+        self.assistant = assistant
+
+    def __deepcopy__(self, memo: Any) -> "Default":
+        return self
+
+
+class Choice(NamedTuple):
+    """
+    Args:
+        assistant: What the caller wants to draft; None for nothing.
+        is_default (`bool`): Whether the call did not ask for it itself: then it gives way to what it cannot go with.
+    """
+
+    assistant: Any
+    is_default: bool = False
+
+
+def choose(model: PreTrainedModel, assistant: Any, config: Any, own: Default | None, common: Default | None) -> Choice:
+    """
+    The first that says something: `assistant=` of the call, its `generation_config`, the default of the model, the
+    model's own `generation_config`, the default of all models.
+
+    Defaults are for calls of the user's: not for those that transformers makes within one (of a draft model), nor for
+    models with a `generate` of their own, which prepares more than one call.
+
+    Args:
+        config (`GenerationConfig`, *optional*): That of the call.
+        own, common (`Default`, *optional*): Of the model, and of all models.
+
+    Raises:
+        ValueError, TypeError: if a `generation_config` names what is no assistant.
+    """
+    if assistant is not None:
+        return Choice(assistant)
+    has_own = getattr(type(model), "generate", None) is not GenerationMixin.generate
+    if has_own or _is_serving.get() or getattr(config, "is_assistant", False):
+        return Choice(None)
+    of_model = _checked(getattr(model, "generation_config", None))
+    of_call = _checked(config)
+    if of_call is not None and of_call != of_model:  # else made from the model's own, as pipelines and servers do
+        return Choice(of_call)
+    candidates = (own and own.assistant, of_model, common and common.assistant)
+    return Choice(next((item for item in candidates if item is not None), None), is_default=True)
+
+
+def _checked(config: Any) -> Any:
+    assistant = getattr(config, "assistant", None)
+    if assistant is not None:
+        check_assistant(assistant)
+    return assistant
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """Calls of `generate` within have no default."""
+    token = _is_serving.set(True)
+    try:
+        yield
+    finally:
+        _is_serving.reset(token)
+
+
+def without_assistant(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for transformers, which would copy whatever a config holds; the caller's config stays as it is."""
+    config: Any = kwargs.get("generation_config")
+    if getattr(config, "assistant", None) is None:
+        return kwargs
+    config = copy.copy(config)
+    del config.assistant
+    return kwargs | {"generation_config": config}
