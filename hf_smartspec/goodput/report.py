@@ -1,7 +1,7 @@
 """What speculation did, and what it should have done: the answer to 'why was it slow?'."""
 
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,18 +168,24 @@ class LoggedPolicy(LengthPolicy):
         real = np.array([len(rows) + num_accepted, draft + seconds.forward + seconds.other])
         self._real += real
         # The model's error in this step is that of every choice in it.
-        factor = (real[1] - draft) / self._forward_seconds(rows, sizes)
+        factor = (real[1] - draft) / self._forward_seconds(rows, sizes, self.cost.seconds)
         ranks = forest.ranks()[true_nodes]
         for index, length in enumerate(_FIXED):
             gained = np.count_nonzero(ranks < length)
-            forward = factor * self._forward_seconds(rows, [min(len(tree), length) for tree in proposed])
+            shorter = [min(len(tree), length) for tree in proposed]
+            forward = factor * self._forward_seconds(rows, shorter, self.cost.seconds)
             self._fixed[index] += len(rows) + gained, forward + (draft if length else 0.0)
-        more = self._forward_seconds(rows, [size + 1 for size in sizes]) - self._forward_seconds(rows, sizes)
-        self._break_even.append(factor * more / len(rows) * real[0] / max(real[1], 1e-9))
+        # One node more, by the profile: what was learnt of this size and of the next one, each for itself, may say that
+        # the larger forward takes less time, which is noise, and no price.
+        here, larger = (
+            self._forward_seconds(rows, [size + more for size in sizes], self.cost.profiled) for more in (0, 1)
+        )
+        price = (real[1] - draft) * (larger / here - 1)
+        self._break_even.append(price / len(rows) * real[0] / max(real[1], 1e-9))
 
-    def _forward_seconds(self, rows: StepRows, sizes: Sequence[int]) -> float:
-        assert self.cost is not None
-        return float(self.cost.seconds(*rows.forward_size(sum(sizes), 1 + max(sizes, default=0))))
+    @staticmethod
+    def _forward_seconds(rows: StepRows, sizes: Sequence[int], seconds: Callable[..., Any]) -> float:
+        return float(seconds(*rows.forward_size(sum(sizes), 1 + max(sizes, default=0))))
 
     def _count_levels(self, source: str, forest: Forest, nodes: np.ndarray, true_nodes: np.ndarray) -> None:
         if not len(nodes):

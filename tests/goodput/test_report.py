@@ -75,3 +75,15 @@ def test_prompts_and_an_empty_log():
     policy.observe(step_rows(0, 30), [], [], [], StepSeconds(0.0, 0.03, 0.0))
     seconds = policy.report().seconds
     assert seconds["prefill"] == pytest.approx(0.06) and seconds["verify"] == pytest.approx(0.001)
+
+
+def test_a_node_never_has_a_negative_price():
+    """Steps of one size were slow of late, those of the next one have not been seen: no node is free for that."""
+    cost = CostModel(alpha=0.0, gamma=0.0001, delta=0.01)
+    for _ in range(30):
+        cost.observe(100, 10, 0.05)
+    assert cost.seconds(100, 12) < cost.seconds(100, 10)
+    policy = LoggedPolicy(FixedLength(4), cost)
+    run(policy, [[1, 2, 9, 9], [8, 8, 8, 8]], [[1, 2, 3, 4, 5, 6], [7, 7, 7, 7, 7, 7]])
+    report = policy.report()
+    assert 0 < report.break_even < 0.1 and "A node has paid from a probability of 0.0" in str(report)
