@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..decoding.call import DecodingCall
@@ -27,6 +27,7 @@ from ..target.support import can_pack
 from ..validate import check_positive
 from .kv_memory import EngineMemory
 from .outputs import EngineOutput, Results, Ticket
+from .prompts import check_prompts, prompt_ids
 from .worker import EngineRunner
 
 _OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
@@ -46,14 +47,15 @@ class Engine:
             quarter of that of a CPU where not given. Growing copies them, and takes their old memory besides.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.
 
     `stop()` it, or use it in a `with` block. An engine that nobody refers to any more stops by itself; what still runs
     then is cancelled.
 
     Example:
 
-        >>> with hf_smartspec.Engine(model, assistant="auto") as engine:
-        ...     request_id = engine.add_request(tokenizer("def fib(n):").input_ids, max_new_tokens=64)
+        >>> with hf_smartspec.Engine(model, assistant="auto", tokenizer=tokenizer) as engine:
+        ...     request_id = engine.add_request("def fib(n):", max_new_tokens=64)
         ...     output = engine.get_result(request_id)
         >>> tokenizer.decode(output.generated_tokens)
 
@@ -68,11 +70,15 @@ class Engine:
         max_batch_size: int = 32,
         max_kv_bytes: int | None = None,
         max_prefill_tokens: int = 512,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
             check_positive(name, value)
         if max_kv_bytes is not None:
             check_positive("max_kv_bytes", max_kv_bytes)
+        if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(f"`tokenizer` must be a tokenizer of transformers, got {type(tokenizer).__name__}.")
+        self.tokenizer = tokenizer
         target: Any = generating(model)
         self.model: PreTrainedModel = target
         self.config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
@@ -108,7 +114,7 @@ class Engine:
 
     def add_request(
         self,
-        input_ids: Sequence[int] | np.ndarray | torch.Tensor,
+        input_ids: Sequence[int] | np.ndarray | torch.Tensor | str | Sequence[dict[str, Any]],
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         streaming: bool = False,
@@ -120,7 +126,8 @@ class Engine:
         Queues a request; it is served in its turn, once the engine has been started.
 
         Args:
-            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt.
+            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt. Where the engine has a tokenizer,
+                text too, or a chat: a list of messages (`{"role": "user", "content": "..."}`) to answer.
             request_id (`str`, *optional*): Its name; made up where not given.
             streaming (`bool`): Whether outputs are handed out while it runs, too.
             assistant (*optional*): What drafts for it, in place of the engine's: "none" for no speculation, or a
@@ -139,7 +146,7 @@ class Engine:
             raise ValueError(
                 "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
             )
-        ids = _as_ids(input_ids)
+        ids = prompt_ids(input_ids, self.tokenizer)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
         call = self._prepare(ids, assistant, seed, kwargs)
@@ -155,6 +162,7 @@ class Engine:
 
     def add_requests(self, inputs: Sequence[Any], **kwargs: Any) -> list[str]:
         """`add_request` for each of the prompts, with the same arguments."""
+        check_prompts(inputs)
         return [self.add_request(input_ids, **kwargs) for input_ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
@@ -184,7 +192,7 @@ class Engine:
             if kwargs.get(name) is not None and not (name in _OF_BATCHES and kwargs[name] in (1, False)):
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
-        kwargs = {**kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        kwargs = {"tokenizer": self.tokenizer, **kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if assistant is None:
             assistant = self._assistant
         if isinstance(assistant, PreTrainedModel):  # one source for all that draft with it: they share its forwards
@@ -208,9 +216,16 @@ class Engine:
         """
         The finished output of a request, or the next there is, which is thereby taken away. None after `timeout`
         seconds, and if none is to come.
+
+        Raises:
+            RuntimeError: if the request waits for an engine that does not run.
         """
         self._runner.check_thread()
-        return self._results.get(request_id, timeout if self.is_running else 0)
+        is_running = self.is_running
+        output = self._results.get(request_id, timeout if is_running else 0)
+        if output is None and not is_running:
+            self._check_runs(request_id)
+        return output
 
     def __iter__(self) -> Iterator[EngineOutput]:
         """Finished outputs as they come, until every request is answered."""
@@ -255,6 +270,7 @@ class Engine:
         if it does not run. Interrupted, it cancels what is left.
         """
         self._runner.check_thread()
+        check_prompts(prompts)
         with self._offline:
             is_own = self._num_offline > 0 or not self.is_running
             self._num_offline += is_own
@@ -330,16 +346,3 @@ class Engine:
 
     def __exit__(self, kind: Any, *details: Any) -> None:
         self.stop(drain=kind is None)
-
-
-def _as_ids(input_ids: Any) -> torch.Tensor:
-    """A prompt as `[1, length]`, int64."""
-    ids = torch.as_tensor(input_ids)
-    if ids.dim() == 2 and len(ids) == 1:
-        ids = ids[0]
-    if ids.dim() != 1 or not len(ids) or ids.dtype.is_floating_point:
-        raise ValueError(
-            f"`input_ids` must be the token ids of one prompt, of at least one token; got shape {list(ids.shape)} and "
-            f"dtype {ids.dtype}. For several prompts, use `add_requests`."
-        )
-    return ids.long()[None]

@@ -323,7 +323,11 @@ def test_stopping(model):
     threads = threading.active_count()
     engine = Engine(model, "none", max_batch_size=1)
     first = engine.add_request([3], max_new_tokens=5)
-    assert engine.get_result(first, timeout=0) is None, "not started yet"
+    for timeout in (None, 0):
+        for name in (first, None):
+            with pytest.raises(RuntimeError, match=r"does not run: `start\(\)` it"):
+                engine.get_result(name, timeout=timeout)
+    assert engine.get_result("unknown") is None, "nothing is to come of that one"
     engine.start().start()
     engine.stop()  # drains
     assert engine.get_result(first).status == RequestStatus.FINISHED

@@ -1,0 +1,86 @@
+"""Prompts as text and as chats, for engines with a tokenizer; without one, the error says what to do."""
+
+import pytest
+
+from hf_smartspec import Engine
+
+from ..folders import byte_tokenizer
+from ..generate.helpers import set_special_tokens, tiny_tokenizer
+from ..generate.helpers import tiny_llama as llama
+from .helpers import Asked
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+CHAT = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi there"}]
+NEW = {"max_new_tokens": 12}
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def model(tokenizer):
+    return set_special_tokens(llama(vocab_size=len(tokenizer)), eos=None)
+
+
+def ids(tokenizer, text):
+    return tokenizer(text).input_ids
+
+
+def test_text_and_chats_are_what_the_tokenizer_makes_of_them(model, tokenizer):
+    prompts = ["once upon a time", CHAT, ids(tokenizer, "and ids")]
+    texts = ["once upon a time", "<system>short<user>hi there<bot>", "and ids"]
+    with Engine(model, "prompt_lookup", tokenizer=tokenizer) as engine:
+        outputs = engine.generate(prompts, **NEW)
+        outputs += [engine.get_result(name) for name in engine.add_requests(prompts, **NEW)]
+    for output, text in zip(outputs, 2 * texts, strict=True):
+        assert output.prompt_ids == ids(tokenizer, text)
+        assert output.generated_tokens == Asked(ids(tokenizer, text), NEW).alone(model)
+    assert engine.statistics.drafted_tokens > 0
+
+
+def test_stop_strings_use_the_engines_tokenizer():
+    tokenizer, model = tiny_tokenizer(), set_special_tokens(llama(), eos=None)
+    alone = Asked(ids(tokenizer, "stophere"), NEW).alone(model)
+    stop = tokenizer.decode(alone[6])
+    expected = alone[: 1 + next(i for i, token in enumerate(alone) if stop in tokenizer.decode(token))]
+    with Engine(model, "prompt_lookup", tokenizer=tokenizer) as engine:
+        (output,) = engine.generate(["stophere"], stop_strings=[stop], **NEW)
+    assert output.generated_tokens == expected and output.finish_reason == "stop" and len(expected) < len(alone)
+
+
+@pytest.mark.parametrize("prompt", ["text", CHAT])
+def test_without_a_tokenizer_the_error_names_the_remedy(model, prompt):
+    engine = Engine(model, "none")
+    with pytest.raises(TypeError, match=r"needs a tokenizer: `Engine\(model, tokenizer=\.\.\.\)`"):
+        engine.add_request(prompt)
+    with pytest.raises(TypeError, match=r"`tokenizer\(text\)\.input_ids`"):
+        engine.generate([prompt])
+
+
+def test_single_prompts_in_place_of_lists_are_refused(model, tokenizer):
+    engine = Engine(model, "none", tokenizer=tokenizer)
+    for method in (engine.generate, engine.add_requests):
+        for prompt in ("text", CHAT, CHAT[0]):
+            with pytest.raises(TypeError, match="must be a list, got a single one"):
+                method(prompt)
+    with pytest.raises(TypeError, match="got one message: put it in a list"):
+        engine.add_request(CHAT[0])
+
+
+def test_chats_that_cannot_be_written_down(model, tokenizer):
+    engine = Engine(model, "none", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="Messages of a chat must be"):
+        engine.add_request([{"content": "who says that?"}])
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.add_request("")
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template"):
+        engine.add_request(CHAT)
+    with pytest.raises(TypeError, match=r"`tokenizer` must be a tokenizer of transformers, got str"):
+        Engine(model, "none", tokenizer="gpt2")
