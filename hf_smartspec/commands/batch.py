@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from transformers.utils.logging import tqdm
 
 from ..goodput import FixedLength
 from ..prepare.config import SmartSpecConfig
@@ -16,6 +15,7 @@ from .common.arguments import add_model_arguments, command_of, not_negative, pos
 from .common.console import make_console, table
 from .common.figures import draw, from_zero
 from .common.outputs import check_outputs, write_json
+from .common.progress import track
 from .common.setup import Setup, check_sources, load_setup
 from .common.sources import SOURCES
 from .common.timing import environment
@@ -25,13 +25,13 @@ Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds pe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.set_defaults(replay=False, remember=0)
+    parser.set_defaults(replay=False, remember=0, limit=16, max_new_tokens=24)
     parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="B",
-        help="default: 1 2 4 8 16 32",
+        "--batch-sizes", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="B",
+        help="default: 1 2 4 8",
     )  # fmt: skip
     parser.add_argument(
-        "--lengths", type=not_negative, nargs="+", default=list(range(9)), metavar="K", help="default: 0 to 8"
+        "--lengths", type=not_negative, nargs="+", default=[0, 1, 2, 4, 8], metavar="K", help="default: 0 1 2 4 8"
     )
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=["draft"], help="default: draft")
     parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of every cell (default: 1)")
@@ -62,10 +62,11 @@ def measure(setup: Setup, args: argparse.Namespace, grids: dict[str, Grid]) -> N
     """Fills the grids; at every batch size, the lengths take turns."""
     sizes, lengths = sorted(set(args.batch_sizes)), sorted(set(args.lengths))
     num = len(args.sources) * len(sizes) * len(lengths) * args.repeats
-    with tqdm(total=num, desc="decoding", disable=None, leave=False) as progress:
+    with track(total=num, desc="decoding") as progress:
         for source, grid in grids.items():
             seconds_per_token(setup, source, min(sizes), max(lengths))  # warms up
             for size in sizes:
+                progress.set_postfix_str(f"{source}, batch {size}")
                 for _ in range(args.repeats):
                     for length in lengths:
                         seconds = seconds_per_token(setup, source, size, length)

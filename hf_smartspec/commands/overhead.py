@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.utils.logging import tqdm
 
 from ..drafts.tree import DraftTree
 from ..generate import enabled
@@ -17,6 +16,7 @@ from ..prepare.config import SmartSpecConfig
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from .common.outputs import write_json
+from .common.progress import track
 from .common.timing import Stopwatch, environment, side_by_side
 
 CONTEXT = 256  # cached tokens per row before the measured forward
@@ -83,7 +83,7 @@ def forward_overhead(
     """Plain forward over `[batch, width]` tokens against the packed forward over the same tokens."""
     settings = [(batch_size, width) for batch_size in batch_sizes for width in widths]
     rows = []
-    for batch_size, width in tqdm(settings, desc="forward"):
+    for batch_size, width in track(settings, desc="forward"):
         ids = torch.randint(3, model.config.vocab_size, (batch_size, CONTEXT + width), device=model.device)
         functions = {"plain": _plain_forward(model, ids, width), "packed": _packed_forward(model, ids, width)}
         seconds = side_by_side(functions, repeats, model.device)

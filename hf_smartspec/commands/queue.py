@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -12,15 +13,16 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from transformers import ContinuousBatchingConfig
-from transformers.utils.logging import tqdm
 
 from ..candidates.base import NoCandidates
 from ..goodput import NoSpeculation
 from .common.arguments import add_model_arguments, add_text_arguments, command_of, positive
+from .common.claims import Claim, exit_status, print_claims
 from .common.console import make_console, table
 from .common.figures import saved_figure
 from .common.models import UsageError, left_padded
 from .common.outputs import check_outputs, write_json
+from .common.progress import track
 from .common.replaying import RecordedText
 from .common.runs import eos_ids, up_to_end
 from .common.setup import Setup, load_setup
@@ -28,6 +30,7 @@ from .common.sources import SOURCES, WITH_DRAFT_MODEL
 from .common.timing import environment
 
 _STATIC, _CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
+_WARM_UP = 8  # new tokens
 _PAGE = 32  # tokens of a page of transformers' cache
 
 Prompts = list[np.ndarray]
@@ -37,7 +40,7 @@ Outputs = list[list[int]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
-    parser.set_defaults(limit=200, max_new_tokens=256)  # outputs that end where they end: batches become ragged
+    parser.set_defaults(limit=200, max_new_tokens=64)
     parser.add_argument(
         "--assistant", nargs="+", default=["none", "auto"], choices=["none", *SOURCES],
         help="what drafts in the engine (default: none auto)",
@@ -60,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
     report["environment"] = environment(setup.model.device, setup.model.dtype)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     outputs: dict[str, Outputs] = {}
-    with tqdm(total=args.repetitions * len(methods), desc="serving the queue", disable=None, leave=False) as progress:
+    with track(total=args.repetitions * len(methods), desc="serving the queue") as progress:
         try:
-            for serve in methods.values():
-                serve(setup.prompts[: setup.max_batch_size])  # warms up, and measures the model's speed once
+            for name, serve in _methods(replace(setup, max_new_tokens=_WARM_UP), args).items():
+                progress.set_postfix_str(f"{name}: warm-up")
+                serve(setup.prompts[: setup.max_batch_size])  # measures the model's speed, too, once
             for _ in range(args.repetitions):
                 for name, serve in methods.items():
+                    progress.set_postfix_str(name)
                     start = time.perf_counter()
                     outputs[name] = serve(setup.prompts)
                     seconds[name].append(time.perf_counter() - start)
@@ -77,7 +82,19 @@ def run(args: argparse.Namespace) -> int:
                 write_json(args.json, report)
             if args.plot and report["methods"]:
                 _plot(report["methods"], args.plot)
-    return 0
+    return exit_status(_claims(report, len(setup.prompts)))
+
+
+def _claims(report: dict[str, Any], num_prompts: int) -> list[Claim]:
+    """In float32, all outputs are the same, but those of `generate_batch` where it cannot replay."""
+    if report["environment"]["dtype"] != "float32" or (
+        report["command"]["replay"] and next(iter(report["methods"])) == _CONTINUOUS
+    ):
+        return []
+    rows = {name: row for name, row in report["methods"].items() if name != _CONTINUOUS}
+    different = {name: num_prompts - row["same_outputs"] for name, row in rows.items()}
+    return [Claim(f"{name} gives the first one's outputs", not num, f"{num} differ" if num else "")
+            for name, num in different.items()]  # fmt: skip
 
 
 def _methods(setup: Setup, args: argparse.Namespace) -> dict[str, Callable[[Prompts], Outputs]]:
@@ -207,6 +224,7 @@ def _print(report: dict[str, Any], num_prompts: int, console: Console) -> None:
             f"{row['same_outputs']} / {num_prompts}",
         )
     console.print(lines)
+    print_claims(_claims(report, num_prompts), console)
     if system["dtype"] != "float32":
         console.print(
             "[dim]In half precision, batches of different shapes round differently, and near-ties then go on with "

@@ -1,10 +1,11 @@
 """What the papers claim of their sources, checked against the figures of `smartspec bench sources`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..common.claims import Claim
 from ..replay.curves import Point, geometric_mean, ratios_at_equal_drafts
 
 Numbers: TypeAlias = dict[str, Any]  # as `Tally.summary` gives them
@@ -16,17 +17,6 @@ _STABLE = 1.25
 _AS_FAST = 1.5
 _ADDS_UP = 0.9
 _PARTS = ("suffix", "draft")  # of the hybrid
-
-
-class Claim(NamedTuple):
-    """A sentence that holds in the figures, or does not."""
-
-    text: str
-    holds: bool
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.text}: {'yes' if self.holds else 'no'}, {self.detail}"
 
 
 def ratio_claim(text: str, ratios: Mapping[str, float], least: float = 1.0, most: float = np.inf) -> Claim:

@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.markup import escape
-from transformers.utils.logging import tqdm
 
 from ..common.arguments import positive
+from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.demo import find_demo
 from ..common.figures import check_folder
 from ..common.models import UsageError
 from ..common.outputs import check_output, write_json
+from ..common.progress import track
 from ..common.recordings import tokenizer_of
 from ..common.timing import environment
 from . import claims, plots, runs, sources
-from .claims import Claim, Figures, Numbers
+from .claims import Figures, Numbers
 
 _YIELD = {"tokens per step, share of drafts accepted": "{tokens_per_step:.2f} {acceptance_rate:.0%}"}
 
@@ -122,14 +123,16 @@ def run(args: argparse.Namespace) -> int:
         "ablations": {},
     }
     console = make_console()
+    found: list[Claim] = []
     try:
-        for name in tqdm(names, desc="ablations", disable=None, leave=False):
-            report["ablations"][name] = _run(name, runs.Workload(splits, models), args.plots, console)
+        for name in track(names, desc="ablations"):
+            report["ablations"][name], claims = _run(name, runs.Workload(splits, models), args.plots, console)
+            found += claims
     finally:  # interrupted, the ablations that are done are still worth keeping
         if args.json and report["ablations"]:
             write_json(args.json, report)
     console.print(f"[dim]{escape(str(report['environment']))}[/dim]", highlight=False)
-    return 0
+    return exit_status(found)
 
 
 def _models(args: argparse.Namespace) -> Path | None:
@@ -156,7 +159,9 @@ def _names(args: argparse.Namespace, models: Path | None) -> list[str]:
     return list(dict.fromkeys(args.only)) if args.only else [name for name in ABLATIONS if name not in missing]
 
 
-def _run(name: str, workload: runs.Workload, folder: Path | None, console: Console) -> dict[str, Any]:
+def _run(
+    name: str, workload: runs.Workload, folder: Path | None, console: Console
+) -> tuple[dict[str, Any], list[Claim]]:
     ablation = ABLATIONS[name]
     figures: Figures = {}
     ablation.measure(workload, figures)
@@ -164,7 +169,8 @@ def _run(name: str, workload: runs.Workload, folder: Path | None, console: Conso
     _print(name, figures, found, console)
     if folder:
         ablation.plot(figures, folder / f"{name}.png")
-    return {"title": ablation.title, "claims": [claim._asdict() for claim in found], "figures": figures}
+    report = {"title": ablation.title, "claims": [claim._asdict() for claim in found], "figures": figures}
+    return report, found
 
 
 def _print(name: str, figures: Figures, found: list[Claim], console: Console) -> None:
@@ -177,8 +183,7 @@ def _print(name: str, figures: Figures, found: list[Claim], console: Console) ->
                 cells = (_cell(groups[series].get(setting), form) for setting in settings)
                 lines.add_row(escape(data_set), *cells)
             console.print(lines)
-    for claim in found:
-        console.print(f"[{'green' if claim.holds else 'yellow'}]*[/] {escape(str(claim))}", highlight=False)
+    print_claims(found, console)
     console.print(f"[dim]{escape(ablation.note)}[/dim]\n", highlight=False)
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ...candidates import DraftModelCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ...drafts.tree import DraftTree
 from ..common.models import UsageError, encode, left_padded, load_draft, load_model, load_tokenizer
+from ..common.progress import track
 from ..common.recordings import Recording
 from ..replay.curves import moving_average
 from ..replay.loop import Replayer, Tally
@@ -65,7 +65,7 @@ def measure_shifts(workload: Workload, figures: Figures) -> None:
     then those of the second: `kept` goes on learning, `frozen` keeps no outputs behind the shift, and `fresh` begins
     there, knowing nothing.
     """
-    for before, after in tqdm(list(pairwise(workload.splits)), desc="shifts", disable=None, leave=False):
+    for before, after in track(list(pairwise(workload.splits)), desc="shifts"):
         requests = [*after.earlier, *after.replayed][-_REQUESTS_BEHIND_SHIFT * len(before.replayed) :]
         figures[f"{before.name} > {after.name}"] = _shift(before, requests)
 
@@ -110,7 +110,7 @@ def measure_hybrids(workload: Workload, figures: Figures) -> None:
     if workload.models is None:
         return
     target, draft, tokenizer = load_pair(workload.models)
-    for split in tqdm(workload.splits, desc="hybrids", disable=None, leave=False):
+    for split in track(workload.splits, desc="hybrids"):
         recordings = _answers(target, tokenizer, split)
         seconds = _step_seconds(target, recordings[0])
         specs = _hybrid_settings(draft)

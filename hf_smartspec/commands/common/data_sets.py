@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from .models import UsageError, encode, left_padded
+from .progress import track
 from .recordings import Recording, Texts, count_accepted
 from .runs import eos_ids, up_to_end
 
@@ -78,7 +78,7 @@ def answered(
 ) -> list[Recording]:
     """The same requests with what the target answers, decoded greedily in batches."""
     pad_id, ends, result = model.generation_config.pad_token_id, set(eos_ids(model)), []
-    with tqdm(total=len(past), desc="answering what is remembered", disable=None, leave=False) as progress:
+    with track(total=len(past), desc="answering what is remembered") as progress:
         for first in range(0, len(past), batch_size):
             items = past[first : first + batch_size]
             inputs = left_padded([item.prompt for item in items], pad_id, model.device)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ...drafts.tree import DraftTree
 from .demo import demo_folder
 from .models import UsageError, load_tokenizer
+from .progress import track
 
 TURNS = ("all", "last", "none")
 
@@ -119,7 +119,7 @@ def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_
         return known[text]
 
     recordings = []
-    for request in tqdm(requests, desc="tokenizing", disable=None, leave=False):
+    for request in track(requests, desc="tokenizing"):
         context = np.concatenate([encode(text + "\n") for text in request.context] or [np.zeros(0, np.int64)])
         recordings.append(Recording(context[-max_prompt:].copy(), encode(request.response)))
     return [recording for recording in recordings if len(recording.response)]

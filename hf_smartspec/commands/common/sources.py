@@ -16,7 +16,6 @@ from ...goodput.acceptance import Calibrator
 from ...prepare.resolve import resolve
 
 SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
-USUAL = SOURCES[:3]
 WITH_DRAFT_MODEL = ("draft", "hybrid")
 
 

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts and responses, .jsonl or .jsonl.gz; one is one data set (default: the demo's prompts)",
     )  # fmt: skip
     add_target_arguments(parser)
-    parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 8], metavar="B", help="default: 1 8")
-    parser.add_argument("--limit", type=positive, default=8, metavar="N", help="requests per data set (default: 8)")
-    parser.add_argument("--max-new-tokens", type=positive, default=96, metavar="N", help="default: 96")
+    parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4], metavar="B", help="default: 1 4")
+    parser.add_argument("--limit", type=positive, default=4, metavar="N", help="requests per data set (default: 4)")
+    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: 48")
     parser.add_argument(
         "--max-prompt", type=positive, default=1024, metavar="N", help="tokens of a prompt, its end (default: 1024)"
     )

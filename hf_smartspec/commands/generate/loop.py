@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import tqdm
 
 from ...decoding.statistics import GenerationStatistics
 from ...generate import enabled
@@ -20,6 +19,7 @@ from ...prepare.resolve import resolve
 from ..common.data_sets import DataSet, remember
 from ..common.equality import Difference, find_differences
 from ..common.models import left_padded
+from ..common.progress import track
 from ..common.replaying import RecordedText
 from ..common.rounding import Rounding, measure_rounding
 from ..common.runs import Decoding, decode_plainly, eos_ids
@@ -133,9 +133,10 @@ def measure(
     groups = [
         _Group(model, methods, item, size, settings, rounding) for item, sizes in zip(data, sizes) for size in sizes
     ]
-    with tqdm(total=sum(group.num_calls for group in groups), desc="generating", disable=None, leave=False) as progress:
+    with track(total=sum(group.num_calls for group in groups), desc="generating") as progress:
         for group in groups:
             results[group.data.name, group.batch_size] = group.tallies
+            progress.set_postfix_str(f"{group.data.name}, batch {group.batch_size}")
             for _ in group.run():
                 progress.update()
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from transformers.utils.logging import tqdm
 
 from ...goodput.papers.policies import BatchLookupTable
 from ...simulator import LoadResult, poisson
@@ -16,11 +15,12 @@ from ..common.arguments import add_model_arguments, add_text_arguments, command_
 from ..common.console import make_console
 from ..common.models import UsageError
 from ..common.outputs import check_output, check_outputs, write_json
+from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setups, merged
-from ..common.sources import SOURCES, USUAL
+from ..common.sources import SOURCES
 from ..common.timing import environment
 from .costs import Calibration, Calibrations
-from .policies import NONE, ORACLE, Policies, policy_name
+from .policies import AUCTION, NAMES, NONE, ORACLE, Policies, policy_name
 from .report import Cell, Cells, Point, plot, print_points, summaries
 from .runs import (
     calibrate,
@@ -34,8 +34,8 @@ from .runs import (
     warm_up,
 )
 
-_POLICIES = (NONE, "k=1", "k=3", "k=5", "table", "step", "auction")
-_SHARES = (0.3, 0.6, 0.9)  # of what the engine can serve without speculation: the default rates
+_POLICIES = (NONE, "k=3", AUCTION)
+_SHARES = (0.3, 0.8)  # of what the engine can serve without speculation: the default rates
 _REHEARSAL = 0.5  # of a load's seconds: of the short ones before and after, by which its simulation is timed
 _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 
@@ -43,22 +43,23 @@ _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
+    parser.set_defaults(limit=16)
     parser.add_argument(
         "--rates", type=positive_number, nargs="+", metavar="R",
-        help="requests per second (default: 0.3, 0.6 and 0.9 of what can be served without speculation)",
+        help="requests per second (default: 0.3 and 0.8 of what can be served without speculation)",
     )  # fmt: skip
     parser.add_argument(
-        "--sources", nargs="+", choices=SOURCES, default=list(USUAL),
+        "--sources", nargs="+", choices=SOURCES, default=["auto"],
         help="auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
-        f"never come true, sure of themselves (default: {' '.join(USUAL)})",
+        "never come true, sure of themselves (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
-        help=f"{', '.join(_POLICIES)}, request, or with --virtual oracle, which knows what comes true: an "
-        f"upper bound for all sources but hybrid (default: all but the last two); {NONE} is always measured",
+        help=f"{', '.join(NAMES)}; oracle, with --virtual, knows what comes true: an upper bound for all sources but "
+        f"hybrid (default: {' '.join(_POLICIES)}); {NONE} is always measured",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=positive_number, default=20.0, metavar="S", help="of arrivals, per run (default: 20)"
+        "--seconds", type=positive_number, default=10.0, metavar="S", help="of arrivals, per run (default: 10)"
     )
     parser.add_argument(
         "--repeats", type=positive, default=1, metavar="N",
@@ -149,11 +150,12 @@ class LoadBench:
         num_rates = len(self.args.rates or _SHARES)
         num_runs = num_rates * self.args.repeats * len(self.names)
         num = len(self.setups) * len(self.args.sources) * (1 + num_runs)
-        with tqdm(total=num, desc="serving", disable=None, leave=False) as progress:
+        with track(total=num, desc="serving") as progress:
             for setup in self.setups:
                 calibrations = self._virtual or Calibrations(partial(calibrate, setup))
                 rates = self.args.rates
                 for source in self.args.sources:
+                    progress.set_postfix_str(f"measuring what steps with {source} cost")
                     calibration = calibrations[source]
                     progress.update()
                     if rates is None:
@@ -185,6 +187,7 @@ class LoadBench:
             rehearsed = new_requests(setup, times, rng)
             order = list(cells.items())
             for name, cell in order if repeat % 2 == 0 else reversed(order):
+                progress.set_postfix_str(f"{point}, {name}")
                 world = setup, point.source, calibration, partial(policies.new, name)
                 if self.args.simulated:
                     self._run_beside(*world, requests, rehearsed, cell)

@@ -11,6 +11,7 @@ from ...simulator import SimulatedEngine, TableCandidates
 from ...simulator.oracle import DraftOracle
 
 NONE, AUCTION, ORACLE = "none", "auction", "oracle"
+NAMES = (NONE, "k=NUMBER", "table", "step", "request", AUCTION, ORACLE)
 
 
 @dataclass
@@ -47,10 +48,9 @@ class Policies:
 
 def policy_name(text: str) -> str:
     """A name that `Policies` knows, for argparse."""
-    names = (NONE, "table", "step", "request", AUCTION, ORACLE)
-    if text in names or (text.startswith("k=") and text[2:].isdecimal()):
+    if (text in NAMES and text != "k=NUMBER") or (text.startswith("k=") and text[2:].isdecimal()):
         return text
-    raise argparse.ArgumentTypeError(f"must be none, k=NUMBER, table, step, request, auction or oracle, got {text!r}")
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join(NAMES)}, got {text!r}")
 
 
 def is_fixed(name: str) -> bool:

@@ -31,7 +31,7 @@ LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
 _TABLE_BATCHES = 32  # the largest batch of the look-up table
 _TABLE_LENGTH = 8
 _SCALINGS = 2  # rounds in which the simulated machine is made as fast as the real one
-_NUM_ALONE = 8  # prompts of the calibration that run alone
+_NUM_ALONE = 4  # prompts of the calibration that run alone
 
 
 class Exploration(StepGoodput):

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from transformers.utils.logging import tqdm
 
 from ...simulator import LoadResult, alternating
 from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
+from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.figures import draw, from_zero, shared_legend
 from ..common.models import UsageError
 from ..common.outputs import check_outputs, write_json
+from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setup
 from ..common.sources import SOURCES
 from ..common.timing import environment
@@ -24,7 +25,7 @@ from .policies import AUCTION, NONE, ORACLE, Policies, is_fixed, policy_name
 from .report import Cell, Point, latency_ratios, summaries
 from .runs import calibrate, capacity, lookup_table, new_requests, serve, simulate_logged, warm_up
 
-_POLICIES = (NONE, "k=2", "k=4", "table", "auction")
+_POLICIES = (NONE, "k=2", "k=4", AUCTION)
 _BUSY, _QUIET = 0.8, 0.2  # of what can be served without speculation
 _LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over mixed traffic
 
@@ -32,13 +33,14 @@ _LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
+    parser.set_defaults(limit=16)
     parser.add_argument(
         "--rates", type=positive_number, nargs=2, metavar=("BUSY", "QUIET"),
         help=f"requests per second (default: {_BUSY} and {_QUIET} of what can be served without speculation)",
     )  # fmt: skip
-    parser.add_argument("--period", type=positive_number, default=15.0, metavar="S", help="of a phase (default: 15)")
+    parser.add_argument("--period", type=positive_number, default=5.0, metavar="S", help="of a phase (default: 5)")
     parser.add_argument("--phases", type=positive, default=4, metavar="N", help="busy and quiet in turn (default: 4)")
-    parser.add_argument("--source", choices=SOURCES, default="draft", help="default: draft")
+    parser.add_argument("--source", choices=SOURCES, default="auto", help="default: auto")
     parser.add_argument(
         "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
         help=f"{NONE} is always measured (default: {' '.join(_POLICIES)})",
@@ -77,12 +79,13 @@ def run(args: argparse.Namespace) -> int:
                 write_json(args.json, report)
             if args.plot:
                 plot(rows, args, args.plot)
-    return 0
+    return exit_status(claims(rows))
 
 
 def measure(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> None:
     """In every repetition one sequence of requests for all policies, in turns; fills in what came of it."""
-    with tqdm(total=1 + args.repeats * len(cells), desc="serving", disable=None, leave=False) as progress:
+    with track(total=1 + args.repeats * len(cells), desc="serving") as progress:
+        progress.set_postfix_str(f"measuring what steps with {args.source} cost")
         calibration = Calibrations(partial(calibrate, setup))[args.source]
         progress.update()
         if args.rates is None:
@@ -100,6 +103,7 @@ def measure(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> N
             requests = new_requests(setup, times, rng)
             order = list(cells.items())
             for name, cell in order if repeat % 2 == 0 else reversed(order):
+                progress.set_postfix_str(name)
                 if args.simulated:
                     new_policy = partial(policies.new, name)
                     result, explanation = simulate_logged(setup, args.source, calibration, new_policy, requests)
@@ -160,15 +164,17 @@ def _print(rows: dict[str, dict[str, Any]], args: argparse.Namespace, console: C
         "*; medians over the repetitions.",
         highlight=False,
     )
+    print_claims(claims(rows), console)
+
+
+def claims(rows: dict[str, dict[str, Any]]) -> list[Claim]:
+    """What the auction is to gain, where it was measured beside a fixed length."""
     auction = rows.get(AUCTION)
-    if auction is not None and auction["gain"] is not None and any(is_fixed(name) for name in rows if name != NONE):
-        each = ", ".join(f"{gain:.2f}" for gain in auction["gains"])
-        holds = "yes" if auction["gain"] >= _LEAST_GAIN else "NO"
-        console.print(
-            f"Auction's latency at least {_LEAST_GAIN:.2f} times better than the best fixed length's over mixed "
-            f"traffic: {holds}, {auction['gain']:.2f} (by repetition: {each}).",
-            highlight=False,
-        )
+    if auction is None or auction["gain"] is None or not any(is_fixed(name) for name in rows if name != NONE):
+        return []
+    each = ", ".join(f"{gain:.2f}" for gain in auction["gains"])
+    text = f"the auction's latency is at least {_LEAST_GAIN:.2f} times better than the best fixed choice's"
+    return [Claim(text, auction["gain"] >= _LEAST_GAIN, f"{auction['gain']:.2f} times (by repetition: {each})")]
 
 
 def plot(rows: dict[str, dict[str, Any]], args: argparse.Namespace, path: Path) -> None:

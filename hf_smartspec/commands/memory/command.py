@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
-from transformers.utils.logging import tqdm
 
 from ..common.arguments import add_output_arguments, not_negative
 from ..common.console import make_console, table
 from ..common.figures import draw, from_zero
 from ..common.models import UsageError
 from ..common.outputs import check_outputs, write_json
+from ..common.progress import track
 from ..common.recordings import Fields, read_requests, tokenize, tokenizer_of
 from ..common.timing import environment
 from .runs import (
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     stream = _stream(args)
     try:
         probe = TreeProbe(stream)
-        for size in tqdm(sorted(set(args.tokens)), desc="suffix tree", disable=None, leave=False):
+        for size in track(sorted(set(args.tokens)), desc="suffix tree"):
             report["suffix_tree"].append(probe.measure(size))
         report["eviction"] = measure_eviction(stream, args.max_bytes)
         if args.datastore_tokens:
@@ -108,7 +108,7 @@ def _stream(args: argparse.Namespace) -> TextStream:
     requests = [item for path in args.files for item in read_requests(path, Fields(), None)]
     tokenizer = tokenizer_of(args.tokenizer)
     responses: list[np.ndarray] = []
-    for first in tqdm(range(0, len(requests), _CHUNK), desc="tokenizing", disable=None, leave=False):
+    for first in track(range(0, len(requests), _CHUNK), desc="tokenizing"):
         texts = [item.response for item in requests[first : first + _CHUNK]]
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         responses += [np.array(ids, np.int32) for ids in encoded]

@@ -6,11 +6,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers.utils.logging import tqdm
 
 from ...candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.datastore.file import Datastore, build_datastore
 from ..common.models import UsageError
+from ..common.progress import track
 from ..common.recordings import Recording
 
 BATCH_SIZE = 64  # held-out requests, one at a time and all at once
@@ -96,7 +96,7 @@ class TreeProbe:
     def _fill(self, num_tokens: int) -> float:
         """Adds outputs of so many tokens; microseconds per token."""
         seconds = 0.0
-        for output in tqdm(take(self._outputs, num_tokens), desc="filling", disable=None, leave=False):
+        for output in track(take(self._outputs, num_tokens), desc="filling"):
             start = perf_counter()
             numbers = self._source.add_outputs([output], progress=False)
             seconds += perf_counter() - start
@@ -170,7 +170,7 @@ def measure_eviction(stream: TextStream, max_bytes: int) -> dict[str, Any]:
     source, outputs = SuffixTreeCandidates(max_bytes), iter(stream)
     source.add_outputs(take(outputs, max_bytes // 8))  # a token takes more than 8 bytes: memory is full
     seconds, largest, num_tokens = 0.0, 0, max_bytes // LEAST_BYTES
-    for output in tqdm(take(outputs, num_tokens), desc="evicting", disable=None, leave=False):
+    for output in track(take(outputs, num_tokens), desc="evicting"):
         start = perf_counter()
         source.add_outputs([output], progress=False)
         seconds += perf_counter() - start

@@ -9,15 +9,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from transformers.utils.logging import tqdm
 
 from ...simulator import LoadRequest, read_trace, with_acceptance
 from ..common.arguments import positive, positive_number
+from ..common.claims import exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.demo import demo_folder
 from ..common.figures import check_folder, draw, shared_legend
 from ..common.models import UsageError
 from ..common.outputs import check_output, write_json
+from ..common.progress import track
 from ..common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
 from .figures import FIGURES
 from .world import ALPHA, Figure, World
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".jsonl or .jsonl.gz with responses, for Figure 12 (default: the demo's)",
     )  # fmt: skip
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES), help="default: all")
-    parser.add_argument("--requests", type=positive, default=200, metavar="N", help="per load (default: 200)")
+    parser.add_argument("--requests", type=positive, default=150, metavar="N", help="per load (default: 150)")
     parser.add_argument(
         "--traces", nargs="+", type=Path, default=[], metavar="CSV",
         help="also play these traces, of Azure's or Mooncake's format",
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     console, done = make_console(), []
     _print_setting(world, console)
     try:
-        with tqdm(desc="simulating", unit=" loads", disable=None, leave=False) as progress:
+        with track(desc="simulating", unit=" loads") as progress:
             world.tick = progress.update
             for figure in _figures(args.figures, traces, world):
                 done.append(figure)
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             write_json(args.json, [asdict(figure) for figure in done])
         for figure in done if args.plots else ():
             _plot(figure, args.plots / f"{figure.name.replace(' ', '_').replace(',', '').replace('.', '')}.png")
-    return 0 if all(claim.holds for figure in done for claim in figure.claims) else 1
+    return exit_status(claim for figure in done for claim in figure.claims)
 
 
 def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
@@ -132,8 +133,7 @@ def _print(figure: Figure, console: Console) -> None:
         for x in next(iter(series.values()), {}):
             lines.add_row(f"{x:g}", *(f"{values[x]:.4g}" for values in series.values()))
         console.print(lines)
-    for text, holds in figure.claims:
-        console.print(f"{'[green]yes[/green]' if holds else '[red]NO [/red]'} {escape(text)}", highlight=False)
+    print_claims(figure.claims, console)
     console.print()
 
 

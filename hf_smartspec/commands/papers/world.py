@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ...goodput.papers.length import expected_length
 from ...goodput.papers.policies import BatchLookupTable, RequestGoodput, StepGoodput
 from ...simulator import Device, LoadRequest, LoadResult, SimulatedEngine, TableCandidates, datasheet_cost
 from ...simulator.oracle import DraftOracle
+from ..common.claims import Claim
 from ..common.recordings import Recording
 
 LENGTH = 128  # tokens of prompts and of outputs, where all have the same
@@ -23,13 +24,6 @@ MAX_BATCH_SIZE = 128
 HEADS = 3
 
 
-class Claim(NamedTuple):
-    """What a paper says its figure shows, and whether this one does."""
-
-    text: str
-    holds: bool
-
-
 @dataclass
 class Figure:
     """
@@ -37,7 +31,7 @@ class Figure:
         name, title (`str`): Which figure of which paper, and what it shows.
         x, y (`str`): What the axes are.
         panels (`dict`): By panel, series and x: y.
-        claims (list of `Claim`): In words.
+        claims (list of `Claim`): What the paper says its figure shows, and whether this one does.
     """
 
     name: str

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from transformers.utils.logging import tqdm
-
+from ..common.progress import track
 from ..common.recordings import Recording
 from .loop import Replayer, Tally, warm_up
 from .sources import SourceSpec
@@ -41,7 +40,7 @@ def replay(
     """
     replayers: dict[SourceSpec, Replayer] = {}
     total = sum(len(item.recordings[:limit]) for item in data) * len(specs)
-    with tqdm(total=total, desc="replaying", disable=None, leave=False) as progress:
+    with track(total=total, desc="replaying") as progress:
         for name, recordings in data:
             recordings = recordings[:limit]
             if not replayers or not carries_over:

@@ -10,13 +10,13 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel
-from transformers.utils.logging import tqdm
 
 from ...candidates.tuned import TUNABLE, TunedSources
 from ..common.arguments import positive
 from ..common.console import make_console, table
 from ..common.models import UsageError, load_model
 from ..common.outputs import check_output, write_json
+from ..common.progress import track
 from ..common.recordings import TURNS, Fields, Recording, read_requests, tokenize, tokenizer_of
 from ..replay.curves import geometric_mean
 from .search import Costs, Requests, Search, Trial, num_requests, speed
@@ -131,7 +131,7 @@ def _search(
 ) -> None:
     """Tunes the parameters; `keep` sees the search after every one of them."""
     total = num_requests(data, parameters)
-    with tqdm(total=total, desc="tuning", unit=" requests", disable=None, leave=False) as progress:
+    with track(total=total, desc="tuning", unit=" requests") as progress:
         search = Search(choice, data, costs, draft, progress.update)
         for parameter in search.run(parameters):
             keep(search)
@@ -158,7 +158,7 @@ def _compare(
     """Default and tuned options on the training requests and, behind these, on those that were held out."""
     trials = [Trial(item, data, draft) for item in (default, choice)]
     total = 2 * sum(len(item.recordings) for item in data)
-    with tqdm(total=total, desc="comparing", unit=" requests", disable=None, leave=False) as progress:
+    with track(total=total, desc="comparing", unit=" requests") as progress:
         for trial in trials:
             trial.advance([len(item.recordings) for item in data], progress.update)
     rows = []

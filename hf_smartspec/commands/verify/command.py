@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ...prepare.resolve import PRESETS
 from ..common.arguments import not_negative, positive, positive_list
@@ -29,6 +28,7 @@ from ..common.models import (
     read_prompts,
 )
 from ..common.outputs import check_output, write_json
+from ..common.progress import track
 from ..common.rounding import Rounding, measure_rounding
 from ..common.runs import Decoding, decode_plainly
 from ..common.timing import environment
@@ -169,7 +169,7 @@ class Verifier:
     def run(self, report: Report, num_samples: int) -> None:
         """Fills in the report: tokens at every batch size, then scores, then frequencies."""
         num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
-        with tqdm(total=num_checks, desc="verifying", disable=None, leave=False) as progress:
+        with track(total=num_checks, desc="verifying") as progress:
             for size in self.batch_sizes:
                 self.check_tokens(report, size, progress)
             self.check_scores(report, progress)
