@@ -47,6 +47,7 @@ class SimulatedForward:
     """
 
     trees = True
+    rotary = None  # texts of any length are reused: no embedding depends on it
     taps = None  # there are no hidden states
 
     def __init__(self, cost: CostModel, clock: EventClock, end_id: int, call: int = TYPICAL_CALL):
