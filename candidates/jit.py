@@ -1,31 +1,139 @@
-"""Python compiled to machine code, for what runs once per token or more."""
+"""
+Python compiled to machine code by numba, for what runs once per token or more.
 
+Nothing is compiled, and nothing written or deleted, before the first call. Machine code is kept on disk, where numba
+finds a folder for it: `NUMBA_CACHE_DIR`, the package's own, or else the user's.
+"""
+
+import os
+import re
+import sys
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, cached_property
+from hashlib import blake2b
 from pathlib import Path
+from pickle import UnpicklingError, loads
 from typing import Any
 
+import llvmlite  # type: ignore[import-untyped]
 import numba
+from numba import types
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.registry import CPUDispatcher
+from numba.core.serialize import dumps
+
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Machine code for the function, kept on disk where there is a folder for it, that runs without Python's lock."""
-    try:
-        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return numba.njit(nogil=True, error_model="numpy")(function)
+    """Machine code for the function, kept on disk, that runs without Python's lock."""
+    dispatcher = _Dispatcher(function, targetoptions=_OPTIONS)
+    dispatcher.enable_caching()
+    return dispatcher
 
 
-def _drop_stale_code(folder: Path) -> None:
+def inner(function: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Deletes machine code that is older than one of the folder's sources. numba looks at the file of a function only, not
-    at those of the functions that were compiled into it, so that an edit would otherwise go unnoticed.
+    The same for what compiled code alone calls, within whose machine code it is kept: without what Python would call it
+    through, which takes time to compile. `compiled(name.py_func)` can be called from Python.
     """
-    newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
-    for cached in (folder / "__pycache__").glob("*.nb[ic]"):
-        with suppress(OSError):  # another process was faster, or nothing can be written here
-            if cached.stat().st_mtime < newest:
-                cached.unlink()
+    return _Inner(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
 
 
-_drop_stale_code(Path(__file__).parent)
+class _Dispatcher(CPUDispatcher):
+    def enable_caching(self) -> None:
+        self._cache: Any = _DiskCache(self.py_func)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Compiles calls by compiled code: once for all integers, where numba would for every width and constant."""
+        return super().get_call_template(tuple(map(_widened, args)), kws)
+
+
+class _Inner(_Dispatcher):
+    def add_overload(self, cres: Any) -> None:
+        self.overloads[tuple(cres.signature.args)] = cres  # numba's lets Python call it, too
+
+    def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"`{self.py_func.__name__}` can only be called by compiled code.")
+
+
+def _widened(argument: types.Type) -> types.Type:
+    argument = types.unliteral(argument)
+    return types.int64 if isinstance(argument, types.Integer) else argument
+
+
+# --- On disk ---------------------------------------------------------------------------------------------------------
+
+
+class _DiskCache:
+    """numba's cache of a function, with files of our own, which is looked for when the function is first called."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function, self._stamp = function, stamp(Path(function.__code__.co_filename).parent)
+
+    @cached_property
+    def _cache(self) -> FunctionCache | NullCache:
+        try:
+            found = FunctionCache(self._function)
+        except RuntimeError:  # there is no folder that can be written
+            return NullCache()
+        files: Any = _CodeFiles(Path(found.cache_path), self._function, self._stamp)
+        found._cache_file = files
+        return found
+
+    def save_overload(self, *args: Any) -> None:
+        with suppress(OSError):  # such as a full disk
+            self._cache.save_overload(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+@cache
+def stamp(folder: Path) -> str:
+    """
+    What machine code of this folder's functions depends on: all sources there, which may be compiled into it (numba
+    looks at the function's own file only), and the compiler. Asked at import: what is edited later does not run yet.
+    """
+    digest = blake2b(f"{numba.__version__} {llvmlite.__version__}".encode(), digest_size=8)
+    for source in [Path(__file__), *sorted(folder.glob("*.py"))]:
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+class _CodeFiles:
+    """
+    A file for every signature and processor that a function was compiled for, named by all that it depends on: whatever
+    processes write at the same time, a file holds what its name says, whole.
+    """
+
+    def __init__(self, folder: Path, function: Callable[..., Any], stamp: str):
+        name = re.sub(r"\W", "_", f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}")
+        self._folder, self._stamp = folder, stamp
+        self._stem = f"{name}.{sys.implementation.cache_tag}-"
+
+    def _path(self, key: tuple) -> Path:
+        digest = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        return self._folder / f"{self._stem}{self._stamp}-{digest}.nbc"
+
+    def load(self, key: tuple) -> Any:
+        """What was saved for the key, or None."""
+        try:
+            return loads(self._path(key).read_bytes())
+        except (OSError, EOFError, UnpicklingError):
+            return None
+
+    def save(self, key: tuple, data: Any) -> None:
+        path = self._path(key)
+        new = path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            new.write_bytes(dumps(data))
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+        for other in self._folder.glob(f"{self._stem}*.nbc"):
+            if not other.name.startswith(f"{self._stem}{self._stamp}"):
+                with suppress(OSError):  # another process was faster
+                    other.unlink()

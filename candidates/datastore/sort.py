@@ -3,7 +3,7 @@
 import numpy as np
 from transformers.utils.logging import tqdm
 
-from ..jit import compiled
+from ..jit import compiled, inner
 
 BORDER = -1  # stands between two documents; sorts before every token
 
@@ -77,7 +77,7 @@ def _sort_buckets(
             _sort_bucket(tokens, bucket, keys, bits, max_depth)
 
 
-@compiled
+@inner
 def _sort_bucket(tokens: np.ndarray, bucket: np.ndarray, keys: np.ndarray, bits: int, max_depth: int) -> None:
     """
     Sorts suffixes that agree in their first token. Parts of the bucket wait on a stack as (low, high, depth, whether
@@ -118,7 +118,7 @@ def _sort_bucket(tokens: np.ndarray, bucket: np.ndarray, keys: np.ndarray, bits:
                 waiting += 1
 
 
-@compiled
+@inner
 def _key(tokens: np.ndarray, position: int, width: int, bits: int) -> int:
     """The next `width` tokens as one number that sorts as they do; zeros from the document's end on."""
     key = np.int64(0)
@@ -129,12 +129,12 @@ def _key(tokens: np.ndarray, position: int, width: int, bits: int) -> int:
     return key
 
 
-@compiled
+@inner
 def _median(a: int, b: int, c: int) -> int:
     return max(min(a, b), min(max(a, b), c))
 
 
-@compiled
+@inner
 def _partition(bucket: np.ndarray, keys: np.ndarray, low: int, high: int, pivot: int) -> tuple[int, int]:
     """Orders [low, high) as keys below, at and above the pivot, and returns where the latter two begin."""
     less, more, index = low, high, low
@@ -154,7 +154,7 @@ def _partition(bucket: np.ndarray, keys: np.ndarray, low: int, high: int, pivot:
     return less, more
 
 
-@compiled
+@inner
 def _sort_by_insertion(tokens: np.ndarray, bucket: np.ndarray, low: int, high: int, depth: int, max_depth: int) -> None:
     for end in range(low + 1, high):
         suffix = bucket[end]
@@ -165,7 +165,7 @@ def _sort_by_insertion(tokens: np.ndarray, bucket: np.ndarray, low: int, high: i
         bucket[index] = suffix
 
 
-@compiled
+@inner
 def _is_less(tokens: np.ndarray, left: int, right: int, depth: int, max_depth: int) -> bool:
     for offset in range(depth, max_depth):
         ends = left + offset >= len(tokens), right + offset >= len(tokens)

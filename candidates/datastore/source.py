@@ -14,7 +14,7 @@ from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
 from ..base import USUAL_NODES, TreeCandidateGenerator
-from ..jit import compiled
+from ..jit import compiled, inner
 from .file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up
@@ -28,6 +28,7 @@ class _Settings(NamedTuple):
     branch_len: int
     first_n: bool
     capacity: int  # nodes of the largest trie of one row, its root included
+    usual: int  # nodes that are proposed whatever they promise
     least: float  # probability of the paths to nodes beyond the usual number
 
 
@@ -121,6 +122,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
             int(branch_len),
             first_n,
             int(1 + most_picked * branch_len),
+            usual=USUAL_NODES,
             least=0.0,
         )
         self._ends: dict[Hashable, np.ndarray] = {}  # the last `max_prefix` tokens, int32, -1 where there are fewer
@@ -230,7 +232,7 @@ def _propose(
         _select(trie, size, order, limits[row], settings, drafts, row)
 
 
-@compiled
+@inner
 def _grow_trie(text: _Text, end: np.ndarray, settings: _Settings, ranges: np.ndarray, trie: np.ndarray) -> int:
     """Builds the trie of one row's continuations and returns its number of nodes."""
     trie[0] = 0
@@ -243,7 +245,7 @@ def _grow_trie(text: _Text, end: np.ndarray, settings: _Settings, ranges: np.nda
     return size
 
 
-@compiled
+@inner
 def _longest_match(text: _Text, end: np.ndarray, ranges: np.ndarray) -> int:
     """How many of the last tokens occur together; forgets the ranges of the row before."""
     vocab_size = len(text.starts) - 1
@@ -262,7 +264,7 @@ def _longest_match(text: _Text, end: np.ndarray, ranges: np.ndarray) -> int:
     return longest
 
 
-@compiled
+@inner
 def _range(text: _Text, end: np.ndarray, length: int, ranges: np.ndarray) -> tuple[int, int]:
     """The suffixes that begin with the last `length` tokens, as [low, high); looked up once per row."""
     if ranges[length, 0] < 0:
@@ -292,7 +294,7 @@ def _range(text: _Text, end: np.ndarray, length: int, ranges: np.ndarray) -> tup
     return ranges[length, 0], ranges[length, 1]
 
 
-@compiled
+@inner
 def _compare(tokens: np.ndarray, position: int, prefix: np.ndarray) -> int:
     """Negative, zero or positive: the suffix is below, begins with or is above the prefix, whose first token it has."""
     if position < 0:
@@ -304,7 +306,7 @@ def _compare(tokens: np.ndarray, position: int, prefix: np.ndarray) -> int:
     return 0
 
 
-@compiled
+@inner
 def _add_continuations(
     text: _Text, low: int, high: int, length: int, settings: _Settings, trie: np.ndarray, size: int
 ) -> tuple[int, int]:
@@ -329,7 +331,7 @@ def _add_continuations(
     return size, found
 
 
-@compiled
+@inner
 def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) -> tuple[int, int]:
     """The node of the token below its parent, made if need be, and the trie's size."""
     # The newest child comes first: what is sorted finds it there.
@@ -349,7 +351,7 @@ def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) ->
     return np.int32(size), size + 1
 
 
-@compiled
+@inner
 def _select(
     trie: np.ndarray, size: int, order: np.ndarray, limit: int, settings: _Settings, drafts: _Drafts, row: int
 ) -> None:
@@ -363,7 +365,7 @@ def _select(
     drafts.sizes[row] = max(0, min(limit, size - 1))
     for index in range(drafts.sizes[row]):
         node = order[index]
-        if index >= USUAL_NODES and trie[node, _COUNT] < least_count:
+        if index >= settings.usual and trie[node, _COUNT] < least_count:
             drafts.sizes[row] = index
             break
         parent = trie[node, _PARENT]
@@ -374,7 +376,7 @@ def _select(
         trie[node, _SIBLING] = index  # siblings are no longer asked for
 
 
-@compiled
+@inner
 def _sort_nodes(trie: np.ndarray, size: int, branch_len: int, order: np.ndarray) -> None:
     """Orders all nodes but the root by falling count, then by depth, then by age, in a counting sort."""
     width = branch_len + 1

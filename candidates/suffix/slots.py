@@ -20,10 +20,11 @@ from .kernels.batch import (
     absorb,
     begin,
     draft_batch,
+    draft_batch_by_counts,
     new_batch,
     new_slots,
 )
-from .kernels.expand import LEAST, MAX_TREES, Scratch, new_scratch
+from .kernels.expand import BY_COUNTS, LEAST, MAX_TREES, Scratch, new_scratch
 from .kernels.mix import Model, log_odds, new_model
 
 _NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
@@ -44,6 +45,7 @@ class SuffixSlots:
 
     def __init__(self, corpus: SuffixCorpus, settings: Sequence[float]):
         self._corpus, self._settings = corpus, np.array(settings, np.float64)
+        self._draft_batch = draft_batch_by_counts if self._settings[BY_COUNTS] else draft_batch
         self._table = np.zeros(NUM_ADDRESSES, np.int64)
         self._address = int(self._table.ctypes.data)
         slots, scratch = new_slots(_NUM_SLOTS, corpus.max_depth), new_scratch(_NUM_SLOTS)
@@ -145,7 +147,7 @@ class SuffixSlots:
         batch, (row_slots, row_limits, row_ends) = self._batch, self._rows
         for row in range(num_rows):
             row_slots[row], row_limits[row] = slots[row], limits[row]
-        draft_batch(self._address, num_rows, self._corpus.clock)
+        self._draft_batch(self._address, num_rows, self._corpus.clock)
         total = row_ends[num_rows - 1] if num_rows else 0
         tokens, parents, probs = batch.tokens[:total].copy(), batch.parents[:total].copy(), batch.probs[:total].copy()
         trees, start = [], 0

@@ -112,6 +112,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
         self.default_num_nodes, self.keep_outputs = num_nodes or USUAL_NODES, keep_outputs
         self.heeds_prices = scoring == "learned" and min_probability is None
+        self._scoring = scoring
         self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else USUAL_NODES)
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
@@ -345,21 +346,20 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         return source
 
     def warm_up(self) -> None:
-        """Compiles everything, or loads it from numba's cache, so that no request has to wait for that."""
-        _compile()
+        """
+        Compiles what drafts with these settings, or loads it from the disk, so that no request has to wait for that.
+        What forgets outputs is compiled when memory is full for the first time.
+        """
+        _compile(self._scoring)
 
 
-@lru_cache(maxsize=1)
-def _compile() -> None:
-    for scoring in ("learned", "counts"):
-        source = SuffixTreeCandidates(max_bytes=2**20, max_depth=4, max_match=2, scoring=scoring)
-        source.assign("", references=[np.array([1, 2, 3])])
-        source.start("", np.array([1, 2, 1, 2]))
-        source.observe("", np.tile([1, 2], 400))
-        source.propose([""], [4])
-        source.stop("")
-        source.remove_output(1)
-        source.remove_namespace("")
+@lru_cache
+def _compile(scoring: str) -> None:
+    source = SuffixTreeCandidates(max_bytes=2**20, max_depth=4, max_match=2, scoring=scoring)
+    source.start("", np.array([1, 2, 1, 2]))
+    source.propose([""], [4])
+    source.observe("", np.tile([1, 2], 400))
+    source.stop("")
 
 
 def _checked(tokens: np.ndarray | Sequence[int]) -> np.ndarray:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled, inner
 from .expand import (
-    BY_COUNTS,
     DEPTH_LIMIT,
     MAX_CANDIDATES,
     MAX_NODES,
@@ -47,7 +46,7 @@ class Slots(NamedTuple):
         trees (`np.ndarray` of shape `[slots, 4]`, int32): Roots: the request's own tree, then namespaces; -1: none.
         points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
         walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `suffix_places`.
-        pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int64): The tokens that are not in the tree yet.
+        pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int32): The tokens that are not in the tree yet.
     """
 
     state: np.ndarray
@@ -63,7 +62,7 @@ def new_slots(num_slots: int, max_depth: int) -> Slots:
         trees=np.full((num_slots, MAX_TREES), -1, np.int32),
         points=np.zeros((num_slots, (max_depth + 1) * 2), np.int32),
         walks=np.zeros((num_slots, NUM_WALK_FIELDS), np.int32),
-        pending=np.zeros((num_slots, MAX_PENDING), np.int64),
+        pending=np.zeros((num_slots, MAX_PENDING), np.int32),
     )
 
 
@@ -102,12 +101,12 @@ def new_batch(num_rows: int) -> Batch:
 NUM_ADDRESSES = 26
 
 
-@compiled
+@inner
 def _store(table):
     return Store(int32_at(table[0]), int32_at(table[1]), int32_at(table[2]), int64_at(table[3]))
 
 
-@compiled
+@inner
 def _model(table, line):
     return Model(
         ahead(float32_at(table[4]), line * NUM_CELLS * 2),
@@ -116,7 +115,7 @@ def _model(table, line):
     )
 
 
-@compiled
+@inner
 def _slot(table, slot):
     max_depth = int(float64_at(table[23])[DEPTH_LIMIT])
     return Slots(
@@ -124,11 +123,11 @@ def _slot(table, slot):
         ahead(int32_at(table[8]), slot * MAX_TREES),
         ahead(int32_at(table[9]), slot * (max_depth + 1) * 2),
         ahead(int32_at(table[10]), slot * NUM_WALK_FIELDS),
-        ahead(int64_at(table[11]), slot * MAX_PENDING),
+        ahead(int32_at(table[11]), slot * MAX_PENDING),
     )
 
 
-@compiled
+@inner
 def _scratch(table, slot):
     return Scratch(
         ahead(int32_at(table[12]), slot * NUM_PLACE_FIELDS),
@@ -139,7 +138,7 @@ def _scratch(table, slot):
     )
 
 
-@compiled
+@inner
 def _grow(s, slot, settings, tokens, num_tokens):
     """Appends committed tokens to a request's text and tree."""
     state, max_depth = slot.state, int(settings[DEPTH_LIMIT])
@@ -173,7 +172,7 @@ def absorb(address, k, clock):
     state[NUM_PENDING] = 0
 
 
-@compiled
+@inner
 def _forget_walks(s, slot):
     """Texts were removed since the last draft: nodes may be gone."""
     if slot.state[REMOVALS_SEEN] != s.heads[REMOVALS]:
@@ -182,32 +181,51 @@ def _forget_walks(s, slot):
             slot.walks[walk + FROM] = -1
 
 
+@inner
+def _drafts(table, end):
+    """Where `Batch` has its drafts from node `end` on: tokens, parents, probs."""
+    return ahead(int64_at(table[20]), end), ahead(int64_at(table[21]), end), ahead(float32_at(table[22]), end)
+
+
 @compiled
 def draft_batch(address, num_rows, clock):
     """Absorbs what was committed and drafts, for the slots that `Batch` names."""
     table = int64_at(address)
-    s, settings, slots, limits, ends = (
-        _store(table), float64_at(table[23]), int64_at(table[17]), int64_at(table[18]), int64_at(table[19]),
-    )  # fmt: skip
+    s, settings, slots = _store(table), float64_at(table[23]), int64_at(table[17])
+    limits, ends = int64_at(table[18]), int64_at(table[19])
     for row in range(num_rows):
         absorb(address, slots[row], clock)
     end = 0
     for row in range(num_rows):
         slot = _slot(table, slots[row])
         state = slot.state
-        limit = min(limits[row], MAX_NODES - 1)
         _forget_walks(s, slot)
-        tokens, parents = ahead(int64_at(table[20]), end), ahead(int64_at(table[21]), end)
-        probs = ahead(float32_at(table[22]), end)
-        if settings[BY_COUNTS] > 0:
-            end += draft_by_score(
-                s, slot.trees, slot.points, slot.walks, state[NUM_POINTS], state[START], state[END], limit,
-                settings, tokens, parents, probs,
-            )  # fmt: skip
-        else:
-            end += make_draft(
-                s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points,
-                slot.walks, state[NUM_POINTS], state[START], state[END], limit, settings, tokens, parents, probs,
-            )  # fmt: skip
-            state[HAS_DRAFT] = 1
+        tokens, parents, probs = _drafts(table, end)
+        end += make_draft(
+            s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points, slot.walks,
+            state[NUM_POINTS], state[START], state[END], min(limits[row], MAX_NODES - 1), settings,
+            tokens, parents, probs,
+        )  # fmt: skip
+        state[HAS_DRAFT] = 1
+        ends[row] = end
+
+
+@compiled
+def draft_batch_by_counts(address, num_rows, clock):
+    """The same as published; apart, since it takes long to compile and few ask for it."""
+    table = int64_at(address)
+    s, settings, slots = _store(table), float64_at(table[23]), int64_at(table[17])
+    limits, ends = int64_at(table[18]), int64_at(table[19])
+    for row in range(num_rows):
+        absorb(address, slots[row], clock)
+    end = 0
+    for row in range(num_rows):
+        slot = _slot(table, slots[row])
+        state = slot.state
+        _forget_walks(s, slot)
+        tokens, parents, probs = _drafts(table, end)
+        end += draft_by_score(
+            s, slot.trees, slot.points, slot.walks, state[NUM_POINTS], state[START], state[END],
+            min(limits[row], MAX_NODES - 1), settings, tokens, parents, probs,
+        )  # fmt: skip
         ends[row] = end

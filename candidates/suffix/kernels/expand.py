@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import inner
 from .mix import CANDIDATE, GROWN, PARENT, TOKEN, begin_candidate, describe, estimate, learn
 from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
 from .pointers import prefetch
@@ -69,7 +69,7 @@ def new_scratch(num_slots: int) -> Scratch:
 # --- Contexts --------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _set_place(s, places, at, tree, depth, node, following, stop, number):
     places[at + TREE], places[at + DEPTH], places[at + SUPPORT] = tree, depth, number
     places[at + AT], places[at + NEXT], places[at + STOP] = node, following, stop
@@ -79,7 +79,7 @@ def _set_place(s, places, at, tree, depth, node, following, stop, number):
         prefetch(s.text, following)
 
 
-@compiled
+@inner
 def _root_places(s, d, trees, points, walks, num_points, start, end, longest):
     """
     The contexts of the text `text[start:end]`: per tree the longest one, and each shorter one that occurs more often
@@ -107,7 +107,7 @@ def _root_places(s, d, trees, points, walks, num_points, start, end, longest):
     return kept
 
 
-@compiled
+@inner
 def _child_places(s, d, parent, kept, token):
     """The contexts of a grown node, from `kept` on: those of its parent, one token on. Returns where they end."""
     places, tree, before = d.places, -1, 0
@@ -130,7 +130,7 @@ def _child_places(s, d, parent, kept, token):
 # --- Candidates ------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _newest(s, kids, last):
     """Which of the entries was seen last."""
     newest, entry_of = s.rows[kids + SEEN], kids
@@ -140,7 +140,7 @@ def _newest(s, kids, last):
     return entry_of
 
 
-@compiled
+@inner
 def _candidate(d, g, first, end, token):
     """The candidate of this token, which may be a new one; `MAX_CANDIDATES` if there is no room for it."""
     c = first
@@ -151,7 +151,7 @@ def _candidate(d, g, first, end, token):
     return c
 
 
-@compiled
+@inner
 def _find_candidates(s, d, g, min_share):
     """Lists the tokens that follow the contexts of a grown node, with what is known of each."""
     places, tree, gap = d.places, -1, 0
@@ -181,7 +181,7 @@ def _find_candidates(s, d, g, min_share):
     d.grown[g + END_OF] = end
 
 
-@compiled
+@inner
 def _estimate(s, d, model, g, own_root, path):
     """Gives the candidates of a grown node their probabilities; `path` is that of the node itself."""
     first = d.grown[g + FIRST]
@@ -199,7 +199,7 @@ def _estimate(s, d, model, g, own_root, path):
 # --- Drafts ----------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
     """Drafts for one slot, best path first. Returns the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
@@ -237,7 +237,7 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
 # --- Learning --------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def learn_from(s, d, model, pending, num_pending, settings, owners, used, clock):
     """
     Scores the last draft's candidates against the committed tokens, as far as these follow the draft. Texts that a

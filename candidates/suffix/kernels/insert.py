@@ -8,7 +8,7 @@ their text by themselves, so the cost is that of the match length, not of the de
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled, inner
 from .pointers import int32_at
 from .store import (
     CHILD,
@@ -19,6 +19,7 @@ from .store import (
     KIDS,
     LABEL,
     LEN,
+    NODES_LIVE,
     NUM,
     ROW,
     SEEN,
@@ -32,7 +33,7 @@ from .store import (
 )
 
 
-@compiled
+@inner
 def _split(s, root, node, entry, offset, end):
     """A new node in the middle of an edge below `node`, `offset` tokens down, reached once more. Returns it."""
     count, child, seen = s.rows[entry + COUNT], s.rows[entry + CHILD], s.rows[entry + SEEN] + offset
@@ -53,7 +54,7 @@ def _split(s, root, node, entry, offset, end):
     return middle
 
 
-@compiled
+@inner
 def settle(s, root, node, offset, end):
     """
     A point whose edge was split meanwhile, put below the new nodes (and counted there). Returns (node, offset, entry of
@@ -70,7 +71,7 @@ def settle(s, root, node, offset, end):
     return node, offset, np.int64(-1)
 
 
-@compiled
+@inner
 def extend(s, root, points, num_points, max_depth, end, token):
     """
     Appends a token to a text.
@@ -120,7 +121,7 @@ def extend(s, root, points, num_points, max_depth, end, token):
     return matched
 
 
-@compiled
+@inner
 def finish(s, root, points, num_points, max_depth, end):
     """Ends a text: its last tokens are counted too."""
     for depth in range(min(num_points, max_depth - 1), 0, -1):
@@ -147,17 +148,23 @@ def insert(store, root, start, tokens, points):
 @compiled
 def move_tree(store, root, start, end, target):
     """Copies `text[start:end]` and what stands behind it to `target`, and lets the tree's edges lie there."""
-    store.text[target : target + end - start + 1] = store.text[start : end + 1]
-    s, stack, shift = pointers(store), [root], target - start
+    s, shift = pointers(store), target - start
+    for position in range(start, end + 1):
+        s.text[position + shift] = s.text[position]
     s.nodes[root + LEN] -= shift
-    while len(stack) > 0:
-        node = stack.pop()
+    stack = np.empty(s.heads[NODES_LIVE], np.int32)
+    stack[0] = root
+    num = 1
+    while num > 0:
+        num -= 1
+        node = stack[num]
         if node != root and start <= s.nodes[node + LABEL] < end:
             s.nodes[node + LABEL] += shift
         kids = s.nodes[node + KIDS]
         for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
             child = s.rows[entry + CHILD]
             if child >= 0:
-                stack.append(child)
+                stack[num] = child
+                num += 1
             elif start <= ~child < end:
                 s.rows[entry + CHILD] = child - shift

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import inner
 
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
@@ -80,13 +80,13 @@ def log_odds(cells: np.ndarray) -> np.ndarray:
 # --- What is known of a candidate ------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _bin(value, a, b, c, d):
     """0 to 4: the number of bounds that the value does not exceed."""
     return (value <= a) + (value <= b) + (value <= c) + (value <= d)
 
 
-@compiled
+@inner
 def _context_cell(depth, gap, count, total):
     order = depth - 1 if depth < 5 else 4 + (depth >= 7) + (depth >= 10) + (depth >= 16)
     counts = count - 1 if count < 4 else 3 + (count >= 6) + (count >= 10) + (count >= 20)
@@ -97,7 +97,7 @@ def _context_cell(depth, gap, count, total):
     return ((order * _GAPS + min(gap, 2)) * _COUNTS + counts) * _SHARES + shares
 
 
-@compiled
+@inner
 def begin_candidate(candidates, c, token, parent):
     """A candidate of which nothing is known yet."""
     at = c * CANDIDATE
@@ -108,7 +108,7 @@ def begin_candidate(candidates, c, token, parent):
     candidates[at + OWN_SHARE] = candidates[at + OTHERS_SHARE] = 4
 
 
-@compiled
+@inner
 def describe(candidates, c, kind, gap, depth, count, total, is_newest):
     """
     Adds what a context of `depth` tokens says of a candidate, which followed it `count` times of `total`. The context
@@ -125,7 +125,7 @@ def describe(candidates, c, kind, gap, depth, count, total, is_newest):
         candidates[cell + 1] = kind * _CONTEXT_CELLS + _context_cell(depth, 0, count, total)
 
 
-@compiled
+@inner
 def estimate(model, candidates, c, rank, is_first_node, occurrences):
     """
     Probability of a candidate that all contexts have described: the `rank`-th of its node, which hangs on the last
@@ -151,7 +151,7 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     return np.float32(min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB)))
 
 
-@compiled
+@inner
 def learn(model, candidates, c, prob, is_hit, rate, memory):
     """Takes in whether a candidate of probability `prob` came true."""
     at = c * CANDIDATE

@@ -7,7 +7,7 @@ on an edge, where one token follows.
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import inner
 from .insert import settle
 from .store import CHILD, ENDED, LABEL, LEN, TOTAL, find
 
@@ -28,7 +28,7 @@ FROM, LAST, REACHED = range(3)
 WALK = 4
 
 
-@compiled
+@inner
 def edge_of(s, child):
     """Text positions where the edge to a child begins and ends."""
     if child < 0:
@@ -37,7 +37,7 @@ def edge_of(s, child):
     return label, label + s.nodes[child + LEN]
 
 
-@compiled
+@inner
 def support(s, at, following):
     if following < 0:
         return np.int64(s.nodes[at + TOTAL])
@@ -46,7 +46,7 @@ def support(s, at, following):
     return np.int64(s.text[following] >= 0)
 
 
-@compiled
+@inner
 def locate(s, node, position, end):
     """
     Where `text[position:end]` leads from a node: (whether it does, AT, NEXT, STOP, last node on the way, text position
@@ -69,7 +69,7 @@ def locate(s, node, position, end):
     return True, node, np.int64(-1), np.int64(-1), node, position
 
 
-@compiled
+@inner
 def place_of(s, trees, t, points, walks, end, depth):
     """
     Where the last `depth` tokens before `end` stand in tree `t`: (whether they do, AT, NEXT, STOP). In the text's own
@@ -93,7 +93,7 @@ def place_of(s, trees, t, points, walks, end, depth):
     return True, max(child, np.int64(-1)), label + offset, stop
 
 
-@compiled
+@inner
 def step(s, at, following, stop, token):
     """The place one token on: (whether there is one, AT, NEXT, STOP)."""
     if following >= 0:
@@ -112,7 +112,7 @@ def step(s, at, following, stop, token):
     return True, at, following, stop
 
 
-@compiled
+@inner
 def position_of(s, at, following):
     """A text position in the latest occurrence of a place's context."""
     return following if following >= 0 else np.int64(s.nodes[at + LABEL])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled, inner
 from .store import (
     CHILD,
     CLASS,
@@ -55,7 +55,7 @@ def remove(store, root, start, end, max_depth):
             _tidy(s, path[step - 1], path[step], start, end)
 
 
-@compiled
+@inner
 def _decrease(s, node, entry, is_root):
     """One occurrence less of a child; without any it is dropped."""
     kids = s.nodes[node + KIDS]
@@ -82,7 +82,7 @@ def _decrease(s, node, entry, is_root):
         set_class(s, node, cls - 1)
 
 
-@compiled
+@inner
 def _tidy(s, parent, node, start, end):
     """A node that lost an occurrence: gone if it was the last, merged with an only child, or labelled anew."""
     if s.nodes[node + TOTAL] + s.nodes[node + ENDED] == 0:
@@ -104,7 +104,7 @@ def _tidy(s, parent, node, start, end):
     _relabel(s, node, start, end)
 
 
-@compiled
+@inner
 def _relabel(s, node, start, end):
     """Lets the node's edge lie in the text of one of its children, if it lies in `text[start:end]` now."""
     if not start <= s.nodes[node + LABEL] < end:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import inner
 from .expand import CHAINS, FACTOR, LEAST, LONGEST, MAX_NODES, MAX_TREES, OFFSET
 from .places import edge_of, place_of
 from .store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
@@ -10,7 +10,7 @@ from .store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
 _QUEUE = 4 * MAX_NODES
 
 
-@compiled
+@inner
 def draft_by_score(s, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
     """
     EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes. The draft of the
@@ -39,7 +39,7 @@ def draft_by_score(s, trees, points, walks, num_points, start, end, limit, setti
     return best_size
 
 
-@compiled
+@inner
 def _expand(s, node, following, stop, limit, least, is_chain, tokens, parents, probs):
     """The likeliest nodes below a place, by D(N) = D(parent) COUNT(N) / COUNT(parent). Returns (nodes, SCORE)."""
     # The queue's entries: a node's next child that was not drafted yet, or a place on an edge (no child's index).
@@ -77,7 +77,7 @@ def _expand(s, node, following, stop, limit, least, is_chain, tokens, parents, p
     return num, score
 
 
-@compiled
+@inner
 def _path_of(probs, parents, node):
     """Probability of the path to a drafted node."""
     path = 1.0
@@ -87,7 +87,7 @@ def _path_of(probs, parents, node):
     return path
 
 
-@compiled
+@inner
 def _push(s, likely, places, size, node, following, stop, i, parent, path):
     """Queues what follows a place, if anything does; returns the queue's size."""
     if size == _QUEUE:

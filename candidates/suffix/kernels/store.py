@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled, inner
 from .pointers import int32_at, int64_at
 
 # Fields of a node, which is known by where they begin in `Store.nodes`
@@ -80,7 +80,7 @@ def clear_store(store: Store) -> None:
     store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, CLOCK]] = 0
 
 
-@compiled
+@inner
 def pointers(store):
     return Store(
         int32_at(store.text.ctypes.data),
@@ -93,7 +93,7 @@ def pointers(store):
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _new_block(s, cls):
     """Rows for 2**cls entries; freed blocks of the class come first."""
     s.heads[ROWS_LIVE] += 1 << cls
@@ -106,14 +106,14 @@ def _new_block(s, cls):
     return block
 
 
-@compiled
+@inner
 def free_block(s, block, cls):
     s.heads[ROWS_LIVE] -= 1 << cls
     s.rows[block] = s.heads[BLOCKS_FREE + cls]
     s.heads[BLOCKS_FREE + cls] = block
 
 
-@compiled
+@inner
 def new_node(s, label, length):
     s.heads[NODES_LIVE] += 1
     node = s.heads[NODES_FREE]
@@ -133,7 +133,7 @@ def new_node(s, label, length):
     return node
 
 
-@compiled
+@inner
 def free_node(s, node):
     """
     The node's children must have gone elsewhere. Its label stays a text position: what was drafted before may be learnt
@@ -156,33 +156,36 @@ def new_root(store):
 
 @compiled
 def free_tree(store, root):
-    s, stack = pointers(store), [root]
-    while len(stack) > 0:
-        node = stack.pop()
+    s, waiting = pointers(store), root
+    s.nodes[root + TOTAL] = -1  # of a node that waits: the one that waits behind it
+    while waiting >= 0:
+        node = waiting
+        waiting = s.nodes[node + TOTAL]
         kids = s.nodes[node + KIDS]
         for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
             child = s.rows[entry + CHILD]
             if child >= 0:
-                stack.append(child)
+                s.nodes[child + TOTAL] = waiting
+                waiting = child
         free_node(s, node)
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def set_clock(s, root, start):
     """Times of a text that begins at position `start` go on from those of all texts that were inserted before."""
     s.nodes[root + LEN] = s.heads[CLOCK] - start
 
 
-@compiled
+@inner
 def time_of(s, root, position):
     """When the token at this position of the growing text was added. Positions are used again, times are not."""
     return position + s.nodes[root + LEN]
 
 
-@compiled
+@inner
 def is_later(time, other):
     """Times are 32-bit numbers that begin anew after 2**32 tokens, so their distance counts."""
     return np.int32(time - other) > 0
@@ -191,13 +194,13 @@ def is_later(time, other):
 # --- Children --------------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _hash(token, cls):
     """Slot of a token in an index of 2**(cls + 1) slots (Fibonacci hashing)."""
     return ((np.int64(token) * 2654435761) & 0xFFFFFFFF) >> (31 - cls)
 
 
-@compiled
+@inner
 def find(s, node, token):
     """The entry of the child whose edge begins with `token`, or -1."""
     kids = np.int64(s.nodes[node + KIDS])
@@ -219,7 +222,7 @@ def find(s, node, token):
         slot = (slot + 1) & mask
 
 
-@compiled
+@inner
 def _slot_of(s, node, i):
     """The slot of the index that names child i."""
     cls = s.nodes[node + CLASS]
@@ -230,7 +233,7 @@ def _slot_of(s, node, i):
     return slot
 
 
-@compiled
+@inner
 def _index_child(s, node, i):
     cls = s.nodes[node + CLASS]
     start = s.nodes[node + INDEX]
@@ -240,7 +243,7 @@ def _index_child(s, node, i):
     s.rows[start + slot] = i
 
 
-@compiled
+@inner
 def unindex_child(s, node, i):
     """Clears the child's slot and moves those behind it up, so that no search stops early."""
     cls = s.nodes[node + CLASS]
@@ -258,7 +261,7 @@ def unindex_child(s, node, i):
     s.rows[start + hole] = -1
 
 
-@compiled
+@inner
 def set_class(s, node, cls):
     """Moves the children to a block of 2**cls entries."""
     block = _new_block(s, cls)
@@ -282,7 +285,7 @@ def set_class(s, node, cls):
             _index_child(s, node, i)
 
 
-@compiled
+@inner
 def add_child(s, node, token, count, child, seen):
     num = s.nodes[node + NUM]
     if s.nodes[node + KIDS] < 0:
@@ -300,7 +303,7 @@ def add_child(s, node, token, count, child, seen):
         _index_child(s, node, num)
 
 
-@compiled
+@inner
 def swap(s, node, i, j):
     """Children i and j change places."""
     if i == j:
@@ -316,7 +319,7 @@ def swap(s, node, i, j):
         s.rows[a], s.rows[b] = s.rows[b], s.rows[a]
 
 
-@compiled
+@inner
 def border(s, node, low, high, count):
     """The first of the children low ... high - 1 whose count is below `count`; `high` if there is none."""
     counts = s.nodes[node + KIDS] + COUNT
@@ -329,7 +332,7 @@ def border(s, node, low, high, count):
     return low
 
 
-@compiled
+@inner
 def increase(s, node, entry, seen, is_root):
     """One more occurrence, at time `seen`: the child changes places with the first child of its count."""
     count = s.rows[entry + COUNT]

@@ -6,7 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.suffix.kernels.places import MAX_MATCH, place_of
+from hf_smartspec.candidates.jit import compiled
+from hf_smartspec.candidates.suffix.kernels import places
+from hf_smartspec.candidates.suffix.kernels.places import MAX_MATCH
+
+place_of = compiled(places.place_of.py_func)
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 events = st.one_of(

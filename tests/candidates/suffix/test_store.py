@@ -6,8 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_smartspec.candidates.jit import compiled
 from hf_smartspec.candidates.suffix.corpus import SuffixCorpus
-from hf_smartspec.candidates.suffix.kernels.insert import extend, finish, insert, move_tree
+from hf_smartspec.candidates.suffix.kernels import insert as insertion
+from hf_smartspec.candidates.suffix.kernels import store as storage
+from hf_smartspec.candidates.suffix.kernels.insert import insert, move_tree
 from hf_smartspec.candidates.suffix.kernels.remove import num_labels, remove
 from hf_smartspec.candidates.suffix.kernels.store import (
     BLOCK,
@@ -23,11 +26,12 @@ from hf_smartspec.candidates.suffix.kernels.store import (
     ROW,
     ROWS_LIVE,
     TOTAL,
-    find,
     free_tree,
     new_root,
     new_store,
 )
+
+extend, finish, find = (compiled(part.py_func) for part in (insertion.extend, insertion.finish, storage.find))
 
 
 def counts_of(texts, max_depth):

@@ -1,0 +1,196 @@
+"""Compiled code: what is kept on disk, where, and when it is compiled anew."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numba import config
+from numba.core import event
+
+import hf_smartspec
+from hf_smartspec.candidates import jit
+from hf_smartspec.candidates.suffix.kernels.store import find
+
+_CALLER = """
+from hf_smartspec.candidates.jit import compiled
+from .called import scaled
+
+@compiled
+def total(n):
+    number = 0
+    for k in range(n):
+        number += scaled(k)
+    return number
+"""
+_CALLED = """
+from hf_smartspec.candidates.jit import inner
+
+@inner
+def scaled(k):
+    return FACTOR * k
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A function that calls one of another file, in a package of its own that a process has not imported yet."""
+    folder = tmp_path / "room" / "kernels_of_a_test"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "caller.py").write_text(_CALLER)
+    write_factor(folder, 2)
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield folder
+    forget()
+
+
+def write_factor(folder, factor):
+    (folder / "called.py").write_text(_CALLED.replace("FACTOR", str(factor)))
+
+
+def forget():
+    """What a process that begins has not imported."""
+    for name in [name for name in sys.modules if name.startswith("kernels_of_a_test")]:
+        del sys.modules[name]
+    jit.stamp.cache_clear()
+    importlib.invalidate_caches()
+
+
+def import_anew():
+    forget()
+    return importlib.import_module("kernels_of_a_test.caller").total
+
+
+class Compiled(event.Listener):
+    """Names of what numba compiles."""
+
+    def __init__(self):
+        self.names = []
+
+    def on_start(self, event):
+        self.names.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event): ...
+
+
+def call_anew():
+    """Result of a process' first call, and what had to be compiled for it."""
+    total, listener = import_anew(), Compiled()
+    with event.install_listener("numba:compile", listener):
+        return total(5), [name for name in listener.names if name in ("total", "scaled")]
+
+
+def code_files(folder):
+    return sorted(path.name for path in folder.rglob("*.nbc"))
+
+
+def test_code_is_compiled_once_and_kept_beside_its_source(package):
+    assert call_anew() == (20, ["total", "scaled"])
+    assert call_anew() == (20, [])
+    (name,) = code_files(package / "__pycache__")
+    assert name.startswith("caller_total.")
+    assert [path for path in package.rglob("*") if path.suffix == ".tmp"] == []
+
+
+def test_an_edit_of_a_called_function_in_another_file_is_noticed(package):
+    assert call_anew() == (20, ["total", "scaled"])
+    old = code_files(package)
+    write_factor(package, 3)
+    assert call_anew() == (30, ["total", "scaled"])
+    assert call_anew() == (30, [])
+    assert len(code_files(package)) == 1 and code_files(package) != old, "stale code is deleted"
+
+
+def test_an_edit_after_the_import_is_kept_apart(package):
+    """What runs is the old source, whatever lies on the disk by the time of the first call."""
+    total = import_anew()
+    write_factor(package, 3)
+    assert total(5) == 20
+    assert call_anew() == (30, ["total", "scaled"])
+
+
+def test_code_of_another_compiler_is_not_used(package, monkeypatch):
+    assert call_anew() == (20, ["total", "scaled"])
+    monkeypatch.setattr(jit.numba, "__version__", "0.0")
+    assert call_anew() == (20, ["total", "scaled"])
+
+
+def test_import_writes_nothing(package):
+    import_anew()
+    assert sorted(path.name for path in package.rglob("*")) == ["__init__.py", "called.py", "caller.py"]
+
+
+def test_import_of_the_library_writes_and_deletes_no_machine_code(tmp_path):
+    sources = Path(hf_smartspec.__file__).parent
+    before = {path: path.stat().st_mtime_ns for path in (sources / "candidates").resolve().rglob("*.nb?")}
+    code = "import hf_smartspec, sys; print(sorted(name for name in sys.modules if name.startswith('numba.core.comp')))"
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "PYTHONPATH": str(sources.parent), "PATH": ""}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    after = {path: path.stat().st_mtime_ns for path in (sources / "candidates").resolve().rglob("*.nb?")}
+    assert after == before and not (tmp_path / "code").exists()
+
+
+def test_where_the_package_cannot_be_written_the_user_keeps_the_code(package, tmp_path):
+    (package / "__pycache__").touch()  # no folder can be made there, not even by an administrator
+    assert call_anew() == (20, ["total", "scaled"])
+    assert call_anew() == (20, []), "found again"
+    assert len(code_files(tmp_path / "user")) == 1
+    write_factor(package, 3)
+    assert call_anew() == (30, ["total", "scaled"])
+    assert len(code_files(tmp_path / "user")) == 1
+
+
+def test_where_nothing_can_be_written_code_is_compiled_and_not_kept(package, tmp_path):
+    (package / "__pycache__").touch()
+    (tmp_path / "user").touch()
+    assert call_anew() == call_anew() == (20, ["total", "scaled"])
+
+
+def test_damaged_files_are_compiled_anew(package):
+    call_anew()
+    (path,) = package.rglob("*.nbc")
+    for content in (b"", path.read_bytes()[:100]):
+        path.write_bytes(content)
+        assert call_anew() == (20, ["total", "scaled"])
+    assert call_anew() == (20, [])
+
+
+def test_failing_writes_do_not_fail_the_call(package, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(jit.os, "replace", full)
+    assert call_anew() == (20, ["total", "scaled"])
+    assert list(package.rglob("*.nbc")) == list(package.rglob("*.tmp")) == []
+
+
+def test_a_function_is_compiled_once_for_all_widths_and_constants(package):
+    listener, name = Compiled(), package / "widths.py"
+    name.write_text(
+        "import numpy as np\n" + _CALLER.replace("scaled(k)", "scaled(k) + scaled(2) + scaled(np.int32(k))")
+    )
+    forget()
+    total = importlib.import_module("kernels_of_a_test.widths").total
+    with event.install_listener("numba:compile", listener):
+        assert total(5) == 20 + 20 + 20
+    assert listener.names.count("scaled") == 1
+
+
+def test_inner_functions_cannot_be_called_from_python():
+    with pytest.raises(TypeError, match="`find` can only be called by compiled code"):
+        find(0, 0, 0)
+
+
+def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
+    """`jit.stamp` looks at the function's own folder: nothing compiled may come from another."""
+    for path in Path(jit.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imports = {node.module: node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        if any((module or "").endswith("jit") for module in imports) and path.parent.name == "kernels":
+            assert all(node.level in (0, 1) or module == "jit" for module, node in imports.items()), path
