@@ -10,18 +10,20 @@ from typing import Any, TypeVar, overload
 
 import torch
 from transformers import GenerationMixin, Pipeline, PreTrainedModel
-from transformers.utils import logging
 
+from .log import get_logger
 from .prepare.arguments import by_name, check_arguments, run_with
 from .prepare.decode import decode_prepared, decode_undrafted
 from .prepare.defaults import Default, choose, serving, without_assistant
+from .prepare.model_state import ModelStatistics, warn_once
 from .prepare.resolve import check_assistant, resolve
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 ModelT = TypeVar("ModelT")
 
 _PREVIOUS = "_smartspec_previous_generate"
+_STATISTICS = "smartspec_statistics"
 _DOCUMENTATION = """
 
         hf_smartspec adds:
@@ -51,6 +53,8 @@ def enable(model: Any = None, assistant: Any = None) -> Any:
             Calls that ask for what no assistant can do (beam search, another assistant, ...) go to the original. Where
             not given, a default of before stays.
 
+    `model.smartspec_statistics` then tells what speculation did, in the last call (`.last`) and in all (`.total`).
+
     Returns:
         The model; without one, a context manager that disables again when it is left.
 
@@ -72,6 +76,7 @@ def enable(model: Any = None, assistant: Any = None) -> Any:
         return _disabling()
     target = generating(model)
     enabled_before = vars(target).get("generate")
+    vars(target).setdefault(_STATISTICS, ModelStatistics())
     if not isinstance(enabled_before, _EnabledGenerate):
         # A `generate` set on the instance, as other patches do, stays underneath.
         _set(target, _EnabledGenerate(_generate, target, enabled_before, Default(assistant)))
@@ -96,6 +101,7 @@ def disable(model: Any = None) -> Any:
     target = generating(model)
     if _is_enabled(target):
         previous = vars(target).pop("generate").previous
+        vars(target).pop(_STATISTICS, None)
         if previous is not None:
             _set(target, previous)
     return model
@@ -272,7 +278,7 @@ def _route(
         except (OSError, TypeError, ValueError) as error:
             if not choice.is_default:
                 raise
-            logger.warning_once(f"The default assistant cannot draft for {type(model).__name__}: {error}")
+            warn_once(model, f"The default assistant cannot draft for {type(model).__name__}: {error}")
             return _undrafted(model, original, args, kwargs, seed)
         return arguments.run(decode_prepared, original, resolved, choice.is_default)
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import LogitsProcessorList
-from transformers.utils import logging
 
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
+from ...log import get_logger
 from ...validate import is_integer
 from ..base import TreeCandidateGenerator
 from .calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _USUAL_PROBABILITY = 0.05
 _MEMORY = 0.05  # least weight of the newest draft in the drafter's running mean accepted length

@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
-from transformers.utils import logging
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import Committed
@@ -13,9 +12,10 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.cost import DraftCost
 from ..goodput.prefill_gate import PrefillGate
+from ..log import get_logger
 from .request import Request
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 PriceOf = Callable[[DraftCost], LevelPrice | None]
 

@@ -82,7 +82,7 @@ class GoodputAuction(LengthPolicy):
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = Plan()
         self._drafter_gain, self._newcomers = DrafterGain(), Newcomers()
-        self._speedup = Speedup()
+        self.speedup = Speedup()
         self._benefits: defaultdict[DraftCost, Running] = defaultdict(Running)
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
@@ -191,7 +191,7 @@ class GoodputAuction(LengthPolicy):
 
     def _price(self, rows: StepRows) -> float:
         """What a second yields in this step, in tokens: plain decoding's goodput, times what speculation gained."""
-        return self._speedup.ratio * len(rows) / self._plan.plain_seconds
+        return self.speedup.ratio * len(rows) / self._plan.plain_seconds
 
     def _node_price(self, rows: StepRows) -> float:
         """What verifying a node costs, in tokens, where rows have a few each."""
@@ -301,7 +301,7 @@ class GoodputAuction(LengthPolicy):
 
     def _least_profit(self, rows: StepRows) -> float:
         """Of a step that speculates: that of plain decoding, and the margin."""
-        return (1 - self._speedup.ratio + self.margin) * len(rows)
+        return (1 - self.speedup.ratio + self.margin) * len(rows)
 
     def _probs(self, rows: StepRows, forest: Forest) -> np.ndarray:
         """Probabilities that each node comes true if its parent does, `[n]`."""
@@ -315,7 +315,7 @@ class GoodputAuction(LengthPolicy):
         asked = self._plan.asked
         if asked is None or not asked.any():
             return
-        per_token = self._plan.plain_seconds / len(rows) / self._speedup.ratio
+        per_token = self._plan.plain_seconds / len(rows) / self.speedup.ratio
         is_first = ~is_again(rows)
         for part in rows.by_draft():
             is_asked = asked & (part.caps > 0)
@@ -340,7 +340,7 @@ class GoodputAuction(LengthPolicy):
         if batched:
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         if len(rows) and not self._plan.is_baseline:
-            self._speedup.add(len(rows) + sum(accepted), self._plan.plain_tokens)
+            self.speedup.add(len(rows) + sum(accepted), self._plan.plain_tokens)
         forest = self._plan.forest_of(proposed)
         for draft, levels, spent in self._drafted(rows, forest):
             taken = spent if rows.draft_seconds else seconds.draft

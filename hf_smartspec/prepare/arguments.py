@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
-from transformers.utils import logging
 
+from ..log import get_logger
 from ..validate import check_seed
 from .call import PreparedCall, prepare_call
 from .checks import check_mask, check_settings, check_source_options, check_token_ids
 from .config import SmartSpecConfig
 from .resolve import Assistant, resolve
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
 

@@ -9,7 +9,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.utils import logging
 
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
@@ -24,10 +23,9 @@ from ..target.rowwise import RowwiseForward
 from ..validate import check_seed
 from .checks import check_mask, check_settings, check_token_ids
 from .media import read_media, without_empty_media
+from .model_state import warn_once
 from .resolve import Assistant, resolve
 from .route import Route, route_of
-
-logger = logging.get_logger(__name__)
 
 
 def model_limits(model: PreTrainedModel) -> ModelLimits:
@@ -171,9 +169,10 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     model, input_ids, model_kwargs = prepared.model, prepared.input_ids, prepared.model_kwargs
     if prepared.route.way == "rowwise":
         if len(requests) > 1:
-            logger.warning_once(
+            warn_once(
+                model,
                 f"{type(model).__name__} is decoded row by row, since {prepared.route.reason}. For large batches, "
-                "plain decoding may be faster."
+                "plain decoding may be faster.",
             )
         return RowwiseForward(model, input_ids, without_empty_media(model_kwargs), prepared.generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)

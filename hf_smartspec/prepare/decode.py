@@ -12,22 +12,24 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
 )
-from transformers.utils import logging
 
 from ..decoding.call import DecodingCall
 from ..decoding.loop import DecodingLoop
 from ..decoding.request import Request
 from ..decoding.statistics import GenerationStatistics
 from ..drafts.tree import DraftTree
+from ..goodput import GoodputAuction, LengthPolicy
+from ..log import get_logger
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
 from ..target.rowwise import RowwiseForward
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
+from .model_state import record, warn_once
 from .plain import decode_plainly
 from .policy import policy_of
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -86,7 +88,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     model, config = prepared.model, prepared.generation_config
     forget_lengths(model)
     if prepared.route.way == "plain":
-        logger.warning_once(f"Decoding without speculation: {prepared.route.reason}.")
+        warn_once(model, f"Decoding without speculation: {prepared.route.reason}.")
         return decode_undrafted(prepared)
 
     given_cache: Any = prepared.model_kwargs.get("past_key_values")
@@ -98,6 +100,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)
+        _report(prepared, loop.statistics, policy)
     if prepared.streamer is not None:
         prepared.streamer.end()
     assert call.batch.num_generated is not None, "a row has not stopped"
@@ -113,7 +116,21 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
 def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """The same tokens, for the same seed, from transformers' own loop."""
     output, statistics = decode_plainly(prepared)
+    record(prepared.model, statistics)
     return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
+
+
+def _report(prepared: PreparedCall, statistics: GenerationStatistics, policy: LengthPolicy) -> None:
+    """Where the user finds what speculation did, without asking for a dictionary."""
+    record(prepared.model, statistics)
+    predicted = ""
+    if isinstance(policy, GoodputAuction):
+        predicted = f", predicted to be {policy.speedup.ratio:.2f} times as fast as plain decoding"
+    logger.info(
+        f"{type(prepared.assistant.source).__name__}: {statistics.generated_tokens} tokens in {statistics.forwards} "
+        f"forwards, {statistics.accepted_tokens} of {statistics.drafted_tokens} drafted tokens accepted "
+        f"({statistics.acceptance_rate:.0%}), {statistics.mean_accepted_length:.2f} tokens per step{predicted}"
+    )
 
 
 def _complete_rows(call: DecodingCall) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,8 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..candidates import SuffixTreeCandidates
 from ..candidates.fused.source import AcceptedLengths
+from ..decoding.statistics import GenerationStatistics
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
+from ..log import get_logger
+
+logger = get_logger(__name__)
 
 
 class ModelState:
@@ -22,22 +27,30 @@ class ModelState:
 
     def __init__(self) -> None:
         self.calibrator = Calibrator()  # of fused sources
-        self._lock = Lock()
+        self.lock = Lock()
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
         self._accepted: WeakKeyDictionary[PreTrainedModel, AcceptedLengths] = WeakKeyDictionary()  # by draft model
+        self._said: set[str] = set()  # warnings
         self._drafts: dict[str, PreTrainedModel] = {}  # by folder or hub id
         self._idle: dict[Hashable, list[GoodputAuction]] = {}  # policies that nobody uses at present
 
+    def is_new(self, message: str) -> bool:
+        """Whether nobody has asked this before."""
+        with self.lock:
+            is_new = message not in self._said
+            self._said.add(message)
+            return is_new
+
     def suffix_trees(self, path: str = "", **options: Any) -> SuffixTreeCandidates:
         """The suffix trees of a tuned file, made anew when its options change; without one, those of the presets."""
-        with self._lock:
+        with self.lock:
             if path not in self._trees or self._trees[path][0] != options:
                 self._trees[path] = options, SuffixTreeCandidates(**options)
             return self._trees[path][1]
 
     def accepted_lengths(self, draft: PreTrainedModel) -> AcceptedLengths:
         """What is known of a draft model beside other sources."""
-        with self._lock:
+        with self.lock:
             return self._accepted.setdefault(draft, AcceptedLengths())
 
     def draft_model(self, name: str, target: PreTrainedModel) -> PreTrainedModel:
@@ -47,7 +60,7 @@ class ModelState:
         Raises:
             ValueError: if it cannot be loaded.
         """
-        with self._lock:
+        with self.lock:
             draft = self._drafts.get(name)
             if draft is None or (draft.dtype, draft.device) != (target.dtype, target.device):
                 self._drafts[name] = draft = _load(name, target)
@@ -56,14 +69,14 @@ class ModelState:
     @contextmanager
     def policy(self, key: Hashable, cost: CostModel) -> Iterator[GoodputAuction]:
         """A policy that nobody else uses meanwhile, since it serves one loop at a time, with what it has learnt."""
-        with self._lock:
+        with self.lock:
             idle = self._idle.setdefault(key, [])
             idle[:] = (policy for policy in idle if policy.cost is cost)  # the model may have been moved or cast
             policy = idle.pop() if idle else GoodputAuction(cost)
         try:
             yield policy
         finally:
-            with self._lock:
+            with self.lock:
                 idle.append(policy)
 
 
@@ -75,6 +88,29 @@ def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
             f"`assistant={name!r}` is no preset, and no draft model that can be loaded: {error}"
         ) from error
     return draft.to(target.device).eval()
+
+
+@dataclass
+class ModelStatistics:
+    """What speculation did on a model: in the last call that it served, and in all since it was enabled."""
+
+    last: GenerationStatistics = field(default_factory=GenerationStatistics)
+    total: GenerationStatistics = field(default_factory=GenerationStatistics)
+    num_calls: int = 0
+
+
+def record(model: PreTrainedModel, statistics: GenerationStatistics) -> None:
+    """Adds a call to `model.smartspec_statistics`."""
+    with state_of(model).lock:
+        known = vars(model).setdefault("smartspec_statistics", ModelStatistics())
+        known.last, known.total = statistics, known.total + statistics
+        known.num_calls += 1
+
+
+def warn_once(model: PreTrainedModel, message: str) -> None:
+    """A warning, unless this model has had it."""
+    if state_of(model).is_new(message):
+        logger.warning(message)
 
 
 _states: WeakKeyDictionary[PreTrainedModel, ModelState] = WeakKeyDictionary()

@@ -4,16 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers import PreTrainedModel
-from transformers.utils.logging import get_logger
 
 from ..decoding.call import ModelForward
 from ..goodput import CostModel, LengthPolicy
 from ..target.packed import PackedForward
 from ..target.profiling import load_or_profile
-from .model_state import state_of
+from .model_state import state_of, warn_once
 from .resolve import Assistant
-
-logger = get_logger(__name__)
 
 
 def cost_of(model: PreTrainedModel) -> CostModel | None:
@@ -21,9 +18,10 @@ def cost_of(model: PreTrainedModel) -> CostModel | None:
     try:
         return load_or_profile(model)
     except (ValueError, RuntimeError) as error:
-        logger.warning_once(
+        warn_once(
+            model,
             f"The speed of {type(model).__name__} cannot be measured, so drafts have their sources' usual size, "
-            f"whether it pays or not: {error!r}"
+            f"whether it pays or not: {error!r}",
         )
         return None
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import get_logger
 
 from ..decoding.call import DecodingCall
 from ..decoding.loop import DecodingLoop
 from ..goodput.policy import LengthPolicy
+from ..log import get_logger
 from ..prepare.call import model_limits
 from ..target.compat import RequestStatus
 from .kv_memory import EngineMemory

@@ -19,15 +19,15 @@ import torch
 import transformers
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
-from transformers.utils import logging
 from transformers.utils.logging import tqdm
 
 from ..drafts.tree import DraftTree
 from ..goodput.cost import CostModel, CostPoint
+from ..log import get_logger
 from .layout import CacheRow, RowInput
 from .packed import PackedForward
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _FORMAT = 1  # of the files; others are measured anew
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30  # of all points, after one to warm up

@@ -1,5 +1,6 @@
 """Models that the packed forward cannot serve: row by row, or plainly, with the same tokens."""
 
+import copy
 import logging
 from dataclasses import replace
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, WhisperConfig, WhisperForCausalLM
 from transformers.generation import logits_process as hf
-from transformers.utils import logging as hf_logging
 
 import hf_smartspec
 from hf_smartspec import PromptLookupCandidates, SeededGumbelLogitsProcessor
@@ -170,8 +170,7 @@ def test_plain_decoding_gives_the_plain_tokens(architecture, batch, samples):
 
 @pytest.mark.parametrize("architecture", ["mamba", "openai-gpt"])
 def test_the_user_is_told_that_nothing_is_speculated(architecture, caplog):
-    hf_logging.get_logger("hf_smartspec.prepare.decode").warning_once.__func__.cache_clear()
-    model = shared_model(architecture)
+    model = copy.deepcopy(shared_model(architecture))  # one that has not been told yet
     with hf_smartspec.enabled(model), caplog.at_level(logging.WARNING):
         model.generate(**left_padded([[3, 4, 5]]), max_new_tokens=3, assistant="prompt_lookup")
     messages = [record.getMessage() for record in caplog.records if "without speculation" in record.getMessage()]

@@ -1,0 +1,50 @@
+"""Loggers under `hf_smartspec`, which follow the verbosity of transformers and bear this library's name."""
+
+import logging
+import sys
+from functools import lru_cache
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+
+def get_logger(name: str) -> Any:
+    """
+    The logger of a module. It says as much as transformers does (`TRANSFORMERS_VERBOSITY`, `set_verbosity_error()`),
+    unless `logging.getLogger("hf_smartspec")` has been given a level; with transformers' `warning_once`.
+    """
+    _root()
+    return logging.getLogger(name)
+
+
+class _Root(logging.Logger):
+    """A logger whose level, where none is set, is that of transformers."""
+
+    @property
+    def level(self) -> int:
+        return vars(self)["level"] or transformers_logging.get_verbosity()
+
+    @level.setter
+    def level(self, value: int) -> None:
+        vars(self)["level"] = value
+
+
+class _Handler(logging.StreamHandler):
+    """Prints to stderr, as long as the application has no handlers, to which everything goes otherwise."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_silenced = not transformers_logging.get_logger().handlers  # by `disable_default_handler()`
+        if logging.getLogger().handlers or is_silenced:
+            return
+        self.stream = sys.stderr  # may have been replaced
+        super().emit(record)
+
+
+@lru_cache(maxsize=1)
+def _root() -> logging.Logger:
+    root = logging.getLogger("hf_smartspec")
+    root.__class__ = _Root
+    handler = _Handler()
+    handler.setFormatter(logging.Formatter("[hf_smartspec] %(levelname)s: %(message)s"))
+    root.addHandler(handler)
+    return root
