@@ -33,10 +33,8 @@ class _Handler(logging.StreamHandler):
     """Prints to stderr, as long as the application has no handlers, to which everything goes otherwise."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        printing = [
-            item for item in transformers_logging.get_logger().handlers if isinstance(item, logging.StreamHandler)
-        ]
-        if logging.getLogger().handlers or not printing:  # `disable_default_handler()` is for us, too
+        is_silenced = not transformers_logging.get_logger().handlers  # by `disable_default_handler()`
+        if logging.getLogger().handlers or is_silenced:
             return
         self.stream = sys.stderr  # may have been replaced
         super().emit(record)
