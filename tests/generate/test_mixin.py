@@ -6,6 +6,8 @@ shapes, counts and types of everything that is returned, and going on from retur
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -68,13 +70,17 @@ def t5():
     return model
 
 
+def bloom():
+    return BloomForCausalLM(BloomConfig(**TOKENS, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
+
+
 def mamba():
     return MambaForCausalLM(
         MambaConfig(**TOKENS, hidden_size=32, state_size=8, num_hidden_layers=2, tie_word_embeddings=False)
     )
 
 
-MODELS = {"llama": tiny_llama, "gemma3": gemma3, "gpt2": gpt2, "t5": t5, "mamba": mamba}
+MODELS = {"llama": tiny_llama, "gemma3": gemma3, "gpt2": gpt2, "bloom": bloom, "t5": t5, "mamba": mamba}
 CACHED = [name for name in MODELS if name != "mamba"]
 
 
@@ -271,8 +277,8 @@ def test_continue_from_past_key_values(name, lengths, pattern):
                 inputs["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (0, missing), value=1)
     assert torch.equal(output.sequences, whole.sequences)
     for index, kind in enumerate(pattern.split(",")):
-        # the cache of an encoder-decoder model is continued plainly
-        assert (accepted[index] > 0) == (kind == "ours" and (name != "t5" or index == 0))
+        # given caches of models that are not packed are continued plainly
+        assert (accepted[index] > 0) == (kind == "ours" and (name not in ("t5", "bloom") or index == 0))
     assert output.past_key_values.get_seq_length() == whole.past_key_values.get_seq_length()
 
 
@@ -329,6 +335,18 @@ def test_masks_with_holes(name):
                 states, reference = getattr(ours, name), getattr(theirs, name)[:num_rows]
                 pair = (item.transpose(1, 2)[columns] for item in (states, reference))
                 torch.testing.assert_close(*pair, atol=5e-5, rtol=1e-4, msg=f"{name} of layer {index}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom", "mamba"])
+def test_masks_of_nothing(name):
+    """The mixin's masks of mamba hold zeros only."""
+    model, kwargs = build(name), BATCH | {"attention_mask": torch.zeros_like(BATCH["attention_mask"])}
+    for extra in ({}, {"output_scores": True, "return_dict_in_generate": True}):
+        expected = model.generate(**kwargs, **extra, max_new_tokens=NEW)
+        with hf_smartspec.enabled():
+            output = model.generate(**kwargs, **extra, max_new_tokens=NEW, assistant="auto")
+        sequences = [item.sequences if extra else item for item in (output, expected)]
+        assert torch.equal(*sequences)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])
