@@ -1,0 +1,154 @@
+"""Small twins of models: the same architecture in a few narrow layers, with every border at a few tokens."""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+# What configs call the lengths at which a model changes its ways, and what twins have in their place.
+BORDERS = {
+    "sliding_window": 5,
+    "sliding_window_size": 5,
+    "window_size": 5,
+    "attention_window_size": 5,
+    "keep_window_size": 6,
+    "local_attention": 10,
+    "attention_chunk_size": 5,
+    "index_topk": 4,
+    "index_block_size": 2,
+    "index_topk_blocks": 2,
+    "index_local_blocks": 1,
+    "block_size": 4,
+    "rel_extent": 8,
+    "log_scaling_n_floor": 8,
+    "floor_scale": 8,
+    "relative_max_distance": 8,
+    "position_bias_max_distance": 8,
+}
+ROPE_BORDER = 12  # original positions of a twin whose rotary embeddings depend on the length
+
+_LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|hidden_layers|(en|de)coder_layers|num_blocks)$")
+# Sizes, by what their names end with (the first that fits counts), and the most that a twin has of them.
+_SIZES = [
+    (re.compile(names + "$"), most)
+    for names, most in (
+        (r"vocab_size", 97),
+        (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|context_length|max_(target|source)_positions", 512),
+        (r"qk_head_dim|lora_rank|kv_channels", 16),
+        (r"head_dim|headdim|head_size|d_head|dim_head|d_kv|state_size|d_state", 8),
+        (r"rotary_dim", 4),
+        (r"(key_value|kv)_heads|query_groups", 2),
+        (r"heads|n_head", 4),
+        (r"(hidden|embedding|intermediate|feed_forward|output)_size|d_model|n_embd|emb(edding)?_dim|embed_dim", 32),
+        (r"word_embed_proj_dim|ffn_dim|ffn_hidden_size|d_inner|dff|dim_ff|lru_width|dim_model_base|d_ssm", 32),
+        (r"block_multiple_of|intermediate_multiple_size|intermediate_size_mlp", 32),
+        (r"experts_per_tok(en)?|moe_topk|moe_k", 2),
+        (r"shared_experts|n_group|topk_group|expert_group|first_k_dense_replace", 1),
+        (r"experts|expert_num", 4),
+    )
+]
+# What some configs work out by themselves when they are made, and leave at None where they are not.
+_UNSET = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
+_NO_SIZES = ("id2label", "label2id", "model_type", "transformers_version", "architectures")
+
+
+def borders(config: PreTrainedConfig) -> dict[str, int]:
+    """The lengths at which a model changes its ways, by the names that its config has for them."""
+    found = {name: value for name in BORDERS if isinstance(value := getattr(config, name, None), int) and value > 0}
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") == "longrope":
+            found["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+        elif "dynamic" in str(parameters.get("rope_type")):
+            found["max_position_embeddings"] = config.max_position_embeddings
+    rates = getattr(config, "compress_rates", None)
+    return found | ({"compress_rates": max(rates.values())} if isinstance(rates, dict) and rates else {})
+
+
+def small_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    A model of the same class with random weights that are far apart, on the CPU in float32.
+
+    Raises:
+        Exception: of any kind, where its config's sizes depend on one another in ways that are not known here.
+    """
+    twin = type(model)._from_config(small_config(model.config), dtype=torch.float32)  # type: ignore[attr-defined]
+    return sharpened(twin.eval().requires_grad_(False))
+
+
+def sharpened(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model with weights so large that its scores are far apart."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def small_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    """The config of a model's small twin; `changes` have the last word."""
+    values = {key: value for key, value in config.to_dict().items() if key not in _NO_SIZES}
+    small = type(config)(**_shrunk(values) | changes)
+    small._attn_implementation_internal = config._attn_implementation_internal
+    return small
+
+
+def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    num_layers = max((value for key, value in values.items() if _is_number(value) and _LAYERS.search(key)), default=0)
+    kept = _num_layers(values, num_layers)
+    small = {key: _small(key, value, values, num_layers, kept) for key, value in values.items()}
+    rope = small.get("rope_parameters") or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        _shrink_rope(parameters, small)
+    return small
+
+
+def _num_layers(values: dict[str, Any], num_layers: int) -> int:
+    """As few of the first layers as have all kinds that there are; two at least."""
+    lists = [value for value in values.values() if isinstance(value, list) and len(value) == num_layers > 0]
+    kinds = [str([item[layer] for item in lists]) for layer in range(num_layers)]
+    return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
+
+
+def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: int) -> Any:
+    """One entry of a twin's config."""
+    if key == "per_layer_config" and isinstance(value, dict):
+        return {layer: item for layer, item in value.items() if int(layer) < kept}
+    if isinstance(value, dict):
+        return _shrunk({name: item for name, item in value.items() if name not in _NO_SIZES[:2]})
+    if isinstance(value, list):
+        return value[:kept] if len(value) == num_layers else value
+    if value is None:
+        return _UNSET.get(key)
+    if not _is_number(value):
+        return value
+    if key.endswith("token_id"):
+        return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(key, min(value, 96))
+    if key in BORDERS and value > 0:
+        return BORDERS[key]
+    if _LAYERS.search(key):
+        return min(value, kept)
+    if re.search(r"(key_value|kv)_heads$", key) and value == values.get("num_attention_heads"):
+        return min(value, 4)
+    return next((min(value, most) for names, most in _SIZES if names.search(key)), value)
+
+
+def _shrink_rope(parameters: dict[str, Any], values: dict[str, Any]) -> None:
+    """Few original positions, and factors of as many dimensions as there are."""
+    if parameters.get("rope_type") == "longrope":
+        parameters["original_max_position_embeddings"] = ROPE_BORDER
+        head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        size = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            parameters[name] = [1.0, 3.0, 5.0, 9.0][:size] if name == "long_factor" else [1.0] * size
+        if "original_max_position_embeddings" in values:
+            values["original_max_position_embeddings"] = ROPE_BORDER
+    elif "dynamic" in str(parameters.get("rope_type")):
+        values["max_position_embeddings"] = ROPE_BORDER
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
