@@ -29,6 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mamba2": {"num_heads": 8},
     "reformer": {"is_decoder": True},
     "zamba2": {"mamba_headdim": 8},
@@ -51,7 +52,9 @@ def small_model(name: str) -> PreTrainedModel:
     """Skips where it cannot be built, or cannot generate by itself."""
     torch.manual_seed(0)
     try:
-        config = small_config(CONFIG_MAPPING[name](), **CHANGES.get(name, {}))
+        whole = CONFIG_MAPPING[name]()
+        decodes = {"is_decoder": True} if hasattr(whole, "is_decoder") else {}
+        config = small_config(whole, **decodes | CHANGES.get(name, {}))
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
         if size > 5e6:
@@ -85,7 +88,9 @@ def serve(model: PreTrainedModel, monkeypatch) -> Served:
                 actual = speculate(model, inputs, samples, source)
                 if not torch.equal(actual, expected):
                     column = int((actual != expected).any(0).nonzero()[0]) if actual.shape == expected.shape else -1
-                    served.differences.append(f"{name}, {kind}, {samples=}: from column {column - expected.shape[1] + NEW}")
+                    served.differences.append(
+                        f"{name}, {kind}, {samples=}: from column {column - expected.shape[1] + NEW}"
+                    )
                 if isinstance(source, Recording):
                     served.drafted += source.drafted
                     served.accepted += source.accepted
@@ -109,6 +114,4 @@ def reference(model, inputs, samples: bool) -> torch.Tensor:
 def speculate(model, inputs, samples: bool, source) -> torch.Tensor:
     sampling = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 3} if samples else {}
     with hf_smartspec.enabled(model):
-        return model.generate(
-            **inputs, **sampling, do_sample=samples, assistant=SmartSpecConfig(source, num_nodes=6)
-        )
+        return model.generate(**inputs, **sampling, do_sample=samples, assistant=SmartSpecConfig(source, num_nodes=6))

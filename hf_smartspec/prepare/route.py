@@ -8,8 +8,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..target.compat import is_checkpointing, is_stateful, renewal_length
 from ..target.rotary import border, lengthwise_modules
-from ..target.rowwise import can_run_rowwise
-from ..target.support import WINDOWS, can_pack, prepares_own_inputs
+from ..target.support import WINDOWS, packing_obstacle, prepares_own_inputs, rowwise_obstacle
 from .media import ends_in_text, media_kwargs, position_offsets, without_empty_media
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
@@ -53,9 +52,8 @@ def route_of(
     extra = _extra_kwargs(kwargs)
     if extra and len(input_ids) > 1 and not model.config.is_encoder_decoder:
         return Route("plain", f"{obstacle}, and the model arguments {sorted(extra)} cannot be split into rows")
-    if can_run_rowwise(model):
-        return Route("rowwise", obstacle)
-    return Route("plain", f"{type(model).__name__} cannot run several tokens at once and take them back")
+    reason = rowwise_obstacle(model)
+    return Route("rowwise", obstacle) if reason is None else Route("plain", reason)
 
 
 def _plain_reason(
@@ -103,7 +101,8 @@ def _length_reason(
         return "rotary embeddings that depend on the length differ with every chunk of `prefill_chunk_size` tokens"
     if not modules or is_packed:
         return None
-    if model.config.is_encoder_decoder or model_kwargs.get("position_ids") is None:
+    positions = model_kwargs.get("position_ids")
+    if model.config.is_encoder_decoder or positions is None or positions.dim() != 2:
         return "rotary embeddings depend on the length, and the model counts positions by itself"
     if renewal_length(model) is not None:
         return f"{type(model).__name__} computes all keys anew on its way to long texts"
@@ -117,8 +116,9 @@ def _packing_obstacle(
     Why the packed forward does not serve this model with these arguments, of which `media` are read by a forward of the
     model's own; None if it does.
     """
-    if not can_pack(model):
-        return f"the attention of {type(model).__name__} cannot be packed"
+    mask = model_kwargs.get("attention_mask")
+    if reason := packing_obstacle(model, is_padded=mask is not None and not bool(mask.all())):
+        return reason
     if extra := _extra_kwargs(model_kwargs) - media:
         return f"the model arguments {sorted(extra)} cannot be packed"
     if media and lengthwise_modules(model):

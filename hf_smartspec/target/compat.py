@@ -1,9 +1,11 @@
 """Everything that depends on a version of transformers or torch."""
 
+from typing import Any
+
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -21,14 +23,14 @@ if not Version("5.17") <= TRANSFORMERS < Version("6"):
     raise ImportError(f"hf-smartspec needs transformers >=5.17,<6; {transformers.__version__} is installed.")
 
 # Architectures whose packed forward is compared with the plain one by this project's tests. Models of other types are
-# probed on first use (`packing.can_pack`).
+# probed on first use (`support.can_pack`).
 TESTED_MODEL_TYPES = frozenset(
     "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text gpt2 opt phi phi3 gpt_neox olmo olmo2 olmo3 mixtral "
     "granite granitemoe cohere cohere2 stablelm smollm3 starcoder2 glm glm4 gpt_bigcode helium qwen2_moe olmoe "
     "nemotron persimmon exaone4 ernie4_5 seed_oss biogpt".split()
 )
 
-# Likewise for those that run row by row. Models of other types are probed (`fallback.can_run_rowwise`).
+# Likewise for those that run row by row. Models of other types are probed (`support.rowwise_obstacle`).
 TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm gpt_oss llama4_text t5 bart".split())
 
 
@@ -38,6 +40,14 @@ def is_stateful(model: PreTrainedModel) -> bool:
     a cache of their own in place of transformers' (MiniMax, XLNet, ...).
     """
     return bool(model._is_stateful) or not model._supports_default_dynamic_cache()  # type: ignore[operator]
+
+
+def shared_value(config: PreTrainedConfig, name: str) -> Any:
+    """An entry of a config that all layers share; None where they have each their own (Gemma 4), and where it lacks."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def is_checkpointing(model: PreTrainedModel) -> bool:

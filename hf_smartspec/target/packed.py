@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..sampling.top import argmax
 from .attention import attention_configs, tree_attention_step
+from .compat import shared_value
 from .hidden_states import HiddenStateTaps
 from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context
 from .rotary import LengthwiseRotary, seen_lengths
@@ -39,8 +40,8 @@ class PackedForward:
         self._configs = attention_configs(model)
         self.rotary = LengthwiseRotary(model)
         config = model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_attention_heads", None) or 1
-        self._groups = max(heads // (getattr(config, "num_key_value_heads", None) or heads), 1)
+        heads = shared_value(config, "num_attention_heads") or 1
+        self._groups = max(heads // (shared_value(config, "num_key_value_heads") or heads), 1)
         self._call = call_columns(config, model.device.type)
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 

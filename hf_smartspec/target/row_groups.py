@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedConfig
 
+from .compat import shared_value
+
 # What one more call of attention costs, in elements of keys and values that it could have read meanwhile. Measured on
 # CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.
 _CALL_ON_CPU, _CALL_ELSEWHERE = 2**17, 2**25
@@ -15,9 +17,9 @@ TYPICAL_CALL = 170  # columns of a row, for 6 key/value heads of 64 dimensions o
 
 def call_columns(config: PreTrainedConfig, device_type: str) -> int:
     """What one more call of attention costs, in columns of a row, for a decoder's config."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or max(config.hidden_size // heads, 1)
+    heads = shared_value(config, "num_attention_heads") or 1
+    kv_heads = shared_value(config, "num_key_value_heads") or heads
+    head_dim = shared_value(config, "head_dim") or max(config.hidden_size // heads, 1)
     return (_CALL_ON_CPU if device_type == "cpu" else _CALL_ELSEWHERE) // (2 * kv_heads * head_dim)
 
 

@@ -1,12 +1,10 @@
 """What the packed forward cannot serve: models run row by row, with chains, on transformers' own inputs and caches."""
 
 import copy
-import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,14 +18,10 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.utils import ModelOutput
 
-from ..drafts.tree import DraftTree
 from ..sampling.top import argmax
-from .compat import TESTED_ROWWISE_TYPES
 from .hidden_states import HiddenStateTaps
 from .layout import CacheRow, RowInput
 from .rotary import LengthwiseRotary
-
-_probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -228,68 +222,3 @@ def _row_of(value: Any, index: int, batch_size: int) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size:
         return value[index : index + 1]
     return value
-
-
-def can_run_rowwise(model: PreTrainedModel) -> bool:
-    """
-    Whether the model can run several tokens at once and take them back: by its type, else by comparing small forwards,
-    once per model. It cannot if it looks ahead (BERT without `is_decoder`), has no cache (GPT-1) or feeds its cache one
-    token at a time (ProphetNet).
-    """
-    is_tested = model.config.model_type in TESTED_ROWWISE_TYPES and type(model).__module__.startswith("transformers.")
-    if is_tested or model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
-        return True
-    if model not in _probed:
-        _probed[model] = _probe(model)
-    return _probed[model]
-
-
-@torch.no_grad()
-def _probe(model: PreTrainedModel) -> bool:
-    """Compares chains that are accepted in part, whole and not at all with plain forwards of every text."""
-    size = model.config.get_text_config(decoder=True).vocab_size
-    text = (torch.arange(3, 14, device=model.device) * 7 % size)[None]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        kwargs: dict[str, Any] = {"use_cache": True}
-        if model.config.is_encoder_decoder:
-            kwargs["encoder_outputs"] = model.get_encoder()(input_ids=text[:, :4], return_dict=True)
-        else:
-            kwargs["attention_mask"] = torch.ones_like(text[:, :5])
-            if "position_ids" in inspect.signature(model.forward).parameters:
-                kwargs["position_ids"] = torch.arange(5, device=model.device)[None]
-        rowwise = RowwiseForward(model, text[:, :5], kwargs, GenerationConfig())
-        row, start = rowwise.add(), 0
-        # Tokens to feed, to draft, and of these to accept.
-        for num_fed, num_drafted, num_accepted in ((5, 3, 1), (1, 2, 2), (1, 1, 0)):
-            end = start + num_fed
-            tokens = text[0].cpu().numpy()
-            chain = DraftTree.chain(tokens[end : end + num_drafted])
-            logits, _ = rowwise.forward([RowInput(row, tokens[start:end], chain)])
-            for line, length in zip(logits, range(end, end + num_drafted + 1)):
-                if not _agree(line, _last_logits(model, text[:, :length], kwargs)):
-                    return False
-            rowwise.commit([row], [range(num_accepted)])
-            start = end + num_accepted
-        return True
-    except Exception:  # whatever goes wrong in a foreign model: it is left to plain decoding
-        return False
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _last_logits(model: PreTrainedModel, text: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The plain logits behind a text, `[vocab_size]`."""
-    if model.config.is_encoder_decoder:
-        output = model(encoder_outputs=kwargs["encoder_outputs"], decoder_input_ids=text, return_dict=True)
-    else:
-        output = model(input_ids=text, return_dict=True)
-    return output.logits[0, -1]
-
-
-def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two lines of logits are the same up to rounding."""
-    tolerance = 1e-3 if actual.dtype == torch.float32 else 0.1
-    return bool((actual.float() - expected.float()).abs().max() <= tolerance * expected.float().std())

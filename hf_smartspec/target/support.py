@@ -1,20 +1,26 @@
-"""What a model can do: whether trees can be packed in its forward."""
+"""What a model can do: whether trees can be packed in its forward, and whether its rows can run chains one by one."""
 
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
 from transformers import PreTrainedModel
 
-from ..drafts.tree import DraftTree
-from .compat import TESTED_MODEL_TYPES
-from .layout import RowInput
+from .compat import TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES
 from .packed import PackedForward
+from .probe import Probe, agrees_behind_encoder
+from .rowwise import RowwiseForward
+from .twin import TWIN_REACH, borders, small_twin
+
+Way = type[PackedForward] | type[RowwiseForward]
 
 # What configs call the reach of local attention.
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 
-_probed: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_SMALL = 5_000_000  # parameters of models that are probed behind their own borders, where these are near
+_NEAR = 32  # tokens
+_SHORT = 6  # tokens behind the prompts of short texts
+
+# What probes have found: why a model cannot be run in some way, alone or in padded batches; None where it can.
+_found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Way, bool], str | None]] = WeakKeyDictionary()
 
 
 def prepares_own_inputs(model: PreTrainedModel) -> bool:
@@ -29,47 +35,78 @@ def prepares_own_inputs(model: PreTrainedModel) -> bool:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether the model can run packed trees: by its type, else by comparing a small forward, once per model."""
-    config = model.config.get_text_config(decoder=True)
+    """Whether trees in rows of their own can be packed."""
+    return packing_obstacle(model) is None
+
+
+def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | None:
+    """
+    Why draft trees cannot be packed in the model's forward; None if they can: by its type, else by comparing small
+    forwards, once per model.
+
+    Args:
+        is_padded (`bool`): Whether plain decoding would pad rows of different lengths.
+    """
     if model.config.is_encoder_decoder or prepares_own_inputs(model):
-        return False
+        return f"the attention of {type(model).__name__} cannot be packed"
     if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
-        return False  # spread over devices or offloaded: one step's indices and masks lie on one device
-    layer_types = getattr(config, "layer_types", None)
-    if not set(layer_types or ()) <= {"full_attention", "sliding_attention"}:
-        return False  # chunked attention and the like: the probe's texts are too short to tell
+        return "the model is spread over devices or offloaded"  # one step's indices and masks lie on one device
     if model.config.model_type in TESTED_MODEL_TYPES and type(model).__module__.startswith("transformers."):
-        return True
-    if not layer_types and any(getattr(config, name, None) is not None for name in WINDOWS):
-        return False  # likewise: the window may be known to the model's own masks only
-    if model not in _probed:
-        _probed[model] = _probe(model)
-    return _probed[model]
+        return None
+    reason = _probed(model, PackedForward, is_padded=False)
+    return reason or (_probed(model, PackedForward, is_padded=True) if is_padded else None)
 
 
-@torch.no_grad()
-def _probe(model: PreTrainedModel) -> bool:
-    """Compares a packed forward of two ragged rows with a tree against plain forwards of every path."""
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    prompts = [np.arange(1, 8) % vocab_size, np.arange(3, 6) % vocab_size]
-    tree = DraftTree(np.arange(4) % vocab_size, np.array([-1, -1, 0, 1]), np.ones(4, np.float32))
-    paths = [[], [0], [1], [0, 2], [1, 3]]
-    modes = [(module, module.training) for module in model.modules()]
+def rowwise_obstacle(model: PreTrainedModel) -> str | None:
+    """
+    Why the model cannot run several tokens of a row at once and take them back; None if it can: by its type, else by
+    comparing small forwards, once per model. It cannot if it looks ahead (BERT without `is_decoder`), has no cache
+    (GPT-1), feeds its cache one token at a time (ProphetNet), or chooses what it attends to by the tokens that are run
+    together (DeepSeek 3.2).
+    """
+    is_tested = model.config.model_type in TESTED_ROWWISE_TYPES and type(model).__module__.startswith("transformers.")
+    if is_tested or model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
+        return None
+    return _probed(model, RowwiseForward, is_padded=True)
+
+
+def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
+    found = _found.setdefault(model, {})
+    if (way, is_padded) not in found:
+        found[way, is_padded] = _probe(model, way, is_padded)
+    return found[way, is_padded]
+
+
+def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
+    """
+    Compares with plain decoding, token by token: short texts in the model itself, and texts behind every length at
+    which it changes its ways, in a small twin where these lengths, or the model, are large.
+    """
+    name = type(model).__name__
+    cannot = f"{name} cannot run several tokens at once and take them back"
+    if model.config.is_encoder_decoder:
+        return None if agrees_behind_encoder(model) else cannot
+    found = borders(model.config.get_text_config(decoder=True))
+    near = {key: value for key, value in found.items() if value <= _NEAR}
+    prompt_lens = (4, 7) if is_padded else (7,)
+    if not Probe(model, prompt_lens, _SHORT).agrees(way):
+        if way is PackedForward:
+            return f"{name} pads rows in its own way" if is_padded else f"the attention of {name} cannot be packed"
+        return _at_borders(name, near) if near else cannot
+    if not found:
+        return None
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
     try:
-        model.eval()
-        packed = PackedForward(model, num_rows=2, capacity=16)
-        rows = [packed.add() for _ in prompts]
-        logits, offsets = packed.forward([RowInput(row, prompt, tree) for row, prompt in zip(rows, prompts)])
-        for prompt, offset in zip(prompts, offsets):
-            for line, path in enumerate(paths):
-                ids = torch.from_numpy(np.concatenate([prompt, tree.tokens[path]]))[None].to(logits.device)
-                expected = model(input_ids=ids).logits[0, -1].float()
-                error = (logits[offset + line].float() - expected).abs().max()
-                if not error <= (0.1 if logits.dtype != torch.float32 else 1e-3) * expected.std():
-                    return False
-        return True
-    except Exception:  # whatever goes wrong in a foreign model: it cannot be packed
-        return False
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        is_near = is_small and len(near) == len(found)
+        subject, num_tokens = (model, max(near.values()) + _SHORT) if is_near else (small_twin(model), TWIN_REACH)
+    except Exception:  # sizes that depend on one another in unknown ways
+        return f"what {name} does behind {_names(found)} tokens cannot be tried out"
+    return None if Probe(subject, prompt_lens, num_tokens).agrees(way) else _at_borders(name, found)
+
+
+def _at_borders(name: str, found: dict[str, int]) -> str:
+    return f"{name} does not compute several tokens at once as one at a time, behind {_names(found)} tokens"
+
+
+def _names(found: dict[str, int]) -> str:
+    return " or ".join(f"`{key}={value}`" for key, value in found.items())

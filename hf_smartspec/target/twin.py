@@ -1,6 +1,5 @@
 """Small twins of models: the same architecture in a few narrow layers, with every border at a few tokens."""
 
-import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +27,7 @@ BORDERS = {
     "relative_max_distance": 8,
     "position_bias_max_distance": 8,
 }
+TWIN_REACH = 22  # tokens that lead a twin across all its borders
 ROPE_BORDER = 12  # original positions of a twin whose rotary embeddings depend on the length
 
 _LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|hidden_layers|(en|de)coder_layers|num_blocks)$")
@@ -52,20 +52,37 @@ _SIZES = [
 ]
 # What some configs work out by themselves when they are made, and leave at None where they are not.
 _UNSET = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
+_ORIGINAL = "original_max_position_embeddings"
 _NO_SIZES = ("id2label", "label2id", "model_type", "transformers_version", "architectures")
 
 
 def borders(config: PreTrainedConfig) -> dict[str, int]:
     """The lengths at which a model changes its ways, by the names that its config has for them."""
-    found = {name: value for name in BORDERS if isinstance(value := getattr(config, name, None), int) and value > 0}
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") == "longrope":
-            found["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
-        elif "dynamic" in str(parameters.get("rope_type")):
-            found["max_position_embeddings"] = config.max_position_embeddings
-    rates = getattr(config, "compress_rates", None)
-    return found | ({"compress_rates": max(rates.values())} if isinstance(rates, dict) and rates else {})
+    return dict(_borders(config.to_dict()))
+
+
+def _borders(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The shortest of a name come last."""
+    for name, value in values.items():
+        if isinstance(value, dict) and name not in _NO_SIZES:
+            yield from _borders(value)
+            rates = value if name == "compress_rates" else {}
+            yield from (("compress_rates", rate) for rate in rates.values())
+        elif name in BORDERS and _is_number(value) and value > 1:
+            yield name, value
+    kinds = [str(item.get("rope_type")) for item in _ropes(values)]
+    if "longrope" in kinds:
+        yield from (
+            ("original_max_position_embeddings", item[_ORIGINAL]) for item in _ropes(values) if _ORIGINAL in item
+        )
+    if any("dynamic" in kind for kind in kinds):
+        yield "max_position_embeddings", values["max_position_embeddings"]
+
+
+def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameters of rotary embeddings: one set, or one for each type of layers."""
+    rope = values.get("rope_parameters") or {}
+    return [rope, *(item for item in rope.values() if isinstance(item, dict))]
 
 
 def small_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -75,7 +92,8 @@ def small_twin(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         Exception: of any kind, where its config's sizes depend on one another in ways that are not known here.
     """
-    twin = type(model)._from_config(small_config(model.config), dtype=torch.float32)  # type: ignore[attr-defined]
+    with torch.random.fork_rng(devices=[]):  # whatever the caller samples is independent of it
+        twin = type(model)._from_config(small_config(model.config), dtype=torch.float32)
     return sharpened(twin.eval().requires_grad_(False))
 
 
@@ -100,8 +118,7 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
     num_layers = max((value for key, value in values.items() if _is_number(value) and _LAYERS.search(key)), default=0)
     kept = _num_layers(values, num_layers)
     small = {key: _small(key, value, values, num_layers, kept) for key, value in values.items()}
-    rope = small.get("rope_parameters") or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for parameters in _ropes(small):
         _shrink_rope(parameters, small)
     return small
 

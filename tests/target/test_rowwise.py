@@ -13,8 +13,7 @@ import hf_smartspec
 from hf_smartspec import PromptLookupCandidates, SeededGumbelLogitsProcessor
 from hf_smartspec.target.compat import TESTED_ROWWISE_TYPES
 from hf_smartspec.target.packed import PackedForward
-from hf_smartspec.target.rowwise import can_run_rowwise
-from hf_smartspec.target.support import can_pack
+from hf_smartspec.target.support import can_pack, rowwise_obstacle
 
 from ..cases import Case, left_padded, settings
 from ..comparison import Tally, compare, run_cases
@@ -65,18 +64,18 @@ def test_listed_types_are_those_under_test():
 @pytest.mark.parametrize("architecture", [*ROWWISE, *ENCODER_DECODER, "llama", "gemma2", "qwen3_moe"])
 def test_the_probe_finds_what_can_run_row_by_row(architecture, monkeypatch):
     monkeypatch.setattr("hf_smartspec.target.rowwise.TESTED_ROWWISE_TYPES", frozenset())
-    assert can_run_rowwise(new_model(architecture))
+    assert rowwise_obstacle(new_model(architecture)) is None
 
 
 @pytest.mark.parametrize("architecture", ["openai-gpt", "bert", "prophetnet"])
 def test_the_probe_finds_what_cannot(architecture):
     model = new_model(architecture).train()
-    assert not can_run_rowwise(model)
+    assert rowwise_obstacle(model)
     assert model.training, "probing leaves the model as it was"
 
 
 def test_a_decoder_of_the_bert_kind_is_served():
-    assert can_run_rowwise(new_model("bert", is_decoder=True))
+    assert rowwise_obstacle(new_model("bert", is_decoder=True)) is None
 
 
 # --- Encoder and decoder ----------------------------------------------------------------------------------------------
