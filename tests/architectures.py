@@ -35,7 +35,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": {"mamba_headdim": 8},
 }
 # As few as have every way to be served: these are part of every run.
-REPRESENTATIVE = ("llama", "gemma2", "bloom", "deepseek_v32", "doge", "llama4_text", "mamba", "phimoe", "whisper")
+REPRESENTATIVE = ("gemma4_text", "deepseek_v32", "minimax_m3_vl_text", "lfm2_moe", "whisper")
 
 
 @dataclass
@@ -94,7 +94,8 @@ def serve(model: PreTrainedModel, monkeypatch) -> Served:
                 if isinstance(source, Recording):
                     served.drafted += source.drafted
                     served.accepted += source.accepted
-            served.routes[name] = routes[-1].way if routes[-1].way == "packed" else ": ".join(routes[-1])
+            way, reason, _ = routes[-1]
+            served.routes[name] = way if reason is None else f"{way}: {reason}"
     return served
 
 

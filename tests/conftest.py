@@ -54,6 +54,8 @@ def deprecated_by_itself(monkeypatch):
 # Tests that compare many cases add their counts under this name (`record_property`); the last lines of the run sum them
 # up, over all workers.
 COUNTS = "exactness"
+# Tests of architectures add how these were served, by name: one way of single rows and one of ragged ones.
+WAYS = "ways"
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -70,6 +72,23 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("exactness: " + ", ".join(f"{total[name]:,} {name}" for name in names))
         for tie in ties[:20]:
             terminalreporter.write_line(f"  {tie}")
+    report_ways(terminalreporter)
+
+
+def report_ways(terminalreporter):
+    """How many architectures were served in which way, and the reasons of those that were decoded plainly."""
+    served: dict[str, list[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == WAYS and report.when == "call":
+                    served |= value
+    if served:
+        counts = Counter(routes[0].split(":")[0] for routes in served.values())
+        terminalreporter.write_line("architectures: " + ", ".join(f"{num} {way}" for way, num in counts.most_common()))
+        for name, routes in sorted(served.items()):
+            for route in dict.fromkeys(route for route in routes if route.startswith("plain: ")):
+                terminalreporter.write_line(f"  {name} {route}")
 
 
 @pytest.fixture(autouse=True)

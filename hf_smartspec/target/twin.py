@@ -125,7 +125,10 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
 
 def _num_layers(values: dict[str, Any], num_layers: int) -> int:
     """As few of the first layers as have all kinds that there are; two at least."""
-    lists = [value for value in values.values() if isinstance(value, list) and len(value) == num_layers > 0]
+    entries = [
+        (key, value) for key, value in values.items() if isinstance(value, list) and not _names_layers(key, value)
+    ]
+    lists = [value for _, value in entries if len(value) == num_layers > 0]
     kinds = [str([item[layer] for item in lists]) for layer in range(num_layers)]
     return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
 
@@ -136,6 +139,8 @@ def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: 
         return {layer: item for layer, item in value.items() if int(layer) < kept}
     if isinstance(value, dict):
         return _shrunk({name: item for name, item in value.items() if name not in _NO_SIZES[:2]})
+    if isinstance(value, list) and _names_layers(key, value):
+        return [layer for layer in value if layer < kept]
     if isinstance(value, list):
         return value[:kept] if len(value) == num_layers else value
     if value is None:
@@ -151,6 +156,12 @@ def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: 
     if re.search(r"(key_value|kv)_heads$", key) and value == values.get("num_attention_heads"):
         return min(value, 4)
     return next((min(value, most) for names, most in _SIZES if names.search(key)), value)
+
+
+def _names_layers(key: str, value: list[Any]) -> bool:
+    """Whether a list holds numbers of layers, rather than something for each of them."""
+    is_rising = all(_is_number(item) for item in value) and value == sorted(set(value))
+    return is_rising and re.search(r"layers?(_ids)?$|idxs$", key) is not None
 
 
 def _shrink_rope(parameters: dict[str, Any], values: dict[str, Any]) -> None:

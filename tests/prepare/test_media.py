@@ -9,6 +9,7 @@ from hf_smartspec.prepare import call as call_module
 from hf_smartspec.prepare.media import without_empty_media
 from hf_smartspec.prepare.route import Route, route_of
 from hf_smartspec.target import support
+from hf_smartspec.target.packed import PackedForward
 
 from ..generate.helpers import Oracle, Spy
 from .multimodal import CONFIGS, IMAGE, build, image_batch, text_batch
@@ -113,7 +114,7 @@ def test_prompts_that_are_read_both_ways_are_left_to_plain_decoding(routes):
 @pytest.mark.parametrize("lengths", [(7, 12, 10, 4), (9,), (6, 6)])
 def test_text_row_by_row(name, lengths, routes, monkeypatch):
     """Four rows and four planes of positions must not be mistaken for one another."""
-    monkeypatch.setitem(support._probed, model := build(name), False)
+    monkeypatch.setitem(support._found, model := build(name), {(PackedForward, False): "its trees are left unpacked"})
     check(model, text_batch(lengths))
     assert {route.way for route in routes} == {"rowwise"}
 

@@ -63,7 +63,7 @@ def test_listed_types_are_those_under_test():
 
 @pytest.mark.parametrize("architecture", [*ROWWISE, *ENCODER_DECODER, "llama", "gemma2", "qwen3_moe"])
 def test_the_probe_finds_what_can_run_row_by_row(architecture, monkeypatch):
-    monkeypatch.setattr("hf_smartspec.target.rowwise.TESTED_ROWWISE_TYPES", frozenset())
+    monkeypatch.setattr("hf_smartspec.target.support.TESTED_ROWWISE_TYPES", frozenset())
     assert rowwise_obstacle(new_model(architecture)) is None
 
 

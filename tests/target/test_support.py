@@ -1,0 +1,96 @@
+"""What probes find of a model, behind the lengths at which it changes its ways."""
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_smartspec.target import support
+from hf_smartspec.target.probe import Probe
+from hf_smartspec.target.support import packing_obstacle, rowwise_obstacle
+from hf_smartspec.target.twin import BORDERS, borders, small_config, small_twin
+
+from ..architectures import CHANGES, small_model
+from ..models import new_model
+
+# Models that choose the keys of a query by what is run together, and what their configs call the length behind which
+# they do, with its usual value.
+SPARSE = {
+    "deepseek_v32": {"index_topk": 2048},
+    "glm_moe_dsa": {"index_topk": 2048},
+    "minimax_m3_vl_text": {"index_topk_blocks": 16, "index_block_size": 128},
+    "doge": {"keep_window_size": 2048},
+}
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_leaves_a_model_to_plain_decoding(name, is_long, monkeypatch):
+    """Texts of a few tokens do not tell where the border is far: a twin of the model does."""
+    if is_long:
+        monkeypatch.setitem(CHANGES, name, CHANGES.get(name, {}) | SPARSE[name])
+    model = small_model(name)
+    reason = rowwise_obstacle(model)
+    assert packing_obstacle(model) and reason
+    expected = SPARSE[name] if is_long else {key: BORDERS[key] for key in SPARSE[name]}
+    assert all(f"`{key}={value}`" in reason for key, value in expected.items()), reason
+    assert "does not compute several tokens at once as one at a time" in reason
+
+
+def test_far_borders_of_models_that_are_packed_are_crossed_in_a_twin(monkeypatch):
+    subjects = []
+    init = Probe.__init__
+    monkeypatch.setattr(Probe, "__init__", lambda self, *args: subjects.append(args[0]) or init(self, *args))
+    model = new_model("ministral", sliding_window=4096)
+    assert packing_obstacle(model) is None
+    twin = subjects[-1]
+    assert twin is not model and type(twin) is type(model) and twin.config.sliding_window == BORDERS["sliding_window"]
+    near = new_model("ministral")
+    assert packing_obstacle(near) is None and subjects[-1] is near
+
+
+def test_windows_that_only_the_models_own_masks_know_are_found():
+    """Granite's window is no argument of its attention."""
+    model = small_model("granite_swa")
+    assert packing_obstacle(model) and rowwise_obstacle(model) is None
+
+
+def test_models_whose_borders_cannot_be_tried_out_are_decoded_plainly(monkeypatch):
+    def fail(model):
+        raise ValueError("sizes that depend on one another")
+
+    monkeypatch.setattr(support, "small_twin", fail)
+    model = new_model("ministral", sliding_window=4096)
+    for reason in (packing_obstacle(model), rowwise_obstacle(model)):
+        assert reason == "what MinistralForCausalLM does behind `sliding_window=4096` tokens cannot be tried out"
+    assert packing_obstacle(new_model("apertus")) is None, "without borders there is nothing to try out"
+
+
+def test_models_that_pad_in_their_own_way_are_packed_alone_only():
+    model = small_model("whisper")
+    assert packing_obstacle(model) is None
+    assert packing_obstacle(model, is_padded=True) == "WhisperForCausalLM pads rows in its own way"
+    assert rowwise_obstacle(model) is None
+
+
+def test_a_model_is_probed_once_and_random_numbers_are_left_alone(monkeypatch):
+    model = new_model("ministral", sliding_window=4096)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert packing_obstacle(model, is_padded=True) is None
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(Probe, "agrees", None)
+    assert packing_obstacle(model, is_padded=True) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "gpt2", "bloom", "qwen3_moe", "phi3", "llama4"])
+def test_twins_of_the_usual_configs_are_small(name):
+    config = small_config(CONFIG_MAPPING[name]())
+    assert max(borders(config).values(), default=0) <= 16
+    text = config.get_text_config(decoder=True)
+    assert text.num_hidden_layers <= 8 and text.hidden_size <= 32 and text.vocab_size < 100
+
+
+def test_twins_have_layers_of_every_kind():
+    layer_types = [*["sliding_attention"] * 3, "full_attention"]
+    model = new_model("gemma3_text", num_hidden_layers=8, layer_types=layer_types * 2)
+    assert small_twin(model).config.layer_types == layer_types
