@@ -35,7 +35,7 @@ _LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|hidden_layers|(en|de)coder_lay
 _SIZES = [
     (re.compile(names + "$"), most)
     for names, most in (
-        (r"vocab_size", 97),
+        (r"vocab_size(_per_layer_input)?", 97),
         (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|context_length|max_(target|source)_positions", 512),
         (r"qk_head_dim|lora_rank|kv_channels", 16),
         (r"head_dim|headdim|head_size|d_head|dim_head|d_kv|state_size|d_state", 8),
