@@ -24,6 +24,10 @@ from numba.core.caching import FunctionCache, NullCache
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
+from ..log import get_logger
+
+logger = get_logger(__name__)
+
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
@@ -83,12 +87,28 @@ class _DiskCache:
         found._cache_file = files
         return found
 
+    def load_overload(self, *args: Any) -> Any:
+        """What was compiled before, or None: then it is compiled now."""
+        code = self._cache.load_overload(*args)
+        if code is None:
+            announce(None if isinstance(self._cache, NullCache) else self._cache.cache_path)
+        return code
+
     def save_overload(self, *args: Any) -> None:
         with suppress(OSError):  # such as a full disk
             self._cache.save_overload(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
+
+
+@cache
+def announce(folder: str | None) -> None:
+    """Says, once per process, why the first call takes so long."""
+    kept = f"once per installation (kept in {folder})"
+    if folder is None:
+        kept = "in every process (no folder can be written; `NUMBA_CACHE_DIR` names one)"
+    logger.warning(f"Compiling what proposes drafts, for about 10 s, {kept}.")
 
 
 @cache

@@ -90,6 +90,43 @@ def code_files(folder):
     return sorted(path.name for path in folder.rglob("*.nbc"))
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What is said from now on."""
+    messages = []
+    monkeypatch.setattr(jit.logger, "warning", messages.append)
+    jit.announce.cache_clear()
+    return messages
+
+
+def test_who_waits_for_the_compiler_is_told_once(package, said):
+    call_anew()
+    assert said == [
+        f"Compiling what proposes drafts, for about 10 s, once per installation (kept in {package / '__pycache__'})."
+    ]
+    call_anew()
+    write_factor(package, 3)
+    call_anew()
+    assert len(said) == 1
+
+
+def test_nothing_is_said_where_code_lies_on_the_disk(package, said):
+    call_anew()
+    said.clear()
+    jit.announce.cache_clear()
+    assert call_anew() == (20, []) and said == []
+
+
+def test_who_has_to_wait_in_every_process_is_told_the_remedy(package, said, tmp_path, monkeypatch):
+    (package / "__pycache__").touch()
+    (tmp_path / "user").touch()
+    call_anew()
+    (message,) = said
+    assert "in every process" in message and "`NUMBA_CACHE_DIR`" in message
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "named"))
+    assert call_anew() == (20, ["total", "scaled"]) and call_anew() == (20, [])
+
+
 def test_code_is_compiled_once_and_kept_beside_its_source(package):
     assert call_anew() == (20, ["total", "scaled"])
     assert call_anew() == (20, [])
