@@ -1,5 +1,6 @@
 """Tiny models that read images, and prompts for them."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,7 +86,9 @@ CONFIGS = {
 }
 
 
+@cache
 def build(name: str) -> PreTrainedModel:
+    """One model for the whole session; tests must leave it as it is."""
     model = getattr(transformers, f"{name}ForConditionalGeneration")(CONFIGS[name]()).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import hf_smartspec
-from hf_smartspec import Engine, SmartSpecConfig
+from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.prepare import call as call_module
 from hf_smartspec.prepare.media import without_empty_media
 from hf_smartspec.prepare.route import Route, route_of
@@ -90,6 +91,18 @@ def test_caches_and_scores_behind_images(name):
         for name in ("keys", "values"):
             pair = [getattr(layer, name).transpose(1, 2)[mask] for layer in (ours, theirs)]
             torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen2VL"])
+def test_sampling_behind_images(name):
+    model, batch = build(name), image_batch(name) | {"max_new_tokens": NEW}
+    noise = LogitsProcessorList([SeededGumbelLogitsProcessor([1, 2, 3])])
+    expected = model.generate(**batch, logits_processor=noise)
+    spy = Spy(Oracle(expected, batch["attention_mask"]))
+    with hf_smartspec.enabled(model):
+        assistant = SmartSpecConfig(spy, num_nodes=4)
+        output = model.generate(**batch, do_sample=True, top_k=0, seed=[1, 2, 3], assistant=assistant)
+    assert torch.equal(output, expected) and spy.accepted > 0
 
 
 def test_images_at_the_end_of_a_prompt_are_left_to_plain_decoding(routes):
