@@ -54,10 +54,7 @@ def _dispatch(arguments: list[str]) -> int:
     path = _command_path(arguments)
     if path is None:
         return _top_level(arguments)
-    command = COMMANDS[path]
-    module = importlib.import_module(f"{__package__}.{command.module}")
-    parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(command.help))
-    module.add_arguments(parser)
+    module, parser = load_command(path)
     args = parser.parse_args(arguments[len(path) :])
 
     from transformers.utils.logging import disable_progress_bar
@@ -70,6 +67,15 @@ def _dispatch(arguments: list[str]) -> int:
         return module.run(args)
     except UsageError as error:
         parser.fail(str(error))
+
+
+def load_command(path: tuple[str, ...]) -> tuple[Any, "Parser"]:
+    """The module of a command, and the parser of its arguments."""
+    command = COMMANDS[path]
+    module = importlib.import_module(f"{__package__}.{command.module}")
+    parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(command.help))
+    module.add_arguments(parser)
+    return module, parser
 
 
 def _command_path(arguments: list[str]) -> tuple[str, ...] | None:

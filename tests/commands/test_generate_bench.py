@@ -66,6 +66,17 @@ def run_measure(model, methods, data, batch_sizes=(1, 2), replays=False, repetit
 # --- The command
 
 
+def test_responses_are_needed_where_they_are_replayed_only(folder, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} and {n} and"}) + "\n" for n in range(3)))
+    asked = [path, "--model", folder / "target", "--assistant", "prompt_lookup", "--remember", "1", *SHORT]
+    out = tmp_path / "results.json"
+    assert call(*asked, "--json", out) == 0
+    assert {row["method"] for row in json.loads(out.read_text())["results"]} >= {PLAIN, "prompt_lookup"}
+    assert call(*asked, "--replay") == 2
+    assert 'has no text under "response"' in capsys.readouterr().err
+
+
 def test_command_measures_every_method_data_set_and_batch_size(folder, tmp_path, capsys, deprecated_by_itself):
     files = [folder / "first.jsonl", folder / "second.jsonl"]
     out = tmp_path / "results.json", tmp_path / "results.png"

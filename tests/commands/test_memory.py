@@ -124,7 +124,16 @@ def test_bad_arguments_are_refused(bench, arguments, message):
     assert status == 2 and message in err
 
 
+def test_a_small_file_gets_a_smaller_probe_that_says_so(bench, tmp_path):
+    rows = [{"prompt": f"{index}", "response": f"{index} is a number, " * 4} for index in range(17)]
+    path = tmp_path / "report.json"
+    file = write(tmp_path / "small.jsonl", rows)
+    status, out, _ = bench("--tokens", "400", "--datastore-tokens", "0", "--json", path, file=file)
+    assert status == 0 and "draft, 8 rows" in out and "8 held-out requests" in " ".join(out.split())
+    assert json.loads(path.read_text())["text"]["held_out"] == 8
+
+
 def test_too_little_text_is_refused(bench, tmp_path):
-    rows = [{"prompt": "a", "response": "b" * 40}] * 64
+    rows = [{"prompt": "a", "response": "b" * size} for size in (40, 20, 20)]
     status, _, err = bench(file=write(tmp_path / "short.jsonl", rows))
-    assert status == 2 and "hold 64 responses of at least 32 tokens; more than 64 are needed" in err
+    assert status == 2 and "hold 1 responses of at least 32 tokens; two are needed" in err

@@ -47,7 +47,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Target, draft, prompts and outputs, the same for all benches of the engine."""
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE",
-        help=".jsonl or .jsonl.gz with prompts and responses; one is one data set (default: the demo's)",
+        help=".jsonl or .jsonl.gz with prompts, where they are replayed with responses too; one is one data set "
+        "(default: the demo's)",
     )  # fmt: skip
     add_target_arguments(parser)
     parser.add_argument("--draft", metavar="MODEL", help="draft model (default: the demo's for the demo's target)")

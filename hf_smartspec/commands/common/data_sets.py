@@ -64,11 +64,11 @@ class DataSet(NamedTuple):
 def _tokenized(
     texts: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_prompt: int, max_new_tokens: int
 ) -> Iterator[Recording]:
-    """Conversations are one user's turn; of responses, as much as is generated."""
+    """Conversations are one user's turn; of responses, as much as is generated; there may be none."""
     for item in texts:
         prompts = encode(["\n".join(item.context)], tokenizer, max_prompt)
         response = tokenizer(item.response, add_special_tokens=False, verbose=False).input_ids[:max_new_tokens]
-        if prompts and response:
+        if prompts and (response or not item.response):
             yield Recording(np.array(prompts[0], np.int64), np.array(response, np.int64))
 
 

@@ -48,20 +48,22 @@ def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_requests(path: Path, fields: Fields, limit: int | None) -> list[Texts]:
+def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses: bool = True) -> list[Texts]:
     """
-    The first `limit` requests of a .jsonl or .jsonl.gz file, in its order; those without a response are left out.
+    The first `limit` requests of a .jsonl or .jsonl.gz file, in its order; where responses are needed, those without
+    one are left out.
 
     Raises:
         UsageError: if the file cannot be read, or holds no request.
     """
     requests: list[Texts] = []
     for number, row in enumerate(_rows(path), start=1):
-        requests += [item for item in _requests(row, fields, f"{path.name!r}, row {number}") if item.response]
+        found = _requests(row, fields, f"{path.name!r}, row {number}", needs_responses)
+        requests += [item for item in found if item.response or not needs_responses]
         if limit is not None and len(requests) >= limit:
             break
     if not requests:
-        raise UsageError(f"{str(path)!r} holds no responses")
+        raise UsageError(f"{str(path)!r} holds no {'responses' if needs_responses else 'prompts'}")
     return requests[:limit]
 
 
@@ -79,11 +81,13 @@ def _rows(path: Path) -> Iterator[Any]:
         raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
 
 
-def _requests(row: Any, fields: Fields, place: str) -> list[Texts]:
+def _requests(row: Any, fields: Fields, place: str, needs_responses: bool) -> list[Texts]:
     if not isinstance(row, dict):
         raise UsageError(f"{place} is no JSON object")
     if fields.turns != "none" and row.get("turns"):
         return _turns(row["turns"], place)[-1 if fields.turns == "last" else 0 :]
+    if not needs_responses and row.get(fields.response) is None:
+        row = row | {fields.response: ""}
     for name in (fields.prompt, fields.response):
         if not isinstance(row.get(name), str):
             raise UsageError(f'{place} has no text under "{name}"')

@@ -119,7 +119,7 @@ def load_setups(args: argparse.Namespace) -> list[Setup]:
     draft = load_draft(draft_name, model, args.dtype) if draft_name else None
     setups = []
     for path in files:
-        texts = read_requests(path, Fields(), None)
+        texts = read_requests(path, Fields(), None, needs_responses=args.replay)
         sizes = (max_prompt_len(args, model), args.max_new_tokens)
         data = DataSet.of(str(path), texts, tokenizer, args.limit, args.remember, *sizes)
         past = list(data.past) if args.replay else answered(data.past, model, args.max_batch_size, args.max_new_tokens)

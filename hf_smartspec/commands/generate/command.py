@@ -26,7 +26,7 @@ from .report import has_differences, plot, print_results, summaries, worst
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE",
-        help="prompts and responses, .jsonl or .jsonl.gz; one is one data set (default: the demo's prompts)",
+        help="prompts, with --replay responses too, .jsonl or .jsonl.gz; one is one data set (default: the demo's)",
     )  # fmt: skip
     add_target_arguments(parser)
     parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4], metavar="B", help="default: 1 4")
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> dict[str, list[Texts]]:
     """The requests of every file; of the demo's prompts, some of every category."""
     if args.files:
-        return {str(path): read_requests(path, Fields(), None) for path in args.files}
+        return {str(path): read_requests(path, Fields(), None, args.replay) for path in args.files}
     requests = read_requests(demo_folder(*missing_arguments(args)) / "prompts.jsonl", Fields(), None)
     step = max((len(requests) - args.remember) // args.limit, 1)
     return {"prompts.jsonl": requests[: args.remember] + requests[args.remember :: step]}

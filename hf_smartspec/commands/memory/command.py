@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from ..common.arguments import add_output_arguments, not_negative
 from ..common.console import make_console, table
+from ..common.demo import demo_folder
 from ..common.figures import draw, from_zero
 from ..common.models import UsageError
 from ..common.outputs import check_outputs, write_json
@@ -41,7 +42,7 @@ _COLUMNS = (
     ("bytes", "bytes_per_token", ".1f"),
     ("draft", "draft_us", ".1f"),
     ("drafted", "drafted", ".2f"),
-    (f"draft, {BATCH_SIZE} rows", "batch_draft_us", ".0f"),
+    ("draft, {} rows", "batch_draft_us", ".0f"),
     ("per row", "batch_draft_us_per_row", ".2f"),
     ("drafted", "batch_drafted", ".2f"),
     ("remove", "remove_us_per_token", ".2f"),
@@ -49,15 +50,21 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz with responses")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz with responses (default: the demo's)",
+    )
     parser.add_argument(
         "--tokens", type=partial(_at_least, LEAST_TOKENS), nargs="+", metavar="N",
-        default=[100_000, 1_000_000, 10_000_000],
-        help="sizes of the tree at which to measure (default: 100000 1000000 10000000)",
+        default=[100_000, 1_000_000],
+        help="sizes of the tree at which to measure (default: 100000 1000000)",
     )  # fmt: skip
     parser.add_argument(
-        "--datastore-tokens", type=not_negative, default=20_000_000, metavar="N",
-        help="size of the datastore to build; 0: none (default: 20000000)",
+        "--datastore-tokens", type=not_negative, default=2_000_000, metavar="N",
+        help="size of the datastore to build; 0: none (default: 2000000)",
     )  # fmt: skip
     parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
                         help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
@@ -74,38 +81,41 @@ def _at_least(least: int, text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
-    console, report = make_console(), _empty_report()
     stream = _stream(args)
+    console, report = make_console(), _empty_report(stream)
     try:
         probe = TreeProbe(stream)
         for size in track(sorted(set(args.tokens)), desc="suffix tree"):
             report["suffix_tree"].append(probe.measure(size))
         report["eviction"] = measure_eviction(stream, args.max_bytes)
         if args.datastore_tokens:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, track(desc="building a datastore"):
                 report["datastore"] = measure_datastore(stream, args.datastore_tokens, Path(folder) / "datastore")
     finally:  # interrupted, what was measured so far is still worth reading
         _print(report, console)
         if args.json:
             write_json(args.json, report)
         if args.plot and report["suffix_tree"]:
-            plot(report["suffix_tree"], args.plot)
+            plot(report["suffix_tree"], len(stream.held_out), args.plot)
     return 0 if report["eviction"]["holds"] else 1
 
 
-def _empty_report() -> dict[str, Any]:
+def _empty_report(stream: TextStream) -> dict[str, Any]:
     system = environment(torch.device("cpu"), torch.float32)
-    return {"environment": system, "suffix_tree": [], "eviction": None, "datastore": None}
+    text = {"outputs": stream.num_outputs, "tokens": stream.num_tokens, "held_out": len(stream.held_out)}
+    return {"environment": system, "text": text, "suffix_tree": [], "eviction": None, "datastore": None}
 
 
 def _stream(args: argparse.Namespace) -> TextStream:
     """
-    The responses of all files, but those of `BATCH_SIZE` requests from everywhere in them, which are held out.
+    The responses of all files, but those of up to `BATCH_SIZE` requests from everywhere in them, which are held out: at
+    most half of those that are long enough.
 
     Raises:
-        UsageError: if there are too few long responses.
+        UsageError: if there are fewer than two of these.
     """
-    requests = [item for path in args.files for item in read_requests(path, Fields(), None)]
+    files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
+    requests = [item for path in files for item in read_requests(path, Fields(), None)]
     tokenizer = tokenizer_of(args.tokenizer)
     responses: list[np.ndarray] = []
     for first in track(range(0, len(requests), _CHUNK), desc="tokenizing"):
@@ -113,18 +123,22 @@ def _stream(args: argparse.Namespace) -> TextStream:
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         responses += [np.array(ids, np.int32) for ids in encoded]
     long = [index for index, response in enumerate(responses) if len(response) >= HELD_OUT_LEN]
-    if len(long) <= BATCH_SIZE:
-        raise UsageError(
-            f"the files hold {len(long)} responses of at least {HELD_OUT_LEN} tokens; more than {BATCH_SIZE} are needed"
-        )
-    held_out = {long[index * len(long) // BATCH_SIZE] for index in range(BATCH_SIZE)}
+    if len(long) < 2:
+        raise UsageError(f"the files hold {len(long)} responses of at least {HELD_OUT_LEN} tokens; two are needed")
+    num_held_out = min(BATCH_SIZE, len(long) // 2)
+    held_out = {long[index * len(long) // num_held_out] for index in range(num_held_out)}
     rest = [response for index, response in enumerate(responses) if index not in held_out]
     return TextStream(rest, tokenize([requests[index] for index in sorted(held_out)], tokenizer, _MAX_PROMPT))
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
+    text = report["text"]
     if rows := report["suffix_tree"]:
-        lines = table("Suffix tree, in microseconds; bytes per token", "tokens", *(name for name, _, _ in _COLUMNS))
+        lines = table(
+            "Suffix tree, in microseconds; bytes per token",
+            "tokens",
+            *(name.format(text["held_out"]) for name, _, _ in _COLUMNS),
+        )
         for row in rows:
             lines.add_row(f"{row['tokens']:,}", *(format(row[key], form) for _, key, form in _COLUMNS))
         if len(rows) > 1:
@@ -143,25 +157,26 @@ def _print(report: dict[str, Any], console: Console) -> None:
         console.print(
             f"Datastore of {found['tokens']:,} tokens: built in {found['build_seconds']:.1f} s, "
             f"{found['bytes'] / 1e6:.1f} MB; microseconds per draft: {found['draft_us']:.1f} for one row, "
-            f"{found['batch_draft_us_per_row']:.2f} per row of {BATCH_SIZE}.",
+            f"{found['batch_draft_us_per_row']:.2f} per row of {text['held_out']}.",
             highlight=False,
         )
     console.print(
-        f"[dim]Real outputs, repeated with every tenth token replaced. Insert and remove: per token of the newest and "
-        f"oldest outputs. Draft: median call behind every token of {BATCH_SIZE} held-out requests, up to {NUM_NODES} "
-        f"nodes per row, the last token taken in. {escape(str(report['environment']))}[/dim]",
+        f"[dim]{text['outputs']} real outputs of {text['tokens']:,} tokens, repeated with every tenth token replaced. "
+        "Insert and remove: per token of the newest and oldest outputs. Draft: median call behind every token of "
+        f"{text['held_out']} held-out requests, up to {NUM_NODES} nodes per row, the last token taken in. "
+        f"{escape(str(report['environment']))}[/dim]",
         highlight=False,
     )
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], num_rows: int, path: Path) -> None:
     """Every cost against the number of tokens."""
     panels = {
         "insert, µs per token": "insert_us_per_token",
         "remove, µs per token": "remove_us_per_token",
         "memory, bytes per token": "bytes_per_token",
         f"draft of {NUM_NODES} nodes, µs": "draft_us",
-        f"draft for {BATCH_SIZE} rows, µs per row": "batch_draft_us_per_row",
+        f"draft for {num_rows} rows, µs per row": "batch_draft_us_per_row",
     }
 
     def paint(figure: Any, axes: list[Any]) -> None:

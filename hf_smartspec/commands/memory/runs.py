@@ -13,7 +13,7 @@ from ..common.models import UsageError
 from ..common.progress import track
 from ..common.recordings import Recording
 
-BATCH_SIZE = 64  # held-out requests, one at a time and all at once
+BATCH_SIZE = 64  # held-out requests, if there are as many: one at a time and all at once
 NUM_NODES = 8  # of every draft, so that drafts of all sizes cost the same work
 HELD_OUT_LEN = 32  # tokens of a held-out response that are decoded
 LEAST_TOKENS = 4  # of a tree, a quarter of which is timed
@@ -43,6 +43,7 @@ class TextStream:
         # So that the text is of the same kind at every size, also where files differ.
         self._responses = [kept[index] for index in np.random.default_rng(0).permutation(len(kept))]
         self._tokens = np.concatenate(self._responses)
+        self.num_outputs, self.num_tokens = len(kept), len(self._tokens)
 
     def __iter__(self) -> Iterator[np.ndarray]:
         yield from self._responses
@@ -168,7 +169,12 @@ def _draft(source: TreeCandidateGenerator, recordings: Sequence[Recording]) -> l
 def measure_eviction(stream: TextStream, max_bytes: int) -> dict[str, Any]:
     """Outputs go on coming where memory is full, so that every token added makes room for itself."""
     source, outputs = SuffixTreeCandidates(max_bytes), iter(stream)
-    source.add_outputs(take(outputs, max_bytes // 8))  # a token takes more than 8 bytes: memory is full
+    num_added = 0
+    for output in track(outputs, desc="filling a bounded tree", unit=" outputs"):
+        source.add_outputs([output], progress=False)
+        num_added += len(output)
+        if source.num_cached_tokens() < num_added:  # some had to be forgotten
+            break
     seconds, largest, num_tokens = 0.0, 0, max_bytes // LEAST_BYTES
     for output in track(take(outputs, num_tokens), desc="evicting"):
         start = perf_counter()

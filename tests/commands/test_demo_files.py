@@ -1,0 +1,49 @@
+"""Commands where the demo's models and prompts are missing, as in a wheel: each says what to pass."""
+
+import pytest
+
+from hf_smartspec.commands import main as cli
+from hf_smartspec.commands.common import demo
+
+from ..folders import save_tiny_models
+
+
+@pytest.fixture(autouse=True)
+def _no_demo(monkeypatch):
+    monkeypatch.setattr(demo, "_PARTS", ("no such file",))
+
+
+def call(*arguments):
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as error:
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["bench", "generate"], "FILE and --model"),
+        (["bench", "load"], "FILE and --model"),
+        (["bench", "timeline", "{file}"], "--model"),
+        (["bench", "batch"], "FILE and --model"),
+        (["bench", "queue"], "FILE and --model"),
+        (["bench", "memory"], "FILE and --tokenizer"),
+        (["bench", "simulate"], "FILE and --tokenizer"),
+        (["bench", "sources", "{file}"], "--tokenizer"),
+        (["replay", "{file}"], "--tokenizer"),
+        (["tune", "{file}"], "--tokenizer"),
+    ],
+)
+def test_a_command_says_what_to_pass(arguments, needed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    assert call(*(argument.format(file="data.jsonl") for argument in arguments)) == 2
+    error = capsys.readouterr().err
+    assert f"name {needed}: the demo's are not here" in error and error.count("\n") == 1
+
+
+def test_prompts_are_missing_where_only_the_model_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call("bench", "load", "--model", save_tiny_models(tmp_path) / "target") == 2
+    assert "name FILE: the demo's are not here" in capsys.readouterr().err
