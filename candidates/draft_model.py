@@ -12,8 +12,10 @@ from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, draft_seed
 from ..sampling.processors import score_processors
 from ..sampling.top import argmax, top_tokens
+from ..target.chains import ChainForward
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
+from ..target.support import can_pack
 from ..validate import is_integer
 from .base import TreeCandidateGenerator
 
@@ -95,10 +97,10 @@ class DraftModelCandidates(TreeCandidateGenerator):
     distributions nearly agree.
 
     The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
-    verification.
+    verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row.
 
     Args:
-        model (`PreTrainedModel`): A causal LM whose tokenizer is the target's; must follow the attention interface.
+        model (`PreTrainedModel`): A causal LM whose tokenizer is the target's.
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 5,
             and where goodput decides, as many as are worth it, up to 24.
         width (`int`, *optional*): 1 drafts chains. More drafts trees: at every level, the `width` most probable nodes
@@ -130,16 +132,19 @@ class DraftModelCandidates(TreeCandidateGenerator):
             raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
         if samples and (width or 1) > 1:
             raise ValueError("Sampled drafts are chains: `samples=True` needs `width=1`.")
+        self._draws_trees = can_pack(model)
+        if (width or 1) > 1 and not self._draws_trees:
+            raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
         self.model, self.default_num_nodes, self.width = model, num_nodes or _USUAL, width or 1
         # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
         self.heeds_prices = not samples
         self._most_nodes = num_nodes or (_USUAL if samples else _MOST)
-        self._widest = width or _WIDEST
+        self._widest = width or (_WIDEST if self._draws_trees else 1)
         self._price: LevelPrice | None = None
         self.confidence_threshold, self.samples = confidence_threshold, samples
         config = model.config.get_text_config(decoder=True)
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self._forward: PackedForward | None = None
+        self._forward: PackedForward | ChainForward | None = None
         self._states: dict[Hashable, _DraftState] = {}
         self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
 
@@ -156,7 +161,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         # The cache lives while requests do: weights may change between calls.
-        self._forward = self._forward or PackedForward(self.model)
+        self._forward = self._forward or (PackedForward if self._draws_trees else ChainForward)(self.model)
         processors, seed = self._coupling.pop(request_id, (LogitsProcessorList(), None))
         if seed is None:
             processors = LogitsProcessorList()  # the arg max does not change

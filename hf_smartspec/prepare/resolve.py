@@ -233,7 +233,8 @@ def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
 
 def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raises `ValueError` unless the draft model can draft for the target."""
-    from ..target.support import can_pack
+    from ..target.compat import is_stateful
+    from ..target.support import can_pack, rowwise_obstacle
 
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
     if sizes[0] != sizes[1]:
@@ -242,8 +243,13 @@ def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "target must have one tokenizer, and embeddings of one size. Use another draft, or "
             "`assistant='prompt_lookup'`, which needs none."
         )
-    if draft.config.is_encoder_decoder or not can_pack(draft):
+    obstacle = None
+    if draft.config.is_encoder_decoder or is_stateful(draft):
+        obstacle = "it is no decoder by itself, or keeps a state that cannot be taken back"
+    elif not can_pack(draft):
+        obstacle = rowwise_obstacle(draft)
+    if obstacle is not None:
         raise ValueError(
-            f"{type(draft).__name__} cannot draft for batches: it does not follow transformers' attention interface. "
-            "Use a draft of another architecture, or `assistant='prompt_lookup'`."
+            f"{type(draft).__name__} cannot draft: {obstacle}. Use a draft of another architecture, or "
+            "`assistant='prompt_lookup'`, which needs none."
         )

@@ -1,16 +1,20 @@
 """The draft model's drafts against plain forwards of the same model, whatever has been accepted before."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+import hf_smartspec
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 
-from ..models import VOCAB_SIZE, new_model, shared_model
+from ..cases import left_padded
+from ..models import VOCAB_SIZE, new_model, noisy_model, shared_model
 from ..strategies import path_to
 
 PROMPTS = {"a": [5, 9, 5, 9, 5], "b": [11], "c": [3, 4, 5, 6, 7, 8, 9, 10]}
@@ -51,8 +55,12 @@ def check_tree(model, tree, text: list[int], width: int, limit: int) -> None:
     assert int(tree.tokens[0]) == best[-1][0], "the best token of all comes first"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2"])
-@pytest.mark.parametrize("width", [1, 2, 4])
+# Models that cannot be packed draft row by row, and chains only.
+ROW_BY_ROW = ["bloom", "falcon", "gpt_neo", "gpt_oss", "llama4_text"]
+KINDS = [*product(["llama", "mistral", "gemma2", "gpt2"], [1, 2, 4]), *product(ROW_BY_ROW, [1])]
+
+
+@pytest.mark.parametrize(("architecture", "width"), KINDS)
 def test_drafts_follow_the_text_whatever_was_accepted(architecture, width):
     """Requests are asked in changing company and accept paths of any length, also of nodes that were not proposed."""
     model, rng = shared_model(architecture), np.random.default_rng(width)
@@ -320,3 +328,33 @@ def test_a_draft_ends_where_the_models_positions_end(width):
 def test_bad_arguments_are_refused(arguments, error, match):
     with pytest.raises(error, match=match):
         DraftModelCandidates(**{"model": shared_model("llama")} | arguments)
+
+
+@pytest.mark.parametrize("architecture", ROW_BY_ROW)
+@pytest.mark.parametrize("samples", [False, True])
+def test_models_that_cannot_be_packed_draft_for_batches(architecture, samples):
+    target, prompts = shared_model(architecture), [[5, 9, 5, 9, 5], [11], [3, 4, 5, 6, 7, 8, 9, 10]]
+    kwargs = left_padded(prompts) | {"max_new_tokens": 24}
+    if samples:
+        kwargs |= {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 3}
+    with hf_smartspec.enabled(target):
+        expected = target.generate(**kwargs, assistant="none")
+        output = target.generate(**kwargs, assistant=noisy_model(architecture), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.accepted_tokens > 0.3 * output.statistics.drafted_tokens > 0
+
+
+def test_models_that_cannot_be_packed_draft_no_trees():
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot be packed, so that it drafts chains: leave `width`"):
+        DraftModelCandidates(shared_model("bloom"), width=2)
+    priced = DraftModelCandidates(shared_model("bloom"))
+    texts = start(priced)
+    priced.price(LevelPrice(call=0.0, row=0.0, node=0.0, trust=1.0))
+    trees = priced.propose(list(texts), [6] * len(texts))
+    assert all(tree.is_chain and len(tree) == 6 for tree in trees)
+
+
+def test_models_that_keep_a_state_cannot_draft():
+    target = shared_model("llama")
+    with hf_smartspec.enabled(target), pytest.raises(ValueError, match="MambaForCausalLM cannot draft: .*Use a draft"):
+        target.generate(**left_padded([[3, 4]]), max_new_tokens=4, assistant=shared_model("mamba"))
