@@ -59,8 +59,9 @@ class ChainForward:
             self._begin(row)
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
-        """As `PackedForward.forward`: the line of the last fed token, if any was, then one per new node of the chain."""
-        logits, offsets = [], []
+        """As `PackedForward.forward`: the line of the last fed token, if any was, and one per new node."""
+        logits: list[torch.Tensor] = []
+        offsets: list[int] = []
         for item in inputs:
             offsets.append(sum(map(len, logits)))
             logits.append(self._run(item))

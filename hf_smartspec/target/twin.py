@@ -24,7 +24,6 @@ BORDERS = {
     "rel_extent": 8,
     "log_scaling_n_floor": 8,
     "floor_scale": 8,
-    "relative_max_distance": 8,
     "position_bias_max_distance": 8,
 }
 TWIN_REACH = 22  # tokens that lead a twin across all its borders
