@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..drafts.tree import DraftTree
@@ -15,7 +14,10 @@ from ..generate import enabled
 from ..prepare.config import SmartSpecConfig
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
-from .common.outputs import write_json
+from .common.arguments import positive
+from .common.console import make_console, table
+from .common.models import DTYPES, check_device
+from .common.outputs import check_output, write_json
 from .common.progress import track
 from .common.timing import Stopwatch, environment, side_by_side
 
@@ -23,37 +25,48 @@ CONTEXT = 256  # cached tokens per row before the measured forward
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 4, 8], help="tokens per row")
-    parser.add_argument("--repeats", type=int, default=15, help="measured forwards per setting (default: 15)")
-    parser.add_argument("--layers", type=int, default=15, help="15 layers make 205 M parameters (default)")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="CPU threads (default: 2)")
+    parser.add_argument(
+        "--batch-sizes", type=positive, nargs="+", default=[1, 4, 8], metavar="B", help="default: 1 4 8"
+    )
+    parser.add_argument(
+        "--widths", type=positive, nargs="+", default=[1, 4], metavar="N", help="tokens per row (default: 1 4)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=7, metavar="N", help="measured forwards per setting (default: 7)"
+    )
+    parser.add_argument(
+        "--layers", type=positive, default=15, metavar="N", help="15 layers make 205 M parameters (default: 15)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    check_device(args.device)
     torch.set_num_threads(args.threads)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    console = Console()
+    console = make_console()
     model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
     draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
     results: dict[str, Any] = {
         "environment": environment(device, dtype),
         "parameters": model.num_parameters(),
         "context": CONTEXT,
-        "forward": forward_overhead(model, args.batch_sizes, args.widths, args.repeats),
-        "step": step_overhead(model, draft, batch_size=8),
-        # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
-        "no_speculation": no_speculation(model.float(), batch_size=8),
     }
-    _print_forward(console, results)
-    _print_step(console, results["step"])
-    _print_no_speculation(console, results["no_speculation"])
-    console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
-    if args.json:
-        write_json(args.json, results)
+    try:
+        results["forward"] = forward_overhead(model, args.batch_sizes, args.widths, args.repeats)
+        with track(desc="measuring steps of the engine"):
+            results["step"] = step_overhead(model, draft, batch_size=8, repeats=1)
+        # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
+        with track(desc="measuring without speculation"):
+            results["no_speculation"] = no_speculation(model.float(), batch_size=8, new_tokens=32)
+    finally:  # interrupted, what was measured so far is still worth reading
+        _print(console, results)
+        if args.json:
+            write_json(args.json, results)
     return 0
 
 
@@ -177,21 +190,32 @@ def _ends(sequences: torch.Tensor, prompt_length: int) -> list[int]:
     return [line[(row + 1) * len(line) // len(generated) - 1] for row, line in enumerate(generated)]
 
 
+def _print(console: Console, results: dict[str, Any]) -> None:
+    """What has been measured."""
+    if "forward" in results:
+        _print_forward(console, results)
+    if "step" in results:
+        _print_step(console, results["step"])
+    if "no_speculation" in results:
+        _print_no_speculation(console, results["no_speculation"])
+    console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
+
+
 def _print_forward(console: Console, results: dict[str, Any]) -> None:
     title = f"Packed against plain forward, {results['parameters'] / 1e6:.0f} M parameters, context {CONTEXT}"
-    table = Table("batch", "tokens per row", "plain ms", "packed ms", "packed / plain", title=title)
+    lines = table(title, "batch", "tokens per row", "plain ms", "packed ms", "packed / plain", num_text=0)
     for row in results["forward"]:
         values = (f"{row['plain'] * 1e3:.1f}", f"{row['packed'] * 1e3:.1f}", f"{row['ratio']:.3f}")
-        table.add_row(str(row["batch_size"]), str(row["width"]), *values)
-    console.print(table)
+        lines.add_row(str(row["batch_size"]), str(row["width"]), *values)
+    console.print(lines)
     console.print(f"median packed / plain: {np.median([row['ratio'] for row in results['forward']]):.3f}")
 
 
 def _print_step(console: Console, results: dict[str, Any]) -> None:
-    table = Table("source", "ms per step", "outside the forwards", title="A step of the engine at batch 8")
+    lines = table("A step of the engine at batch 8", "source", "ms per step", "outside the forwards")
     for name, row in results.items():
-        table.add_row(name, f"{row['total'] / row['steps'] * 1e3:.1f}", f"{row['outside_share']:.1%}")
-    console.print(table)
+        lines.add_row(name, f"{row['total'] / row['steps'] * 1e3:.1f}", f"{row['outside_share']:.1%}")
+    console.print(lines)
 
 
 def _print_no_speculation(console: Console, row: dict[str, float]) -> None:

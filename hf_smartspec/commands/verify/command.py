@@ -89,11 +89,17 @@ def run(args: argparse.Namespace) -> int:
         args.max_new_tokens,
         verifier.measure_rounding(),
     )
-    with _collecting_warnings(report.warnings):
-        verifier.run(report, args.samples)
-    print_report(report, make_console(), tokenizer)
-    if args.json:
-        write_json(args.json, report.as_dict())
+    try:
+        with _collecting_warnings(report.warnings):
+            verifier.run(report, args.samples)
+    except KeyboardInterrupt:
+        report.warnings.append("interrupted: nothing but what is shown was compared")
+        raise
+    finally:
+        if report.tokens:
+            print_report(report, make_console(), tokenizer)
+            if args.json:
+                write_json(args.json, report.as_dict())
     return 1 if report.failures else 0
 
 
