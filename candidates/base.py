@@ -119,11 +119,13 @@ class TreeCandidateGenerator(CandidateGenerator):
         """
 
     def show(self, request_id: Hashable, committed: Committed) -> None:
-        """Hands `observe` what the source has asked for: a step, or its tokens if there are any."""
+        """Hands `observe` what the source has asked for of a step that may be shown to others too."""
+        looks = HIDDEN_STATES in self.needs
+        if not looks and not len(committed.tokens):
+            return  # a piece of a prompt
         if self.needs:
-            self.observe(request_id, committed)
-        elif len(committed.tokens):
-            self.observe(request_id, committed.tokens)
+            committed = committed.only(self.hidden_layers if looks else (), SCORES in self.needs)
+        self.observe(request_id, committed if self.needs else committed.tokens)
 
     @abstractmethod
     def stop(self, request_id: Hashable) -> None:

@@ -1,7 +1,7 @@
 """What sources are shown of a step beside its tokens: the target's hidden states and scores."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class Committed:
     weights have changed or because some other source could not do without: what was kept of these positions counts no
     more.
 
-    Tensors are the source's own, on the target's device.
+    Tensors lie on the target's device. They stay as they are, and are not to be written to.
 
     Args:
         tokens (`np.ndarray` of shape `[n]`, int64): Tokens committed since the last call: those of the accepted path,
@@ -49,3 +49,10 @@ class Committed:
     scores: torch.Tensor | None = None
     tree: DraftTree = field(default_factory=DraftTree.empty)
     start: int = 0
+
+    def only(self, layers: Sequence[int], scores: bool) -> "Committed":
+        """The same without hidden states of other layers, and without scores if these are no need."""
+        if len(layers) == len(self.hidden_states) and (scores or self.scores is None):
+            return self
+        states = {layer: states for layer, states in self.hidden_states.items() if layer in layers}
+        return replace(self, hidden_states=states, scores=self.scores if scores else None)

@@ -13,6 +13,7 @@ from ...drafts.tree import DraftTree
 from ...log import get_logger
 from ...validate import is_integer
 from ..base import TreeCandidateGenerator
+from ..committed import HIDDEN_STATES, Committed
 from .calibration import Calibrations, Discount, Draft, ProbabilityCalibrator
 
 logger = get_logger(__name__)
@@ -114,6 +115,9 @@ class FusedCandidates(TreeCandidateGenerator):
         self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in everyone)
         self._most_nodes = num_nodes or max(source.most_nodes for source in everyone)
         self._everyone, self._fixed_threshold = everyone, threshold
+        self.needs = frozenset[str]().union(*[source.needs for source in everyone])
+        looking = [source for source in everyone if HIDDEN_STATES in source.needs]
+        self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
         types = [type(source).__name__ for source in sources]
         names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]
         if drafter is not None:
@@ -273,7 +277,30 @@ class FusedCandidates(TreeCandidateGenerator):
             (draft,) = self._calibrations.calibrated(namespace, [draft], len(self.sources))
         return merge([Draft.of(first), draft], max_nodes)
 
-    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
+        """What every source that needs hidden states can do without."""
+        for source in self._everyone:
+            if HIDDEN_STATES in source.needs and (request_id, id(source)) not in self._failed:
+                try:
+                    length = min(length, source.reuse(request_id, length, earlier))
+                except Exception as error:
+                    self._drop(source, [request_id], error)
+        return length
+
+    def forget(self, request_id: Hashable) -> None:
+        for source in self._everyone:
+            if HIDDEN_STATES in source.needs:
+                source.forget(request_id)
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
+        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        if len(step.tokens):
+            self._learn(request_id, step.tokens)
+        for source in self._everyone:
+            self._tell(source, request_id, source.show, step)
+
+    def _learn(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        """What the latest drafts were worth."""
         drafts, modelled = self._drafts.pop(request_id, None), self._modelled.pop(request_id, None)
         namespace = self._namespaces.get(request_id, "")
         if self._calibrations is not None and drafts is not None:
@@ -282,8 +309,6 @@ class FusedCandidates(TreeCandidateGenerator):
             self._calibrations.learn(namespace, drafts, tokens)
         if modelled is not None:
             self._accepted.add(_num_accepted(modelled, tokens), namespace)
-        for source in self._everyone:
-            self._tell(source, request_id, source.observe, tokens)
 
     def stop(self, request_id: Hashable) -> None:
         self._drafts.pop(request_id, None)

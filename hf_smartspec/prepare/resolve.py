@@ -122,7 +122,8 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
             check_draft_model(assistant.model, target)
         return assistant
     if isinstance(assistant, CandidateGenerator):
-        return WrappedCandidates(assistant, target.device)
+        num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        return WrappedCandidates(assistant, target.device, num_layers)
     return _fused(config, target)
 
 

@@ -65,6 +65,18 @@ def test_generators_of_transformers_serve_batches(name, deprecated_by_itself):
     assert torch.equal(direct.sequences, expected) and direct.statistics.accepted_tokens > 0
 
 
+class _Kept(dict):
+    """Remembers what is taken out."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def pop(self, key, default=None):
+        self.kept += [self[key]] if key in self else []
+        return super().pop(key, default)
+
+
 def test_generators_are_told_what_was_accepted():
     generator = Telling([7, 8, 9])
     wrapped = WrappedCandidates(generator)
@@ -72,8 +84,8 @@ def test_generators_are_told_what_was_accepted():
     for accepted, tokens in ((2, [7, 8, 5]), (0, [4]), (3, [7, 8, 9, 1]), (1, [7])):
         assert wrapped.propose(["a"], [3])[0].tokens.tolist() == [7, 8, 9]
         wrapped.observe("a", np.array(tokens))
-        ids, num_scores, num_matches = wrapped._copies["a"].heard[-1]
-        assert ids[0][-len(tokens) :] == tokens and num_scores == 3 and num_matches == accepted
+        ids, num_scores, num_matches = wrapped._sequences["a"].generator.heard[-1]
+        assert ids[0][-len(tokens) :] == tokens and num_scores == 1 + 3 and num_matches == accepted
     assert ids[0] == [1, 2, 7, 8, 5, 4, 7, 8, 9, 1, 7]
 
 
@@ -84,11 +96,11 @@ def test_requests_have_generators_of_their_own():
     wrapped.start("b", np.array([2]))
     wrapped.propose(["a", "b"], [3, 3])
     wrapped.observe("a", np.array([5]))
-    assert len(wrapped._copies["a"].heard) == 1
-    assert not wrapped._copies["b"].heard and not generator.heard
+    assert len(wrapped._sequences["a"].generator.heard) == 1
+    assert not wrapped._sequences["b"].generator.heard and not generator.heard
     for name in ("a", "b", "never started"):
         wrapped.stop(name)
-    assert not wrapped._copies and not wrapped._ids and not wrapped._drafted
+    assert not wrapped._sequences
 
 
 def test_no_more_is_proposed_than_was_asked_for():
@@ -97,10 +109,32 @@ def test_no_more_is_proposed_than_was_asked_for():
     assert wrapped.propose(["a"], [2])[0].tokens.tolist() == [7, 8]
 
 
-def test_generators_that_need_the_targets_outputs_are_refused():
+def test_schedules_of_transformers_go_by_what_was_verified():
+    """Drafts grow by two where all of them came true, and shrink by one where not, as in transformers' own loop."""
+    model = shared_model("llama")
+
+    def lengths(draft) -> list[int]:
+        """The generators' own numbers of tokens at their requests' ends."""
+        generator = assisted(draft)
+        generator.assistant_generation_config.num_assistant_tokens_schedule = "heuristic"
+        wrapped = WrappedCandidates(generator)
+        wrapped._sequences = _Kept()
+        with hf_smartspec.enabled(model):
+            model.generate(**INPUTS, max_new_tokens=LENGTH, assistant=wrapped)
+        return [sequence.generator.num_assistant_tokens for sequence in wrapped._sequences.kept]
+
+    assert min(lengths(shared_model("llama"))) >= 4 + 2 * 2
+    assert max(lengths(shared_model("llama", seed=5))) < 4
+
+
+def test_generators_that_need_more_than_hidden_states_are_refused():
     generator = Telling([7])
     generator.requires_model_outputs = True
-    with pytest.raises(ValueError, match="requires_model_outputs"):
+    generator.model_kwargs_overrides = {"output_hidden_states": True, "return_shared_kv_states": True}
+    with pytest.raises(ValueError, match=r"Telling needs \['return_shared_kv_states'\]"):
+        WrappedCandidates(generator)
+    generator.model_kwargs_overrides = {"output_hidden_states": [1]}
+    with pytest.raises(ValueError, match="num_layers"):
         WrappedCandidates(generator)
 
 

@@ -409,3 +409,50 @@ def test_the_toy_drafts_what_comes_true():
         inputs = left_padded(prompts)
         assert torch.equal(decoded(model, toy, inputs, 60), plain(model, inputs, 60))
         assert not toy.texts and len(toy.states) <= 2, "`generate` keeps nothing"
+
+
+# --- Several sources as one -------------------------------------------------------------------------------------------
+
+
+def test_fused_sources_get_what_each_has_asked_for():
+    """Hidden states of different layers, scores, or tokens alone; prefixes are reused as far as all can do without."""
+    model = shared_model("llama")
+    common = list(range(3, 33))
+    prompts = [[*common, *tail] for tail in ([5, 6], [7], [5, 6, 8])]
+    sources = [
+        Watching(known(model, prompts), (-1, 1), scores=False),
+        Watching(Random(0, is_tree=True), (0,), scores=True),
+        Watching(Random(1, is_tree=True), (), scores=True),
+        _OnlyTokens(2, is_tree=False),
+    ]
+    with Engine(model, SmartSpecConfig(sources, num_nodes=8), max_batch_size=2, max_prefill_tokens=7) as engine:
+        for prompt in prompts:
+            assert served(engine, [prompt]) == [alone(model, prompt)]
+        assert engine.statistics.accepted_tokens > LENGTH
+        assert engine._runner.memory.num_reused == sum(sources[0].reused) >= 2 * 29
+    for watching in sources[:3]:
+        watching.check(model)
+        assert len(watching.ended) == 3 and all(
+            set(states) <= set(watching.hidden_layers) for _, states in watching.ended
+        )
+    assert all(len(step.tokens) for _, step in sources[2].steps), "pieces of prompts have no scores"
+
+
+def test_a_fused_source_that_keeps_nothing_has_its_states_computed():
+    model = shared_model("llama")
+    prompts = [[*range(3, 33), tail] for tail in (5, 6)]
+    sources = [Watching(known(model, prompts), keeps=keeps) for keeps in (True, False)]
+    with Engine(model, SmartSpecConfig(sources, num_nodes=6), max_batch_size=2) as engine:
+        for prompt in prompts:
+            assert served(engine, [prompt]) == [alone(model, prompt)]
+        assert engine._runner.memory.num_reused == 0
+    for watching in sources:
+        watching.check(model)
+    assert sources[0].num_restarts == 1, "its states came once more"
+
+
+def test_transformers_own_loop_cannot_serve_them():
+    with pytest.raises(
+        ValueError, match="NearestStates needs the target's hidden_states, which transformers' own loop"
+    ):
+        NearestStates().get_candidates(torch.tensor([[3, 4]]))
