@@ -111,9 +111,14 @@ class DraftModelCandidates(TreeCandidateGenerator):
             draft gives a lower probability.
         samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
             distributions on, as verification by rejection needs them. Chains only.
+
+    Attributes:
+        weights_version (`int`): To be counted up by whoever changes the model's weights while requests run: keys and
+            values that were computed with the old ones are then computed anew, with the next draft.
     """
 
     is_autoregressive = True
+    weights_version = 0
 
     def __init__(
         self,
@@ -146,6 +151,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._forward: PackedForward | ChainForward | None = None
         self._states: dict[Hashable, _DraftState] = {}
+        self._cached_version = self.weights_version  # what the cache was computed with
         self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
 
     @property
@@ -196,6 +202,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
     @torch.no_grad()
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         assert self._forward is not None, "no request has been started"
+        self._drop_outdated()
         growths = [_Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
         growing = [growth for growth in growths if self._max_depth(growth) > 0]
         for growth in growing:
@@ -208,6 +215,17 @@ class DraftModelCandidates(TreeCandidateGenerator):
         for growth in growths:
             growth.state.nodes = growth.cached
         return [growth.tree() for growth in growths]
+
+    def _drop_outdated(self) -> None:
+        """Takes all rows back to nothing where their keys and values are of other weights than the model has now."""
+        if self.weights_version == self._cached_version:
+            return
+        assert self._forward is not None, "no request has been started"
+        self._cached_version = self.weights_version
+        for state in self._states.values():
+            self._forward.cut(state.row, 0)
+            state.nodes = DraftTree.empty()
+        self._forward.cache.layers.clear()  # dtype or device may be others now
 
     def _grow_level(self, growths: list[_Growth]) -> None:
         """Runs every frontier node through the draft and adds its best children as candidates."""

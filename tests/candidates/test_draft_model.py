@@ -109,6 +109,35 @@ def test_tokens_that_were_not_drafted_are_taken_in():
 
 
 @pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("between", ["proposals", "a proposal and its verification"])
+def test_weights_that_change_between_two_steps(between, width):
+    """A draft of other weights than the text was run with is as if it had always had them, once it is told."""
+    model = new_model("llama")
+    source = DraftModelCandidates(model, width=width)
+    texts = start(source)
+    for step in range(4):
+        names = list(texts)[: 3 - step % 2]
+        trees = source.propose(names, [6] * len(names))
+        for name, tree in zip(names, trees):
+            check_tree(model, tree, texts[name], width, 6)
+        changes = step in (1, 2)
+        if changes and between != "proposals":
+            change(model, source)
+        for name, tree in zip(names, trees):
+            source.observe(name, tree.tokens[:1])
+            texts[name] += tree.tokens[:1].tolist()
+        if changes and between == "proposals":
+            change(model, source)
+
+
+def change(model, source):
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.mul_(-1)
+    source.weights_version += 1
+
+
+@pytest.mark.parametrize("width", [1, 3])
 def test_more_nodes_are_more_probable_nodes(width):
     """A tree of n nodes holds the n most probable of the candidates: none was left out for a less probable one."""
     source = DraftModelCandidates(shared_model("llama"), width=width)
