@@ -109,7 +109,7 @@ def test_no_more_is_proposed_than_was_asked_for():
     assert wrapped.propose(["a"], [2])[0].tokens.tolist() == [7, 8]
 
 
-def test_schedules_of_transformers_go_by_what_was_verified():
+def test_schedules_of_transformers_go_by_what_was_verified(deprecated_by_itself):
     """Drafts grow by two where all of them came true, and shrink by one where not, as in transformers' own loop."""
     model = shared_model("llama")
 
