@@ -167,11 +167,14 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         # The cache lives while requests do: weights may change between calls.
-        self._forward = self._forward or (PackedForward if self._draws_trees else ChainForward)(self.model)
+        self._forward = self._forward or self._new_forward()
         processors, seed = self._coupling.pop(request_id, (LogitsProcessorList(), None))
         if seed is None:
             processors = LogitsProcessorList()  # the arg max does not change
         self._states[request_id] = _DraftState(self._forward.add(), prompt.tolist(), processors, seed)
+
+    def _new_forward(self) -> PackedForward | ChainForward:
+        return (PackedForward if self._draws_trees else ChainForward)(self.model)
 
     def stop(self, request_id: Hashable) -> None:
         self._coupling.pop(request_id, None)
@@ -217,15 +220,13 @@ class DraftModelCandidates(TreeCandidateGenerator):
         return [growth.tree() for growth in growths]
 
     def _drop_outdated(self) -> None:
-        """Takes all rows back to nothing where their keys and values are of other weights than the model has now."""
+        """Begins with empty rows where their keys and values are of other weights than the model has now."""
         if self.weights_version == self._cached_version:
             return
-        assert self._forward is not None, "no request has been started"
         self._cached_version = self.weights_version
+        self._forward = self._new_forward()  # dtype or device may be others now, too
         for state in self._states.values():
-            self._forward.cut(state.row, 0)
-            state.nodes = DraftTree.empty()
-        self._forward.cache.layers.clear()  # dtype or device may be others now
+            state.row, state.nodes = self._forward.add(), DraftTree.empty()
 
     def _grow_level(self, growths: list[_Growth]) -> None:
         """Runs every frontier node through the draft and adds its best children as candidates."""

@@ -108,11 +108,11 @@ def test_tokens_that_were_not_drafted_are_taken_in():
     check_tree(model, source.propose(["a"], [4])[0], texts["a"], 1, 4)
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("architecture", "width"), [("llama", 1), ("llama", 3), ("bloom", 1)])
 @pytest.mark.parametrize("between", ["proposals", "a proposal and its verification"])
-def test_weights_that_change_between_two_steps(between, width):
+def test_weights_that_change_between_two_steps(between, architecture, width):
     """A draft of other weights than the text was run with is as if it had always had them, once it is told."""
-    model = new_model("llama")
+    model = new_model(architecture)
     source = DraftModelCandidates(model, width=width)
     texts = start(source)
     for step in range(4):
@@ -132,8 +132,9 @@ def test_weights_that_change_between_two_steps(between, width):
 
 def change(model, source):
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.v_proj.weight.mul_(-1)
+        for name, parameter in model.named_parameters():
+            if "v_proj" in name or "query_key_value" in name:
+                parameter.mul_(-1)
     source.weights_version += 1
 
 
