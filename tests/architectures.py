@@ -25,14 +25,18 @@ PROMPTS = {"one row": (12,), "ragged rows": (5, 14)}
 
 # Sizes that depend on one another in ways of their own.
 CHANGES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots3_note_text": {"swa_head_dim": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mamba2": {"num_heads": 8},
-    "reformer": {"is_decoder": True},
-    "zamba2": {"mamba_headdim": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 32]},
+    "xmod": {"default_language": "en_XX"},
 }
 # As few as have every way to be served: these are part of every run.
 REPRESENTATIVE = ("gemma4_text", "deepseek_v32", "minimax_m3_vl_text", "lfm2_moe", "whisper")

@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from .compat import TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES
+from .compat import TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, shared_value
 from .packed import PackedForward
 from .probe import Probe, agrees_behind_encoder
 from .rowwise import RowwiseForward
@@ -51,7 +51,7 @@ def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | N
         return f"the attention of {type(model).__name__} cannot be packed"
     if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
         return "the model is spread over devices or offloaded"  # one step's indices and masks lie on one device
-    if model.config.model_type in TESTED_MODEL_TYPES and type(model).__module__.startswith("transformers."):
+    if model.config.model_type in TESTED_MODEL_TYPES and _is_usual(model):
         return None
     reason = _probed(model, PackedForward, is_padded=False)
     return reason or (_probed(model, PackedForward, is_padded=True) if is_padded else None)
@@ -64,10 +64,17 @@ def rowwise_obstacle(model: PreTrainedModel) -> str | None:
     (GPT-1), feeds its cache one token at a time (ProphetNet), or chooses what it attends to by the tokens that are run
     together (DeepSeek 3.2).
     """
-    is_tested = model.config.model_type in TESTED_ROWWISE_TYPES and type(model).__module__.startswith("transformers.")
+    is_tested = model.config.model_type in TESTED_ROWWISE_TYPES and _is_usual(model)
     if is_tested or model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
         return None
     return _probed(model, RowwiseForward, is_padded=True)
+
+
+def _is_usual(model: PreTrainedModel) -> bool:
+    """Whether the model is transformers' own, with the types of layers that tests know."""
+    layer_types = shared_value(model.config.get_text_config(decoder=True), "layer_types")
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    return set(layer_types or ()) <= known and type(model).__module__.startswith("transformers.")
 
 
 def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
