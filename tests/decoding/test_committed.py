@@ -118,6 +118,19 @@ def test_rows_that_end_early(eos):
         watching.check(model)
 
 
+def test_a_criterion_that_cuts_a_row_on_its_path():
+    """Processors and criteria of unknown kind take turns: what was accepted beyond the end is not shown."""
+    model = shared_model("llama")
+    ends = {"logits_processor": LogitsProcessorList([_Counting()]), "eos_token_id": 96}
+    known = plain(model, **ends)
+    arguments = ends | {"stopping_criteria": StoppingCriteriaList([_StopsAll()])}
+    expected = plain(model, **arguments)
+    watching = Watching(drafter("chains that come true", known))
+    assert torch.equal(decoded(model, watching, **arguments), expected)
+    watching.check(model)
+    assert any(len(step.path) >= len(step.tokens) for _, step in watching.steps), "no path was cut"
+
+
 def test_long_prompts_are_run_in_pieces():
     model = shared_model("llama")
     inputs = left_padded([list(range(3, 90)) * 2, [7, 8, 9]])
@@ -210,6 +223,7 @@ def test_another_thread_that_runs_the_model_is_not_listened_to():
     watching = Watching(drafter("trees around them", expected))
     assert torch.equal(decoded(model, watching), expected)
     watching.check(model)
+    assert watching.num_accepted > LENGTH
 
 
 # --- What cannot be had -----------------------------------------------------------------------------------------------
