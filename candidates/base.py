@@ -51,6 +51,14 @@ class TreeCandidateGenerator(CandidateGenerator):
     hidden_layers: Sequence[int] = (LAST,)
 
     @property
+    def name(self) -> str:
+        """
+        Tells sources apart: what is learnt about one, its speed and what its drafts are worth, is kept under its name.
+        Sources that differ in what they draft from, or with, should differ in it.
+        """
+        return type(self).__name__
+
+    @property
     def most_nodes(self) -> int:
         """Nodes per row at most, where goodput decides how many there are."""
         return self.default_num_nodes

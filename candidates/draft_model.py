@@ -1,5 +1,6 @@
 """Drafting with a smaller model of the same vocabulary, for the whole batch at once."""
 
+import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -153,6 +154,11 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._states: dict[Hashable, _DraftState] = {}
         self._cached_version = self.weights_version  # what the cache was computed with
         self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
+
+    @property
+    def name(self) -> str:
+        path = getattr(self.model, "name_or_path", "") or type(self.model).__name__
+        return f"{type(self).__name__}({os.path.basename(path)}, {id(self.model):x})"  # models of one path may differ
 
     @property
     def most_nodes(self) -> int:

@@ -72,6 +72,10 @@ class WrappedCandidates(TreeCandidateGenerator):
         self.needs = frozenset(needs)
         self._sequences: dict[Hashable, _Sequence] = {}
 
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({type(self.generator).__name__})"
+
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         self._sequences[request_id] = _Sequence(_copy(self.generator), prompt)
 

@@ -142,6 +142,10 @@ class DatastoreCandidates(TreeCandidateGenerator):
         """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""
         self._search(np.full((1, self.max_prefix), -1, np.int32), np.ones(1, np.int64))
 
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({self.datastore.num_tokens} tokens, {id(self.datastore):x})"
+
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         self._ends[request_id] = np.full(self.max_prefix, -1, np.int32)
         self.observe(request_id, prompt)

@@ -118,10 +118,10 @@ class FusedCandidates(TreeCandidateGenerator):
         self.needs = frozenset[str]().union(*[source.needs for source in everyone])
         looking = [source for source in everyone if HIDDEN_STATES in source.needs]
         self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
-        types = [type(source).__name__ for source in sources]
-        names = [f"{name} {types[:index].count(name) + 1}" for index, name in enumerate(types)]
+        known = [source.name for source in sources]
+        names = [f"{name} {known[:index].count(name) + 1}" for index, name in enumerate(known)]
         if drafter is not None:
-            names.append(f"{type(drafter).__name__}, drafter")
+            names.append(f"{drafter.name}, drafter")
         self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
         self._accepted = accepted or AcceptedLengths()
         self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
@@ -129,6 +129,10 @@ class FusedCandidates(TreeCandidateGenerator):
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
         self._modelled: dict[Hashable, DraftTree] = {}  # the drafter's latest
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({', '.join(source.name for source in self._everyone)})"
 
     @property
     def most_nodes(self) -> int:

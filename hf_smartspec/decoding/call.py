@@ -163,7 +163,7 @@ def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
     return DraftCost(
         is_autoregressive=source.is_autoregressive,
         width=source.width,
-        source=type(source).__name__,
+        source=source.name,
         num_nodes=source.most_nodes,
         heeds_prices=source.heeds_prices,
     )

@@ -190,7 +190,7 @@ class DecodingLoop:
             drafts=[draft or first for draft in drafts],
             drafter=next((row.call.drafter_cost for row in rows if row.call.drafter_cost is not None), None),
             has_drafter=np.array([row.call.drafter_cost is not None for row in rows], bool),
-            sources=[type(request.call.source).__name__ for request in rows],
+            sources=[request.call.source.name for request in rows],
             padded_context=padded_context(request for request in rows if len(feeds[request]) == 1),
         )
 

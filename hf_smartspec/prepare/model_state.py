@@ -1,6 +1,6 @@
 """All that is remembered of a model from one call to the next."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -32,7 +32,7 @@ class ModelState:
         self._accepted: WeakKeyDictionary[PreTrainedModel, AcceptedLengths] = WeakKeyDictionary()  # by draft model
         self._said: set[str] = set()  # warnings
         self._drafts: dict[str, PreTrainedModel] = {}  # by folder or hub id
-        self._idle: dict[Hashable, list[GoodputAuction]] = {}  # policies that nobody uses at present
+        self._idle: dict[str, list[GoodputAuction]] = {}  # policies that nobody uses at present, by source
 
     def is_new(self, message: str) -> bool:
         """Whether nobody has asked this before."""
@@ -67,10 +67,13 @@ class ModelState:
             return draft
 
     @contextmanager
-    def policy(self, key: Hashable, cost: CostModel) -> Iterator[GoodputAuction]:
-        """A policy that nobody else uses meanwhile, since it serves one loop at a time, with what it has learnt."""
+    def policy(self, source: str, cost: CostModel) -> Iterator[GoodputAuction]:
+        """
+        A policy for the source of this name, with what it has learnt; nobody else uses it meanwhile, since it serves
+        one loop at a time.
+        """
         with self.lock:
-            idle = self._idle.setdefault(key, [])
+            idle = self._idle.setdefault(source, [])
             idle[:] = (policy for policy in idle if policy.cost is cost)  # the model may have been moved or cast
             policy = idle.pop() if idle else GoodputAuction(cost)
         try:

@@ -45,6 +45,5 @@ def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForwar
     if cost is None:
         yield config.fixed_policy_for(source)
         return
-    key = type(source), id(getattr(source, "model", None))
-    with state_of(model).policy(key, cost) as policy:
+    with state_of(model).policy(source.name, cost) as policy:
         yield policy

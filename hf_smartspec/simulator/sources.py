@@ -139,6 +139,10 @@ class TimedCandidates(TreeCandidateGenerator):
         self._num_seen: dict[Hashable, int] = {}
 
     @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
     def most_nodes(self) -> int:
         return self.source.most_nodes
 

@@ -209,20 +209,13 @@ def simulate_logged(
 ) -> tuple[LoadResult, Explanation]:
     """The same, with what an engine would say about it."""
     logs: list[LoggedPolicy] = []
-    names: dict[str, str] = {}
 
     def logged(engine: SimulatedEngine) -> LoggedPolicy:
         logs.append(LoggedPolicy(new_policy(engine), copy.deepcopy(calibration.cost)))
-        timed = [item for item in (engine.source, engine.source.drafter) if isinstance(item, TimedCandidates)]
-        names.update({type(item).__name__: type(item.source).__name__ for item in timed})
         return logs[0]
 
     result = simulate(setup, source, calibration, logged, requests)
     report = logs[0].report()
-    report.acceptance = {
-        " + ".join(names.get(part, part) for part in name.split(" + ")): levels
-        for name, levels in report.acceptance.items()
-    }
     return result, Explanation(report, result.seconds_waited / max(len(requests), 1))
 
 
