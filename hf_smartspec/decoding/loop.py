@@ -170,7 +170,7 @@ class DecodingLoop:
         step.again = [again.get(request, _EMPTY) for request in rows]
         for row, request in enumerate(rows):
             if request in again:
-                step.sources[row] += f" + {type(request.call.drafter).__name__}"
+                step.sources[row] += f" + {request.call.drafter.name}"
         return self.statistics.seconds_draft - before
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:

@@ -100,7 +100,8 @@ def test_a_hybrid_is_simulated_with_the_time_of_both():
     counts = [result.statistics for result in results]
     names = list(explanations[0].report.acceptance)
     assert len(names) == 2, "each source's drafts by themselves"
-    assert {part for name in names for part in name.split(" + ")} == {"FusedCandidates", "TableCandidates"}
+    both = {"FusedCandidates(SuffixTreeCandidates, TableCandidates)", "TableCandidates"}
+    assert {part for name in names for part in name.split(" + ")} == both
     assert counts[0].drafted_tokens == counts[1].drafted_tokens > 0
     assert counts[0].seconds_draft > counts[1].seconds_draft + 3 * 5e-3
 
