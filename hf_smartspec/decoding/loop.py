@@ -169,7 +169,7 @@ class DecodingLoop:
         proposals |= joined
         step.again = [again.get(request, _EMPTY) for request in rows]
         for row, request in enumerate(rows):
-            if request in again:
+            if request in again and request.call.drafter is not None:
                 step.sources[row] += f" + {request.call.drafter.name}"
         return self.statistics.seconds_draft - before
 

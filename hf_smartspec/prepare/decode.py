@@ -24,6 +24,7 @@ from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
 from ..target.rowwise import RowwiseForward
+from ..target.wrappers import mixes_rows
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
 from .model_state import record, warn_once
 from .plain import decode_plainly
@@ -91,6 +92,12 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
         warn_once(model, f"Decoding without speculation: {prepared.route.reason}.")
         return decode_undrafted(prepared)
 
+    if mixes_rows(model):
+        warn_once(
+            model,
+            f"{type(model).__name__} quantizes activations by the range of all that runs at once: tokens depend on what "
+            "they are batched with, in plain decoding too, and outputs may differ from it.",
+        )
     given_cache: Any = prepared.model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)
     call = decoding_call(prepared)

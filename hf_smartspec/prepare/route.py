@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..target.compat import is_checkpointing, is_stateful, renewal_length
 from ..target.rotary import border, lengthwise_modules
 from ..target.support import WINDOWS, packing_obstacle, prepares_own_inputs, rowwise_obstacle
+from ..target.wrappers import has_adapters_by_row
 from .media import ends_in_text, media_kwargs, position_offsets, without_empty_media
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
@@ -62,6 +63,8 @@ def _plain_reason(
     """Why this call must be left to plain decoding, whatever the model's attention; None if it need not be."""
     if is_stateful(model):
         return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
+    if has_adapters_by_row(model):
+        return "every row has an adapter of its own (`adapter_names`)"
     if "prepare_inputs_for_generation" in vars(model) and prepares_own_inputs(model):
         return "the inputs of the model are prepared by a wrapper around it"
     if config.output_attentions or config.output_hidden_states:
