@@ -95,8 +95,8 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     if mixes_rows(model):
         warn_once(
             model,
-            f"{type(model).__name__} quantizes activations by the range of all that runs at once: tokens depend on what "
-            "they are batched with, in plain decoding too, and outputs may differ from it.",
+            f"{type(model).__name__} quantizes activations by the range of all that runs at once: tokens depend on "
+            "what they are batched with, in plain decoding too, and outputs may differ from it.",
         )
     given_cache: Any = prepared.model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)
