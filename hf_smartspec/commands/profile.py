@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..goodput import CostModel, CostPoint, Roofline, free_tokens
 from ..target.profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
 from ..target.support import can_pack
-from .common.arguments import positive
+from .common.arguments import number, positive
 from .common.console import make_console, table
 from .common.cost_matched import enlarge
 from .common.figures import check_matplotlib, saved_figure
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
     parser.add_argument(
-        "--parameters", type=float, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"
+        "--parameters", type=number, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"
     )
     parser.add_argument("--refresh", action="store_true", help="measure anew, whatever is known")
     parser.add_argument("--show", type=Path, metavar="FILE", help="draw predicted against measured, into a .png file")

@@ -263,6 +263,7 @@ def test_stopped_early_an_earlier_file_stays(texts, tmp_path, capsys, monkeypatc
     [
         (["--sources", "arctic"], "cannot be tuned"),
         (["--held-out", "1"], "between 0 and 1"),
+        (["--held-out", "x"], "is no number"),
         (["--node-cost", "-1"], "at least 0"),
         (["--limit", "1"], "too few to hold some out"),
         (["--output", "/nowhere/tuned.json"], "no such folder"),

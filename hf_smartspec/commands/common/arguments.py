@@ -33,11 +33,15 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-def positive_number(text: str) -> float:
+def number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def positive_number(text: str) -> float:
+    value = number(text)
     if not (0 < value < float("inf")):
         raise argparse.ArgumentTypeError(f"must be positive, got {text}")
     return value
@@ -60,7 +64,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-batch-size", type=positive, default=16, metavar="N", help="default: 16")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default: 0)")
+    parser.add_argument(
+        "--seed", type=not_negative, default=0, metavar="N", help="of arrivals and of the order of prompts (default: 0)"
+    )
     add_output_arguments(parser)
 
 
@@ -80,7 +86,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
     parser.add_argument(
-        "--parameters", type=float, metavar="N",
+        "--parameters", type=number, metavar="N",
         help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
         f"cost; 0 leaves it as it is (default: {PARAMETERS:.0e} for the demo's target, 0 for others)",
     )  # fmt: skip

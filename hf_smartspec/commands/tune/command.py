@@ -12,7 +12,7 @@ from rich.markup import escape
 from transformers import PreTrainedModel
 
 from ...candidates.tuned import TUNABLE, TunedSources
-from ..common.arguments import positive
+from ..common.arguments import number, positive
 from ..common.console import make_console, table
 from ..common.models import UsageError, load_model
 from ..common.outputs import check_output, write_json
@@ -60,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _fraction(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
     return value
 
 
 def _cost(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
     return value
