@@ -10,7 +10,7 @@ from hf_smartspec import DraftTree, GenerationStatistics, TreeCandidateGenerator
 from .models import VOCAB_SIZE
 
 
-def _remembers_errors(method):
+def remembers_errors(method):
     @wraps(method)
     def wrapper(self, *args):
         try:
@@ -44,19 +44,19 @@ class Recording(TreeCandidateGenerator):
         self._running: dict[Hashable, list[int]] = {}
         self._trees: dict[Hashable, DraftTree] = {}
 
-    @_remembers_errors
+    @remembers_errors
     def couple(self, request_id, processors, seed):
         assert request_id not in self._running, "`couple` comes before `start`"
         self.source.couple(request_id, processors, seed)
 
-    @_remembers_errors
+    @remembers_errors
     def start(self, request_id, prompt):
         assert request_id not in self._running, "started twice"
         assert prompt.ndim == 1 and prompt.dtype == np.int64
         self._running[request_id] = self.texts[tuple(prompt.tolist())] = prompt.tolist()
         self.source.start(request_id, prompt)
 
-    @_remembers_errors
+    @remembers_errors
     def propose(self, request_ids, max_nodes):
         assert len(set(request_ids)) == len(request_ids) == len(max_nodes) > 0
         assert all(limit > 0 for limit in max_nodes) and set(request_ids) <= set(self._running)
@@ -66,7 +66,7 @@ class Recording(TreeCandidateGenerator):
         self._trees |= dict(zip(request_ids, trees))
         return trees
 
-    @_remembers_errors
+    @remembers_errors
     def observe(self, request_id, tokens):
         assert tokens.ndim == 1 and tokens.dtype == np.int64 and len(tokens) > 0
         tree, node = self._trees.pop(request_id, DraftTree.empty()), -1

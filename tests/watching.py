@@ -8,6 +8,8 @@ import torch
 
 from hf_smartspec import Committed, DraftTree, TreeCandidateGenerator
 
+from .sources import remembers_errors
+
 TOLERANCE = 1e-5
 
 
@@ -38,14 +40,17 @@ class Watching(TreeCandidateGenerator):
         self.steps: list[tuple[list[int], Committed]] = []  # with the text before
         self.reused: list[int] = []
         self.num_restarts = 0
+        self.errors: list[Exception] = []  # which the engine survives
 
     def couple(self, request_id, processors, seed):
         self.source.couple(request_id, processors, seed)
 
+    @remembers_errors
     def start(self, request_id, prompt):
         self.texts[request_id], self.states[request_id] = prompt.tolist(), {}
         self.source.start(request_id, prompt)
 
+    @remembers_errors
     def reuse(self, request_id, length, earlier):
         kept = self.states.get(earlier, {}) if self.keeps else {}
         self.states[request_id] = {layer: states[:length] for layer, states in kept.items()}
@@ -58,6 +63,7 @@ class Watching(TreeCandidateGenerator):
     def propose(self, request_ids, max_nodes):
         return self.source.propose(request_ids, max_nodes)
 
+    @remembers_errors
     def observe(self, request_id, committed):
         assert isinstance(committed, Committed) and committed.tokens.dtype == np.int64
         if self.hidden_layers:
@@ -91,6 +97,7 @@ class Watching(TreeCandidateGenerator):
 
     def check(self, model: Any, **inputs: Any) -> None:
         """Every vector and every score that was shown is that of a plain forward of the same text."""
+        assert not self.errors, self.errors[0]
         assert self.ended and not self.texts, "nothing was decoded, or something still runs"
         for text, states in self.ended:
             expected = plain_states(model, text, self.hidden_layers, **inputs)
