@@ -5,7 +5,7 @@ import pytest
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common import demo
 
-from ..folders import save_tiny_models
+from ...folders import save_tiny_models
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from hf_smartspec.commands.verify.frequencies import (
 )
 from hf_smartspec.decoding import verify as verification
 
-from ..folders import byte_tokenizer, save_tiny_models
+from ...folders import byte_tokenizer, save_tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests, tokenize
 from hf_smartspec.commands.replay.sources import parse_specs
 
-from ..folders import byte_tokenizer
+from ...folders import byte_tokenizer
 
 PAIRS = [
     {"prompt": "say ab: ", "response": "ababababab"},

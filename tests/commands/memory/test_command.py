@@ -13,8 +13,8 @@ from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.memory import runs as scale_runs
 from hf_smartspec.commands.memory.runs import TextStream, TreeProbe, take
 
-from ..folders import byte_tokenizer
-from .test_replay_command import write
+from ...folders import byte_tokenizer
+from ..replay.test_command import write
 
 
 def outputs(count, seed=0):

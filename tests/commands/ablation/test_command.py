@@ -25,9 +25,9 @@ from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.loop import Replayer, Tally
 
-from .. import sources
-from ..folders import byte_tokenizer, save_tiny_models
-from .test_replay_command import write
+from ... import sources
+from ...folders import byte_tokenizer, save_tiny_models
+from ..replay.test_command import write
 
 # --- A request without a tree of its own ------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from hf_smartspec.commands.tune import command as tune
 from hf_smartspec.commands.tune.search import Costs, Requests, Search, Trial, num_requests, speed
 from hf_smartspec.commands.tune.space import THRESHOLD, Parameter, build, changed, space_of, value_of
 
-from ..folders import byte_tokenizer, save_tiny_models
-from ..generate.helpers import tiny_llama
+from ...folders import byte_tokenizer, save_tiny_models
+from ...generate.helpers import tiny_llama
 
 FREE = Costs(node=0.0, drafter=0.0)
 

@@ -21,7 +21,7 @@ from hf_smartspec.commands.replay.loop import Replayer, Tally
 from hf_smartspec.commands.replay.runs import DataSet, replay
 from hf_smartspec.commands.replay.sources import SourceSpec
 
-from .. import sources
+from ... import sources
 
 
 class Scripted(TreeCandidateGenerator):
