@@ -67,5 +67,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "== installing $(TORCH)"
 	@$(PIP) setuptools $(TORCH)
 	@echo "== installing hf-smartspec and what its tests need"
-	@PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --editable ".[test]"
+	@PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat --editable ".[test]"
 	@touch $@

@@ -13,7 +13,8 @@ from .drafts.tree import DraftTree
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
 from .prepare.config import SmartSpecConfig
-from .prepare.decode import decode
+from .prepare.decode import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput, decode
+from .prepare.resolve import suffix_trees
 from .sampling.noise import SeededGumbelLogitsProcessor
 from .serving.engine import Engine
 from .serving.outputs import EngineOutput
@@ -34,10 +35,13 @@ __all__ = [
     "PromptLookupCandidates",
     "SeededGumbelLogitsProcessor",
     "SmartSpecConfig",
+    "SpeculativeDecoderOnlyOutput",
+    "SpeculativeEncoderDecoderOutput",
     "SuffixTreeCandidates",
     "TreeCandidateGenerator",
     "decode",
     "disable",
     "enable",
     "enabled",
+    "suffix_trees",
 ]

@@ -37,14 +37,14 @@ logger = get_logger(__name__)
 class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     """transformers' output of `generate`, and what speculation did."""
 
-    statistics: GenerationStatistics | None = None
+    statistics: GenerationStatistics = None  # type: ignore[assignment]  # always set; ModelOutput wants None
 
 
 @dataclass
 class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """transformers' output of `generate` for encoder-decoder models, and what speculation did."""
 
-    statistics: GenerationStatistics | None = None
+    statistics: GenerationStatistics = None  # type: ignore[assignment]  # always set; ModelOutput wants None
 
 
 def decode(
