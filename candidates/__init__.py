@@ -7,6 +7,7 @@ from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
 from .fused.source import FusedCandidates
 from .prompt_lookup import PromptLookupCandidates
+from .staged import StagedCandidates
 from .suffix.source import SuffixTreeCandidates
 from .wrapped import WrappedCandidates
 
@@ -17,6 +18,7 @@ __all__ = [
     "DraftModelCandidates",
     "FusedCandidates",
     "PromptLookupCandidates",
+    "StagedCandidates",
     "SuffixTreeCandidates",
     "TreeCandidateGenerator",
     "WrappedCandidates",

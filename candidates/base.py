@@ -2,18 +2,17 @@
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
-from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .committed import HIDDEN_STATES, LAST, SCORES, Committed
 
-USUAL_NODES = 16  # of drafts from texts, which cost by the node only
+TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
 
 
@@ -33,8 +32,8 @@ class TreeCandidateGenerator(CandidateGenerator):
         is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
             asked for where these do not pay.
         width (`int`): Nodes per level that it drafts, if so.
-        heeds_prices (`bool`): Whether it ends drafts by itself where a further level, or node, is not worth what
-            `price` says.
+        heeds_prices (`bool`): Whether `propose` takes a `price`, and ends drafts by itself where a further level, or
+            node, is not worth that.
         needs (`frozenset` of `str`): What it must be told of beside tokens: "hidden_states" of the target, "scores" of
             the target. `observe` then gets a `Committed` in place of tokens.
         hidden_layers (sequence of `int`): Which hidden states. k >= 0 is the residual stream behind k decoder layers:
@@ -63,12 +62,10 @@ class TreeCandidateGenerator(CandidateGenerator):
         """Nodes per row at most, where goodput decides how many there are."""
         return self.default_num_nodes
 
-    def price(self, price: LevelPrice | None) -> None:
-        """
-        Comes before `propose`, where goodput decides: what a further level must be worth, in expected tokens (the sum
-        of its nodes' path probabilities), and what a node must be. None where it does not decide. By default, nothing
-        happens.
-        """
+    @property
+    def stages(self) -> Sequence["TreeCandidateGenerator"]:
+        """The sources that it consists of, in the order in which they are asked: most are one."""
+        return (self,)
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """
@@ -105,6 +102,10 @@ class TreeCandidateGenerator(CandidateGenerator):
         One tree per request, for the whole batch at once, of at most `max_nodes[i]` nodes, hanging on the last
         committed token. An empty tree means "no idea": the step then yields one token. Not every request is asked at
         every step.
+
+        Sources that heed prices take a further argument, `price: LevelPrice | None = None`: what a further level must
+        be worth in this step, in expected tokens (the sum of its nodes' path probabilities), and what a node must be.
+        None where nobody decides that: drafts then have their usual size.
         """
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
@@ -197,28 +198,6 @@ def refuse_needs(source: TreeCandidateGenerator, where: str) -> None:
             f"{type(source).__name__} needs the target's {' and '.join(sorted(source.needs))}, which {where} cannot "
             "give it: use it as `assistant=` of `model.generate` on an enabled model, or of an `Engine`."
         )
-
-
-@runtime_checkable
-class HybridSource(Protocol):
-    """
-    A source that asks a second, costlier one where its own drafts promise little, as `FusedCandidates` with a `drafter`
-    does. The engine takes its `propose` apart, so that the length policy can decide in between.
-    """
-
-    drafter: TreeCandidateGenerator | None
-
-    def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        """What `propose` proposes before the drafter is asked."""
-
-    def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
-        """For which requests `propose` asks the drafter."""
-
-    def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        """The drafter's trees; empty ones for 0 nodes, and where it has none."""
-
-    def with_drafter(self, request_id: Hashable, first: DraftTree, again: DraftTree, max_nodes: int) -> DraftTree:
-        """The best nodes of the request's tree of `propose_merged` and the drafter's."""
 
 
 class NoCandidates(TreeCandidateGenerator):

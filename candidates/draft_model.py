@@ -20,8 +20,8 @@ from ..target.support import can_pack
 from ..validate import is_integer
 from .base import TreeCandidateGenerator
 
-_USUAL, _MOST = 5, 24  # nodes of a draft; where prices end it
-_WIDEST = 4  # children of a node, and nodes of a level that are grown further, where prices rule
+_CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
+_TREE_WIDTH = 4  # children of a node, and nodes of a level that are grown further, where prices rule
 
 
 @dataclass(eq=False)
@@ -141,12 +141,11 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._draws_trees = can_pack(model)
         if (width or 1) > 1 and not self._draws_trees:
             raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
-        self.model, self.default_num_nodes, self.width = model, num_nodes or _USUAL, width or 1
+        self.model, self.default_num_nodes, self.width = model, num_nodes or _CHAIN_NODES, width or 1
         # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
         self.heeds_prices = not samples
-        self._most_nodes = num_nodes or (_USUAL if samples else _MOST)
-        self._widest = width or (_WIDEST if self._draws_trees else 1)
-        self._price: LevelPrice | None = None
+        self._most_nodes = num_nodes or (_CHAIN_NODES if samples else _TREE_NODES)
+        self._widest = width or (_TREE_WIDTH if self._draws_trees else 1)
         self.confidence_threshold, self.samples = confidence_threshold, samples
         config = model.config.get_text_config(decoder=True)
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -163,10 +162,6 @@ class DraftModelCandidates(TreeCandidateGenerator):
     @property
     def most_nodes(self) -> int:
         return self._most_nodes
-
-    def price(self, price: LevelPrice | None) -> None:
-        """Drafts end where a level promises less than it costs, and branch where that promises more than it costs."""
-        self._price = price if self.heeds_prices else None
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         self._coupling[request_id] = (score_processors(processors), seed)
@@ -192,35 +187,31 @@ class DraftModelCandidates(TreeCandidateGenerator):
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         state = self._states[request_id]
-        path: list[int] = []
-        cursor = -1
         if state.row.length == len(state.tokens):
             assert self._forward is not None
             # The last token stays out even if it was drafted: the next draft needs its logits.
-            for token in tokens[:-1].tolist():
-                child = state.nodes.child(cursor, token)
-                if child is None:
-                    break
-                path.append(child)
-                cursor = child
-            self._forward.commit([state.row], [path])
+            self._forward.commit([state.row], [state.nodes.path_along(tokens[:-1].tolist())])
         state.nodes = DraftTree.empty()
         state.tokens += tokens.tolist()
         state.num_generated += len(tokens)
 
     @torch.no_grad()
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        """Drafts end where a level promises less than it costs, and branch where that promises more than it costs."""
+        price = price if self.heeds_prices else None
         assert self._forward is not None, "no request has been started"
         self._drop_outdated()
         growths = [_Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
-        growing = [growth for growth in growths if self._max_depth(growth) > 0]
+        growing = [growth for growth in growths if self._max_depth(growth, price) > 0]
         for growth in growing:
             # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
             row = growth.state.row
             self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
         while growing:
-            self._grow_level(growing)
-            growing = self._worth_growing(growing)
+            self._grow_level(growing, price)
+            growing = self._worth_growing(growing, price)
         for growth in growths:
             growth.state.nodes = growth.cached
         return [growth.tree() for growth in growths]
@@ -234,7 +225,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         for state in self._states.values():
             state.row, state.nodes = self._forward.add(), DraftTree.empty()
 
-    def _grow_level(self, growths: list[_Growth]) -> None:
+    def _grow_level(self, growths: list[_Growth], price: LevelPrice | None) -> None:
         """Runs every frontier node through the draft and adds its best children as candidates."""
         assert self._forward is not None
         inputs = []
@@ -248,8 +239,9 @@ class DraftModelCandidates(TreeCandidateGenerator):
         lines = [offset + i for growth, offset in zip(growths, offsets) for i in range(len(growth.frontier))]
         if lines != list(range(len(logits))):  # also where rows have changed slots, and lines their order
             logits = logits[torch.tensor(lines, device=logits.device)]
-        tokens, probs, distributions = self._best_children(growths, logits)
-        trust, least = (1.0, 0.0) if self._price is None else (self._price.trust, self._price.node)
+        width = self.width if price is None else self._widest
+        tokens, probs, distributions = self._best_children(growths, logits, width)
+        trust, least = (1.0, 0.0) if price is None else (price.trust, price.node)
         owners = ((growth, node) for growth in growths for node in growth.frontier)
         for line, (growth, node) in enumerate(owners):
             growth.add_children(node, tokens[line], probs[line], trust, least)
@@ -257,7 +249,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
                 growth.distributions.append(distributions[line])
 
     def _best_children(
-        self, growths: list[_Growth], logits: torch.Tensor
+        self, growths: list[_Growth], logits: torch.Tensor, width: int
     ) -> tuple[list[list[int]], list[list[float]], torch.Tensor | None]:
         """The `width` best tokens of every line, their probabilities, and the distributions if drafts are sampled."""
         scores = logits.float()
@@ -277,7 +269,6 @@ class DraftModelCandidates(TreeCandidateGenerator):
             scores = torch.cat(processed)
             distributions = scores.softmax(dim=-1) if self.samples else None
             scores = add_gumbel_noise(scores, seeds, positions)
-        width = self.width if self._price is None else self._widest
         if width == 1:
             tokens = torch.tensor(argmax(scores), device=scores.device)[:, None]
         else:
@@ -286,9 +277,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
         probs = scores.softmax(dim=-1).gather(1, tokens)
         return tokens.tolist(), probs.tolist(), distributions
 
-    def _worth_growing(self, growths: list[_Growth]) -> list[_Growth]:
+    def _worth_growing(self, growths: list[_Growth], price: LevelPrice | None) -> list[_Growth]:
         """Those that get a further level, with the nodes that it hangs on."""
-        price = self._price
         if price is None:
             return [growth for growth in growths if self._choose_frontier(growth)]
         going_on, profit = [], -price.call
@@ -298,7 +288,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
             best = sorted(newest, key=lambda node: -paths[node])[: self._widest]
             frontier = [node for node in best if paths[node] >= price.node and self._is_confident(growth, node)]
             gain = sum(paths[node] for node in frontier) - price.row
-            if gain > 0 and growth.depths[-1] < self._max_depth(growth):
+            if gain > 0 and growth.depths[-1] < self._max_depth(growth, price):
                 growth.frontier = frontier
                 going_on.append(growth)
                 profit += gain
@@ -313,17 +303,17 @@ class DraftModelCandidates(TreeCandidateGenerator):
         newest = list(range(growth.depths.index(depth), len(growth.depths)))
         if self.width == 1:
             growth.frontier = newest
-            return depth < self._max_depth(growth) and self._is_confident(growth, -1)
+            return depth < self._max_depth(growth, None) and self._is_confident(growth, -1)
         newest.sort(key=lambda node: -growth.path_probs[node])
         growth.frontier = newest[: self.width]
-        return depth < self._max_depth(growth)
+        return depth < self._max_depth(growth, None)
 
-    def _max_depth(self, growth: _Growth) -> int:
+    def _max_depth(self, growth: _Growth, price: LevelPrice | None) -> int:
         """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
         room = growth.limit
         if self._num_positions is not None:
             room = self._num_positions - len(growth.state.tokens) + 1
-        if self._price is not None:
+        if price is not None:
             return min(growth.limit, room)
         num_levels = -(-growth.limit // self.width) + (self.width > 1)
         return min(growth.limit, num_levels, room)

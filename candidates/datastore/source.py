@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
-from ..base import USUAL_NODES, TreeCandidateGenerator
+from ..base import TYPICAL_NODES, TreeCandidateGenerator
 from ..jit import compiled, inner
 from .file import Datastore
 
@@ -90,7 +90,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         _check_positive(
-            num_nodes=USUAL_NODES if num_nodes is None else num_nodes,
+            num_nodes=TYPICAL_NODES if num_nodes is None else num_nodes,
             max_prefix=max_prefix,
             min_continuations=min_continuations,
             num_continuations=num_continuations,
@@ -110,7 +110,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
                 f"the datastore is sorted; got {max_prefix} + {branch_len}. Build it with a larger `sort_depth`."
             )
         self.datastore = datastore
-        self.default_num_nodes = num_nodes or USUAL_NODES
+        self.default_num_nodes = num_nodes or TYPICAL_NODES
         self.heeds_prices = num_nodes is None
         self.max_prefix = max_prefix
         self._text = _Text(datastore.tokens, datastore.suffixes, datastore.starts)
@@ -122,7 +122,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
             int(branch_len),
             first_n,
             int(1 + most_picked * branch_len),
-            usual=USUAL_NODES,
+            usual=TYPICAL_NODES,
             least=0.0,
         )
         self._ends: dict[Hashable, np.ndarray] = {}  # the last `max_prefix` tokens, int32, -1 where there are fewer
@@ -133,14 +133,9 @@ class DatastoreCandidates(TreeCandidateGenerator):
     def most_nodes(self) -> int:
         return _MOST if self.heeds_prices else self.default_num_nodes
 
-    def price(self, price: LevelPrice | None) -> None:
-        """Nodes that cost little are proposed for little."""
-        least = price.least_probability if self.heeds_prices and price is not None else 0.0
-        self._settings = self._settings._replace(least=least)
-
     def warm_up(self) -> None:
         """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""
-        self._search(np.full((1, self.max_prefix), -1, np.int32), np.ones(1, np.int64))
+        self._search(np.full((1, self.max_prefix), -1, np.int32), np.ones(1, np.int64), self._settings)
 
     @property
     def name(self) -> str:
@@ -159,19 +154,23 @@ class DatastoreCandidates(TreeCandidateGenerator):
     def stop(self, request_id: Hashable) -> None:
         self._ends.pop(request_id, None)
 
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        """Nodes that cost little are proposed for little."""
         if not len(request_ids):
             return []
+        least = price.least_probability if self.heeds_prices and price is not None else 0.0
         ends = np.array([self._ends[name] for name in request_ids])
-        drafts = self._search(ends, np.array(max_nodes, np.int64))
+        drafts = self._search(ends, np.array(max_nodes, np.int64), self._settings._replace(least=least))
         return [
             DraftTree.of(*(array[row, :size] for array in drafts[:-1])) if size else DraftTree.empty()
             for row, size in enumerate(drafts.sizes.tolist())
         ]
 
-    def _search(self, ends: np.ndarray, limits: np.ndarray) -> _Drafts:
+    def _search(self, ends: np.ndarray, limits: np.ndarray, settings: "_Settings") -> _Drafts:
         num_rows = len(ends)
-        shape = num_rows, min(max(0, int(limits.max())), self._settings.capacity)
+        shape = num_rows, min(max(0, int(limits.max())), settings.capacity)
         drafts = _Drafts(
             np.empty(shape, np.int64),
             np.empty(shape, np.int64),
@@ -184,10 +183,10 @@ class DatastoreCandidates(TreeCandidateGenerator):
         # Threads of Python's, not of numba's: the latter's end the process when two engines draft at once, or after a
         # fork.
         others = [
-            self._threads().submit(_propose, self._text, ends, limits, self._settings, drafts, first, last)
+            self._threads().submit(_propose, self._text, ends, limits, settings, drafts, first, last)
             for first, last in pairwise(borders[1:])
         ]
-        _propose(self._text, ends, limits, self._settings, drafts, 0, borders[1])
+        _propose(self._text, ends, limits, settings, drafts, 0, borders[1])
         for other in others:
             other.result()
         return drafts

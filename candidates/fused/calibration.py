@@ -1,76 +1,18 @@
-"""
-Discounts on fused sources, and their calibration from tables: asking a calibrator about every draft costs more than to
-draft.
-"""
+"""Calibration of fused sources from tables: asking a calibrator about every draft costs more than to draft."""
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from ...drafts.tree import DraftTree
+from ...drafts.merge import Draft
 
 _NUM_SCORES, _NUM_DEPTHS = 128, 9  # of a table; what lies deeper counts as the last
 _LONGEST = 17  # match length with a table of its own; longer ones count as this one
-_HIGH = 0.8  # a probability by which a source is judged as a whole
 _MOST_PENDING = 512  # observations that wait; tables are made anew when they are learnt
 _MOST_SOURCES = 256  # whose tables are kept, of 5 kB for each match length that occurs
-
-
-class Discount(NamedTuple):
-    """
-    A source's dampening factors, in [0, 1]. A node at depth d that was found by a match of m tokens has the probability
-    that the source says times `first` (d = 1) or `further` (d > 1), times `short` ** (1 / (m + d - 1)) where m is
-    known: with its parents the match is m + d - 1 tokens long.
-    """
-
-    first: float = 1.0
-    further: float = 1.0
-    short: float = 1.0
-
-
-_NO_DISCOUNT = Discount()
-
-
-class Draft(NamedTuple):
-    """A source's tree as lists, which are read faster than arrays element by element."""
-
-    tokens: list[int]
-    probs: list[float]  # in [0, 1]
-    depths: list[int]  # 0 for children of the last committed token
-    match_lengths: list[int]  # 0 where unknown
-    children: dict[int, list[int]]  # by node, -1 for the last committed token
-
-    @classmethod
-    def of(cls, tree: DraftTree) -> "Draft":
-        if not len(tree):
-            return _NOTHING
-        depths: list[int] = []
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(tree.parents.tolist()):
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            children.setdefault(parent, []).append(node)
-        # What is no number says nothing: an even chance.
-        probs = [min(max(prob, 0.0), 1.0) if prob == prob else 0.5 for prob in tree.probs.tolist()]
-        lengths = tree.match_lengths
-        match_lengths = lengths.tolist() if isinstance(lengths, np.ndarray) else [int(lengths)] * len(probs)
-        return cls(tree.tokens.tolist(), probs, depths, match_lengths, children)
-
-    def discounted(self, discount: Discount) -> "Draft":
-        if discount == _NO_DISCOUNT:
-            return self
-        first, further, short = discount
-        return self._replace(
-            probs=[
-                prob * (further if depth else first) * (short ** (1 / (length + depth)) if length > 0 else 1.0)
-                for prob, depth, length in zip(self.probs, self.depths, self.match_lengths)
-            ]
-        )
-
-
-_NOTHING = Draft([], [], [], [], {})
 
 
 class ProbabilityCalibrator(Protocol):
@@ -167,15 +109,10 @@ class Calibrations:
         self._learners.move_to_end(namespace)
         return self._learners[namespace]
 
-    def calibrated(self, namespace: Hashable, drafts: Sequence[Draft], first: int = 0) -> list[Draft]:
-        """The drafts of all sources, or of those from number `first` on, with calibrated probabilities."""
-        learners = self._of(namespace)[first:]
+    def calibrated(self, namespace: Hashable, drafts: Sequence[Draft]) -> list[Draft]:
+        """The drafts of all sources with calibrated probabilities."""
+        learners = self._of(namespace)
         return [draft._replace(probs=learner.look_up(draft)) for learner, draft in zip(learners, drafts)]
-
-    def trust(self, namespace: Hashable, source: int) -> float:
-        """By how much a source's high probabilities are too low or too high."""
-        learner = self._of(namespace)[source]
-        return float(self.calibrator.calibrate(learner.key, [_HIGH], [2], [0])[0]) / _HIGH
 
     def learn(self, namespace: Hashable, drafts: Sequence[Draft], tokens: np.ndarray) -> None:
         """Learns from the sources' drafts, with raw probabilities, and the tokens that were committed behind them."""

@@ -14,7 +14,7 @@ from transformers.utils.logging import tqdm
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
-from ..base import USUAL_NODES, TreeCandidateGenerator
+from ..base import TYPICAL_NODES, TreeCandidateGenerator
 from ..datastore.file import tokenizer_fingerprint
 from .corpus import SuffixCorpus, read, split
 from .kernels.batch import MAX_PENDING
@@ -110,10 +110,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             raise ValueError(f"`factor` and `offset` must be finite, and `factor` at least 0, got {factor}, {offset}.")
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
-        self.default_num_nodes, self.keep_outputs = num_nodes or USUAL_NODES, keep_outputs
+        self.default_num_nodes, self.keep_outputs = num_nodes or TYPICAL_NODES, keep_outputs
         self.heeds_prices = scoring == "learned" and min_probability is None
         self._scoring = scoring
-        self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else USUAL_NODES)
+        self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else TYPICAL_NODES)
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
         least = USUAL_PROBABILITY if min_probability is None else min_probability
@@ -127,13 +127,6 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
     @property
     def most_nodes(self) -> int:
         return self._most_nodes
-
-    def price(self, price: LevelPrice | None) -> None:
-        """Nodes that cost little are proposed for little (SSSD, section 3.2.1: tokens that ride free)."""
-        if self.heeds_prices:
-            least = USUAL_PROBABILITY if price is None else min(price.least_probability, USUAL_PROBABILITY)
-            with self._lock:
-                self._slots.least_probability = least
 
     def assign(
         self,
@@ -175,8 +168,14 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             self._use(request, len(tokens))
             self._slots.begin(slot, tokens)
 
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        """Nodes that cost little are proposed for little (SSSD, section 3.2.1: tokens that ride free)."""
         with self._lock:
+            if self.heeds_prices:
+                least = USUAL_PROBABILITY if price is None else min(price.least_probability, USUAL_PROBABILITY)
+                self._slots.least_probability = least
             return self._slots.draft([self._requests[name].slot for name in request_ids], max_nodes)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:

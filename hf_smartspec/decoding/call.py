@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..candidates.base import HybridSource, TreeCandidateGenerator
+from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import HIDDEN_STATES, SCORES
 from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, StepRows, StepSeconds
@@ -70,14 +70,13 @@ class DecodingCall:
     def __post_init__(self) -> None:
         for request in self.batch.requests:
             request.call = self
-        source = self.source
-        self.hybrid = source if isinstance(source, HybridSource) and source.drafter is not None else None
-        self.drafter = self.hybrid.drafter if self.hybrid is not None else None
-        self.draft_cost = draft_cost(source)
-        self.drafter_cost = None if self.drafter is None else draft_cost(self.drafter)
-        # What the source needs beside tokens.
-        self.hidden_layers = frozenset(source.hidden_layers) if HIDDEN_STATES in source.needs else frozenset()
-        self.needs_scores = SCORES in source.needs
+        self.stages = tuple(self.source.stages)
+        self.stage_costs = tuple(map(draft_cost, self.stages))
+        # What the sources need beside tokens.
+        asking = [stage for stage in self.stages if HIDDEN_STATES in stage.needs]
+        self.hidden_layers = frozenset(layer for stage in asking for layer in stage.hidden_layers)
+        self.needs_scores = any(SCORES in stage.needs for stage in self.stages)
+        self.needs_more = any(stage.needs for stage in self.stages)
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors
@@ -129,11 +128,9 @@ class StepDrafts(NamedTuple):
     proposed: list[DraftTree]
     trees: list[DraftTree]
     start: StepSeconds  # spent before the step
-    drafter_seconds: float  # of the step's drafting
 
     def seconds_until(self, end: StepSeconds) -> StepSeconds:
-        draft, forward, other, _ = (after - before for before, after in zip(self.start, end))
-        return StepSeconds(draft - self.drafter_seconds, forward, other, self.drafter_seconds)
+        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
 
 
 def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]:
@@ -164,6 +161,5 @@ def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
         is_autoregressive=source.is_autoregressive,
         width=source.width,
         source=source.name,
-        num_nodes=source.most_nodes,
         heeds_prices=source.heeds_prices,
     )

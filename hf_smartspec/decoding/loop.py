@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from ..drafts.tree import DraftTree
-from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
+from ..goodput.policy import LengthPolicy
 from ..target.layout import RowInput
-from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward, padded_context
+from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
 from .committed import committed_steps, run_forward
+from .drafting import Drafting
 from .request import Request
-from .source_guard import GuestSources
 from .statistics import GenerationStatistics, Timed
 from .verify import accepted_path
 
@@ -43,7 +43,7 @@ class DecodingLoop:
         release: Callable[[Request], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.policy, self.limits, self.sources = policy, limits, GuestSources(limits.vocab_size, clock)
+        self.policy = policy
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
         self._release, self.clock = release or _remove, clock
         self._keeps_rows = release is not None  # and who does says when they are gone
@@ -53,6 +53,7 @@ class DecodingLoop:
         self._shows_more = False  # whether some source needs more than tokens
         self.num_waiting = 0
         self.statistics = GenerationStatistics()
+        self.drafting = Drafting(policy, limits, self.statistics, clock)
 
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""
@@ -60,8 +61,8 @@ class DecodingLoop:
         for request in call.requests:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)
-            self.sources.start(request)
-            self.sources.resume(request)
+            self.drafting.sources.start(request)
+            self.drafting.sources.resume(request)
         self._find_running()
 
     def remove(self, call: DecodingCall) -> None:
@@ -92,7 +93,7 @@ class DecodingLoop:
         """After calls or rows have come or gone."""
         self.running = [request for call in self.calls for request in call.batch.active]
         self._is_compact = False
-        self._shows_more = any(call.source.needs for call in self.calls)
+        self._shows_more = any(call.needs_more for call in self.calls)
 
     def step(self) -> list[DecodingCall]:
         """
@@ -102,7 +103,7 @@ class DecodingLoop:
         with self._timed("seconds_total"):
             self._compact()
             feeds = self.feed()
-            step = self.draft(feeds)
+            step = self.drafting.draft(feeds, self.num_waiting)
             self.run_model(feeds, step)
             ended = self.verify()
             self.commit(ended)
@@ -127,93 +128,7 @@ class DecodingLoop:
                 feeds[request] = tokens
         return feeds
 
-    # 2. draft
-
-    def draft(self, feeds: dict[Request, np.ndarray]) -> StepDrafts:
-        """A draft tree for every row that will have logits behind its whole text, as the policy allows."""
-        start = self._seconds()
-        rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
-        with self._timed("seconds_select"):
-            step = self._step_rows(rows, feeds)
-            limits = self.policy.max_nodes(step)
-            if len(limits) != len(rows):
-                raise ValueError(f"{type(self.policy).__name__} gave {len(limits)} limits for {len(rows)} rows.")
-        with self._timed("seconds_draft"):
-            proposals = self.sources.propose(_wanted(rows, limits, step.caps), self.policy.level_price)
-            step.draft_seconds = self.sources.seconds
-        drafter_seconds = self._redraft(step, rows, limits, proposals) if step.drafter is not None else 0.0
-        with self._timed("seconds_select"):
-            drafted = {request: proposals.get(request, _EMPTY) for request in rows}
-            self.sources.count(drafted)
-            proposed = [self._within_limits(request, tree) for request, tree in drafted.items()]
-            trees = self.policy.select(step, proposed)
-            if len(trees) != len(rows):
-                raise ValueError(f"{type(self.policy).__name__} selected {len(trees)} trees for {len(rows)} rows.")
-        return StepDrafts(step, rows, proposed, trees, start, drafter_seconds)
-
-    def _redraft(
-        self, step: StepRows, rows: list[Request], limits: list[int] | np.ndarray, proposals: dict[Request, DraftTree]
-    ) -> float:
-        """Costlier sources draft for rows whose drafts promise little; returns what that took, in seconds."""
-        first = {request: proposals.get(request, _EMPTY) for request in rows}
-        with self._timed("seconds_select"):
-            asked = self.policy.drafter_nodes(step, list(first.values()))
-            if asked is None:
-                asked = np.minimum(self.sources.drafter_nodes(first), limits)
-            if len(asked) != len(rows):
-                raise ValueError(f"{type(self.policy).__name__} gave {len(asked)} limits for {len(rows)} rows.")
-        before = self.statistics.seconds_draft
-        with self._timed("seconds_draft"):
-            wanted, most = (_wanted(rows, num, step.caps) for num in (asked, np.maximum(limits, asked)))
-            again, joined = self.sources.redraft(wanted, most, first, self.policy.level_price)
-        proposals |= joined
-        step.again = [again.get(request, _EMPTY) for request in rows]
-        for row, request in enumerate(rows):
-            if request in again and request.call.drafter is not None:
-                step.sources[row] += f" + {request.call.drafter.name}"
-        return self.statistics.seconds_draft - before
-
-    def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray]) -> StepRows:
-        prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
-        caps = [self._cap(request) for request in rows]
-        drafts = [request.call.draft_cost if cap > 0 else None for request, cap in zip(rows, caps)]
-        first = next((draft for draft in drafts if draft is not None), DraftCost())
-        return StepRows(
-            request_ids=[request.request_id for request in rows],
-            context_lens=np.array([request.cache_row.length for request in rows], np.int64),
-            caps=np.array(caps, np.int64),
-            num_prefill_tokens=sum(map(len, feeds.values())) - len(rows),
-            prefill_context=sum(num + cached for num, cached in prompts),
-            prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
-            num_waiting=self.num_waiting,
-            draft=first,
-            drafts=[draft or first for draft in drafts],
-            drafter=next((row.call.drafter_cost for row in rows if row.call.drafter_cost is not None), None),
-            has_drafter=np.array([row.call.drafter_cost is not None for row in rows], bool),
-            sources=[request.call.source.name for request in rows],
-            padded_context=padded_context(request for request in rows if len(feeds[request]) == 1),
-        )
-
-    def _cap(self, request: Request) -> int:
-        # The last token needs no draft: the target's own pick comes free.
-        left = request.num_remaining
-        return request.call.most_nodes(left) if request.is_drafting and left != 1 else 0
-
-    def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
-        if not len(tree.tokens):
-            return tree
-        if not request.call.forward.trees:
-            tree = tree.best_chain()
-        if request.num_remaining is not None and len(tree) >= request.num_remaining:
-            tree = tree.keep(tree.depths < request.num_remaining)
-        # Learned position embeddings end somewhere, and plain decoding may stop just before.
-        room = len(tree) if self.limits.num_positions is None else self.limits.num_positions - request.length
-        if 0 <= room < len(tree):
-            tree = tree.keep(tree.depths <= room)
-        depth = request.cache_row.room(request.length)
-        return tree if depth is None else tree.keep(tree.depths <= depth)
-
-    # 3. forward
+    # 2. forward
 
     def run_model(self, feeds: dict[Request, np.ndarray], step: StepDrafts) -> None:
         """One packed forward; leaves every row that has a draft with the target's logits at each node."""
@@ -234,7 +149,7 @@ class DecodingLoop:
             request.call.statistics.steps += 1
             request.call.statistics.drafted_tokens += len(tree)
 
-    # 4. verify
+    # 3. verify
 
     def verify(self) -> list[Request]:
         """Advances rows along their trees; returns those whose path has ended."""
@@ -303,7 +218,7 @@ class DecodingLoop:
         request.path.append(child)
         return True
 
-    # 5. commit
+    # 4. commit
 
     def commit(self, rows: Sequence[Request]) -> None:
         """Keeps keys and values of the accepted paths."""
@@ -315,7 +230,7 @@ class DecodingLoop:
                 request.call.statistics.accepted_tokens += len(request.path)
                 request.tree = request.logits = None
 
-    # 6. observe
+    # 5. observe
 
     def observe(self, rows: Sequence[Request], step: StepDrafts) -> None:
         """Tells the sources what was committed, and the policy what came of its decisions."""
@@ -326,29 +241,25 @@ class DecodingLoop:
                 new = request.generated(request.num_observed, end).copy()  # sources may do with it as they like
                 committed[request] = new
                 request.num_observed += len(new)
-                if len(new) and not request.call.source.needs:
-                    self.sources.observe(request, new)
+                if len(new):
+                    self.drafting.sources.observe(request, new)
             if self._shows_more:
                 self._show(committed)
             if all(request in committed for request in step.rows):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]
-                seconds = step.seconds_until(self._seconds())
+                seconds = step.seconds_until(self.drafting.seconds())
+                self.drafting.observe(step.policy_rows, tokens)
                 self.policy.observe(step.policy_rows, step.proposed, step.trees, accepted, seconds, tokens)
 
     def _show(self, committed: dict[Request, np.ndarray]) -> None:
         """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
-        asking = [request for request in self.running if request.call.source.needs and request.is_drafting]
+        asking = [request for request in self.running if request.call.needs_more and request.is_drafting]
         told = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
         for request, step in committed_steps(told, committed).items():
-            self.sources.show(request, step)
+            self.drafting.sources.show(request, step)
 
-    def _seconds(self) -> StepSeconds:
-        """Seconds spent so far, in all steps."""
-        counts = self.statistics
-        return StepSeconds(counts.seconds_draft, counts.seconds_forward, counts.seconds_select + counts.seconds_verify)
-
-    # 7. report
+    # 6. report
 
     def report(self) -> list[DecodingCall]:
         """Criteria and streamers are called; calls that have ended, and rows that need no further tokens, leave."""
@@ -383,11 +294,11 @@ class DecodingLoop:
 
     def _forget(self, request: Request) -> None:
         if request.is_known_to_source:
-            self.sources.stop(request)
+            self.drafting.sources.stop(request)
             self.policy.forget(request.request_id)
             request.fed = request.verified = None
             if not self._keeps_rows:
-                self.sources.forget(request)
+                self.drafting.sources.forget(request)
 
     # Whatever one call's own processors, criteria or streamer do wrong is its own failure.
 
@@ -403,12 +314,6 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
-
-
-def _wanted(rows: Sequence[Request], limits: np.ndarray | list[int], caps: np.ndarray) -> dict[Request, int]:
-    """The rows that are to have a draft, of so many nodes."""
-    numbers = np.minimum(limits, caps).astype(np.int64).tolist()
-    return {request: number for request, number in zip(rows, numbers) if number > 0}
 
 
 def _remove(request: Request) -> None:

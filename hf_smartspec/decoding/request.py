@@ -40,7 +40,8 @@ class Request:
     row: CacheRow | None = None
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
-    is_drafting: bool = True  # False: its candidate source failed and was dropped
+    is_drafting: bool = True  # False: all of its candidate sources failed and were dropped, or none was begun
+    dropped: set[int] = field(default_factory=set)  # positions of the call's stages whose source failed
     is_known_to_source: bool = False
     shares_with: Hashable | None = None  # the request whose keys and values its row began with
     num_observed: int = 0  # generated tokens that the source was told of
@@ -110,7 +111,7 @@ class Request:
         """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
         lines = slice(first, first + len(tree) + 1)
         self.tree, self.cursor, self.path = tree, -1, []
-        if self.call.source.needs:
+        if self.call.needs_more:
             self.verified = tree, logits[lines]
         if self.call.picks_greedily:
             self.picks = picks[lines]

@@ -1,5 +1,6 @@
 """All rows' draft trees as flat arrays, so that a step costs a few numpy calls, however many rows and nodes it has."""
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -97,6 +98,17 @@ class Forest:
         reached = np.zeros(len(self.trees), np.int64)
         np.maximum.at(reached, self.row[nodes[hits]], self.depths[nodes[hits]])
         return reached
+
+    def with_probs(self, probs: np.ndarray) -> "Forest":
+        """The same nodes with other probabilities (`[n]`, in [0, 1])."""
+        forest = copy.copy(self)
+        forest.probs = probs.astype(np.float32)
+        ends = np.cumsum(self.sizes).tolist()
+        forest.trees = [
+            tree.with_probs(forest.probs[start:end]) if end > start else tree
+            for tree, start, end in zip(self.trees, self.starts.tolist(), ends)
+        ]
+        return forest
 
     def ranks(self) -> np.ndarray:
         """How many nodes of its tree `DraftTree.most_likely` prefers to each node, `[n]` int64."""

@@ -112,6 +112,25 @@ class DraftTree:
         """The child of `parent` (-1: of the last committed token) that holds `token`, if there is one."""
         return self._children.get((parent, token))
 
+    def path_along(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that hold `tokens`, one below the other from the root on, as far as there are such."""
+        path, node = [], -1
+        for token in tokens:
+            child = self.child(node, token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def with_probs(self, probs: np.ndarray) -> "DraftTree":
+        """The same nodes with other probabilities (`[n]` float32)."""
+        tree = object.__new__(DraftTree)
+        tree.__dict__.update(self.__dict__)
+        tree.__dict__["probs"] = probs
+        tree.__dict__.pop("path_probs", None)  # the one that has been found out and no longer holds
+        return tree
+
     def keep(self, nodes: np.ndarray) -> "DraftTree":
         """The tree of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
         if nodes.all():

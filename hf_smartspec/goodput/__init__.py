@@ -8,7 +8,7 @@ from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length
 from .papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput, StepPlan
 from .papers.roofline import Roofline, free_tokens
-from .policy import FixedLength, LengthPolicy, NoSpeculation, StepRows
+from .policy import FixedLength, LengthPolicy, NoSpeculation, Stage, StepRows
 from .prefill_gate import PrefillGate
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "PrefillGate",
     "RequestGoodput",
     "Roofline",
+    "Stage",
     "StepGoodput",
     "StepPlan",
     "StepRows",

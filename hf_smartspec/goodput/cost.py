@@ -34,7 +34,6 @@ class StepSeconds(NamedTuple):
     draft: float
     forward: float
     other: float = 0.0  # layout, selection, verification, commit, observation
-    drafter: float = 0.0  # drafting of a second, costlier source
 
 
 @dataclass
@@ -209,7 +208,6 @@ class DraftCost:
         is_autoregressive (`bool`): Whether every level is a call.
         width (`int`): Nodes per level and row of the drafts.
         source (`str`): Whose probabilities they are: sources are calibrated apart.
-        num_nodes (`int`): Nodes of a row's draft, at most, where it is drafted by a second source.
         heeds_prices (`bool`): Whether the source ends drafts by itself where a further level, or node, costs more than
             it promises.
     """
@@ -219,7 +217,6 @@ class DraftCost:
     is_autoregressive: bool = False
     width: int = 1
     source: str = ""
-    num_nodes: int = 2**31
     heeds_prices: bool = False
 
     @classmethod

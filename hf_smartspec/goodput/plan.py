@@ -3,12 +3,32 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..drafts.forest import Forest
 from ..drafts.tree import DraftTree
 from .policy import StepRows
+from .stage import Stage
+
+
+class Before(NamedTuple):
+    """What was there when a stage was asked."""
+
+    forest: Forest
+    bids: np.ndarray  # [n] float64: what each node is expected to bring, less what verifying it costs; at least 0
+    promises: np.ndarray  # [rows] float64: their sums, in tokens
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are worth verifying."""
+        return int(np.count_nonzero(self.bids))
+
+    @property
+    def width(self) -> int:
+        """Of these, those of the row that has most."""
+        return int(np.bincount(self.forest.row, self.bids > 0).max(initial=0)) if len(self.bids) else 0
 
 
 @dataclass
@@ -19,37 +39,31 @@ class Plan:
     Args:
         rows (`StepRows`, *optional*): The step's.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and what the prompts add to it.
-        asked (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the source was asked for.
+        node_price (`float`): What verifying a node costs, in tokens.
+        is_baseline (`bool`): Whether the step does without speculation, so that what that costs stays known.
         plain_tokens (`float`): What the step's time would have yielded plainly.
         has_saved (`bool`): Whether the step's share of time for probes has been put aside.
-        first (`Forest`, *optional*): The drafts that were there before a second source was asked.
-        promises (`np.ndarray` of shape `[rows]`, float64): What they promise, in tokens.
-        asked_again (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows the second source was asked for.
+        before (`dict`): What was there when each stage was asked.
+        drafted (`dict`): What each stage has drafted, with its own probabilities.
     """
 
     rows: StepRows | None = None
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    asked: np.ndarray | None = None
+    node_price: float = 0.0
     is_baseline: bool = False
     plain_tokens: float = 0.0
     has_saved: bool = False
-    first: Forest | None = None
-    promises: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    asked_again: np.ndarray | None = None
+    before: dict[Stage, Before] = field(default_factory=dict)
+    drafted: dict[Stage, Forest] = field(default_factory=dict)
     forest: Forest | None = None
 
     def forest_of(self, trees: Sequence[DraftTree]) -> Forest:
-        """The forest that was made of these trees for the selection, or a new one."""
+        """The latest forest if it was made of these trees, or a new one."""
         known = self.forest
-        if known is not None and len(known.trees) == len(trees) and all(map(operator.is_, known.trees, trees)):
-            return known
-        return Forest(trees)
-
-
-def is_again(rows: StepRows) -> np.ndarray:
-    """Which rows' drafts hold nodes of the second source, `[rows]` bool."""
-    return np.array([len(tree) > 0 for tree in rows.again] or [False] * len(rows), bool)
+        if known is None or len(known.trees) != len(trees) or not all(map(operator.is_, known.trees, trees)):
+            self.forest = known = Forest(trees)
+        return known
 
 
 def known_continuation(tree: DraftTree, num_accepted: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The contract of length policies: how many draft nodes each row may have drafted, and which of them are verified."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import DraftCost, StepSeconds
+from .stage import Stage
 
-__all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "StepRows", "StepSeconds"]
+__all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "Stage", "StepRows", "StepSeconds"]
 
 
 @dataclass
@@ -27,14 +28,8 @@ class StepRows:
         prefill_context, prefill_pairs (`int`): Columns that these read, and queries times columns. Attention treats
             long prompts apart: they do not widen the other rows.
         num_waiting (`int`): Requests in the queue.
-        draft (`DraftCost`): What drafting costs.
-        drafts (list of `DraftCost`): The same by row, where the rows' sources differ.
-        draft_seconds (`dict`): What drafting took, by kind of source.
-        drafter (`DraftCost`, *optional*): What a second, costlier source costs, where there is one to ask.
-        has_drafter (`np.ndarray` of shape `[rows]`, bool, *optional*): Which rows it serves; all where not given.
-        sources (list of `str`): Whose probabilities each row's draft holds; those of `draft` where not given.
-        again (list of `DraftTree`): What the second source has drafted, by row, where it was asked; these nodes are
-            among those of the rows' drafts.
+        stages (list of `Stage`): The sources that may be asked, in this order. Where none are given, one that costs
+            nothing.
         padded_context (`int`, *optional*): Columns that attention reads of the rows, prompts aside. Where not given, as
             many of every row as the longest has.
     """
@@ -46,17 +41,11 @@ class StepRows:
     prefill_context: int = 0
     prefill_pairs: int = 0
     num_waiting: int = 0
-    draft: DraftCost = field(default_factory=DraftCost)
-    drafts: list[DraftCost] = field(default_factory=list)
-    draft_seconds: dict[DraftCost, float] = field(default_factory=dict)
-    drafter: DraftCost | None = None
-    has_drafter: np.ndarray | None = None
-    sources: list[str] = field(default_factory=list)
-    again: list[DraftTree] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     padded_context: int | None = None
 
     def __post_init__(self) -> None:
-        self.sources = self.sources or [self.draft.source] * len(self)
+        self.stages = self.stages or [Stage(DraftCost(), self.caps)]
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -89,20 +78,6 @@ class StepRows:
             width = (self.num_context * width + self.prefill_pairs) / context
         return context, self.num_batched + num_nodes, width
 
-    def by_source(self, row: np.ndarray) -> Iterator[tuple[str, Any]]:
-        """Every source with the index (`slice` or bool `[n]`) of its nodes; `row` (`[n]` int) is that of each node."""
-        names = dict.fromkeys(self.sources)
-        for name in names:
-            yield name, slice(None) if len(names) == 1 else np.array([other == name for other in self.sources])[row]
-
-    def by_draft(self) -> list["StepRows"]:
-        """The step once for every kind of source, each time with nothing to draft for the others' rows."""
-        kinds = list(dict.fromkeys(self.drafts))
-        if len(kinds) < 2:
-            return [self]
-        masks = ([other == kind for other in self.drafts] for kind in kinds)
-        return [replace(self, caps=np.where(mask, self.caps, 0), draft=kind) for kind, mask in zip(kinds, masks)]
-
     def first(self, num_rows: int) -> "StepRows":
         """The context of the first rows alone; of what is padded, their share."""
         if num_rows == len(self):
@@ -119,30 +94,29 @@ class StepRows:
 
 class LengthPolicy(ABC):
     """
-    Decides how much to speculate, anew at every step, in two calls: before the sources draft (drafting may cost) and
-    after, when the probabilities of the drafted nodes are known. A third call tells what came of it.
+    Decides how much to speculate, anew at every step: before each stage drafts (drafting may cost), and in the end,
+    when the probabilities of all drafted nodes are known. A last call tells what came of it.
 
     Steps may have no rows at all (prompts only).
     """
 
     @abstractmethod
-    def max_nodes(self, rows: StepRows) -> np.ndarray | list[int]:
-        """The number of nodes that sources may propose for each row; no more than its cap."""
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
+        """
+        The number of nodes that the stage's source may propose for each row, no more than `stage.caps`; 0 where it is
+        not asked. `trees` are what the stages before it have drafted, by row.
+        """
 
-    def level_price(self, draft: DraftCost) -> LevelPrice | None:
+    def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """
         What a further level of an autoregressive draft, or a node of any other, must be worth in this step, for sources
-        that go by it: `draft`, one of `rows.drafts` or `rows.drafter`. None, the default, has drafts of their usual
-        size.
+        that go by it. None, the default, has drafts of their usual size.
         """
         return None
 
-    def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray | None:
-        """
-        Where `rows.drafter` is a second source: the number of nodes that it may add to each row's tree; 0 where it is
-        not asked. None, the default, leaves it to the source.
-        """
-        return None
+    def calibrated(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """What the stage has drafted, with probabilities that can be relied on; by default, the source's own."""
+        return list(trees)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The part of each row's tree that is verified; closed under parents."""
@@ -161,7 +135,7 @@ class LengthPolicy(ABC):
         Learns from a step; by default, nothing.
 
         Args:
-            rows (`StepRows`): The one that `max_nodes` got; by now with the `sources` of the drafts that were made.
+            rows (`StepRows`): The one that `max_nodes` got; by now its stages say what they were asked and proposed.
             proposed, verified (sequences of `DraftTree`): What `select` was given, and what was verified in the end.
             accepted (sequence of `int`): Accepted nodes of each row.
             seconds (`StepSeconds`): What the step took.
@@ -186,8 +160,8 @@ class FixedLength(LengthPolicy):
             raise ValueError(f"`num_nodes` must be an integer of at least 0, got {num_nodes!r}.")
         self.num_nodes = int(num_nodes)
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
-        return np.minimum(rows.caps, self.num_nodes)
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+        return stage.limits(self.num_nodes, trees)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return [tree.most_likely(self.num_nodes) for tree in trees]

@@ -10,8 +10,9 @@ import numpy as np
 from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from .cost import CostModel, DraftCost, StepSeconds
+from .cost import CostModel, StepSeconds
 from .policy import LengthPolicy, StepRows
+from .stage import Stage
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
 _EVERY = 8  # of the steps is looked at in hindsight
@@ -102,17 +103,17 @@ class LoggedPolicy(LengthPolicy):
         self._real = np.zeros(2)  # tokens and seconds of the steps looked at in hindsight
         self._fixed = np.zeros((len(_FIXED), 2))  # the same for every fixed length
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray | list[int]:
-        return self.policy.max_nodes(rows)
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
+        return self.policy.max_nodes(rows, stage, trees)
+
+    def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
+        return self.policy.price(rows, stage)
+
+    def calibrated(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        return self.policy.calibrated(rows, stage, trees)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return self.policy.select(rows, trees)
-
-    def level_price(self, draft: DraftCost) -> LevelPrice | None:
-        return self.policy.level_price(draft)
-
-    def drafter_nodes(self, rows: StepRows, trees: Sequence[DraftTree]) -> np.ndarray | None:
-        return self.policy.drafter_nodes(rows, trees)
 
     def forget(self, request_id: Hashable) -> None:
         self.policy.forget(request_id)
@@ -132,9 +133,7 @@ class LoggedPolicy(LengthPolicy):
         self._drafted += num_nodes
         self._accepted += num_accepted
         prefill = seconds.forward * rows.num_prefill_tokens / max(rows.num_batched + num_nodes, 1)
-        for name, value in zip(
-            self._seconds, (seconds.draft + seconds.drafter, prefill, seconds.forward - prefill, seconds.other)
-        ):
+        for name, value in zip(self._seconds, (seconds.draft, prefill, seconds.forward - prefill, seconds.other)):
             self._seconds[name] += value
         self._compare_prediction(len(rows) + num_accepted, seconds, bool(len(rows)))
         if tokens is not None and self._num_steps % _EVERY == 0 and len(rows) and not rows.num_prefill_tokens:
@@ -160,11 +159,11 @@ class LoggedPolicy(LengthPolicy):
         forest = Forest(proposed)
         nodes, hits = forest.outcomes(tokens)
         true_nodes = nodes[hits]
-        for source, part in rows.by_source(forest.row[nodes]):
-            self._count_levels(source, forest, nodes[part], nodes[part][hits[part]])
+        for stage in rows.stages:
+            self._count_levels(stage, tokens)
         if self.cost is None:
             return
-        draft = seconds.draft + seconds.drafter
+        draft = seconds.draft
         real = np.array([len(rows) + num_accepted, draft + seconds.forward + seconds.other])
         self._real += real
         # The model's error in this step is that of every choice in it.
@@ -187,17 +186,20 @@ class LoggedPolicy(LengthPolicy):
     def _forward_seconds(rows: StepRows, sizes: Sequence[int], seconds: Callable[..., Any]) -> float:
         return float(seconds(*rows.forward_size(sum(sizes), 1 + max(sizes, default=0))))
 
-    def _count_levels(self, source: str, forest: Forest, nodes: np.ndarray, true_nodes: np.ndarray) -> None:
+    def _count_levels(self, stage: Stage, tokens: Sequence[np.ndarray]) -> None:
+        forest = Forest(stage.proposed)
+        nodes, hits = forest.outcomes(tokens)
         if not len(nodes):
             return
+        true_nodes = nodes[hits]
         row, depth = forest.row[nodes], forest.depths[nodes]
         counts = np.zeros((2, int(depth.max())))
         counts[0] = np.bincount(np.unique(row * 1000 + depth) % 1000, minlength=counts.shape[1] + 1)[1:]
         counts[1] = np.bincount(forest.depths[true_nodes], minlength=counts.shape[1] + 1)[1:]
-        known = self._levels.get(source, np.zeros((2, 0)))
+        known = self._levels.get(stage.name, np.zeros((2, 0)))
         longest = max(known.shape[1], counts.shape[1])
         known, counts = (np.pad(item, ((0, 0), (0, longest - item.shape[1]))) for item in (known, counts))
-        self._levels[source] = known + counts
+        self._levels[stage.name] = known + counts
 
     def report(self, **extras: Any) -> SpeculationReport:
         """What has happened so far; `extras` are printed with it."""

@@ -123,7 +123,8 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
         device=prepared.input_ids.device,
     )
     forward = forward or _forward(prepared, requests)
-    check_source(source, forward)
+    for stage in source.stages:
+        check_source(stage, forward)
     return DecodingCall(
         forward,
         batch,

@@ -99,7 +99,7 @@ class SmartSpecConfig:
         if self.num_nodes is not None:
             return self.num_nodes
         policy = self.policy or self.policy_for(source)
-        sets_prices = policy is None or type(policy).level_price is not LengthPolicy.level_price
+        sets_prices = policy is None or type(policy).price is not LengthPolicy.price
         return source.most_nodes if sets_prices else source.default_num_nodes
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:

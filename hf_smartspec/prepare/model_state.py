@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..candidates import SuffixTreeCandidates
-from ..candidates.fused.source import AcceptedLengths
 from ..decoding.statistics import GenerationStatistics
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
@@ -29,7 +28,6 @@ class ModelState:
         self.calibrator = Calibrator()  # of fused sources
         self.lock = Lock()
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
-        self._accepted: WeakKeyDictionary[PreTrainedModel, AcceptedLengths] = WeakKeyDictionary()  # by draft model
         self._said: set[str] = set()  # warnings
         self._drafts: dict[str, PreTrainedModel] = {}  # by folder or hub id
         self._idle: dict[str, list[GoodputAuction]] = {}  # policies that nobody uses at present, by source
@@ -47,11 +45,6 @@ class ModelState:
             if path not in self._trees or self._trees[path][0] != options:
                 self._trees[path] = options, SuffixTreeCandidates(**options)
             return self._trees[path][1]
-
-    def accepted_lengths(self, draft: PreTrainedModel) -> AcceptedLengths:
-        """What is known of a draft model beside other sources."""
-        with self.lock:
-            return self._accepted.setdefault(draft, AcceptedLengths())
 
     def draft_model(self, name: str, target: PreTrainedModel) -> PreTrainedModel:
         """

@@ -17,6 +17,7 @@ from ..candidates import (
     DraftModelCandidates,
     FusedCandidates,
     PromptLookupCandidates,
+    StagedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
     WrappedCandidates,
@@ -128,7 +129,10 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
 
 
 def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
-    """A list of assistants as one source; a draft model among them speaks where the others have little to say."""
+    """
+    A list of assistants as one source: those that cost nothing by the level are merged, draft models and sources that
+    need hidden states are further stages, in their order.
+    """
     items, discounts, options = _expanded(config.assistant, target)
     if not items:
         raise ValueError("`assistant` must name at least one source, got an empty list.")
@@ -137,24 +141,20 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGen
         _as_source(replace(config, assistant=item, width=None if is_source else config.width, references=()), target)
         for item, is_source in zip(items, are_sources)
     ]
-    if len(sources) == 1:
-        return sources[0]
-    drafters = [source for source in sources if isinstance(source, DraftModelCandidates)]
-    if len(drafters) > 1:
-        raise ValueError(f"A list of assistants may hold one draft model, got {len(drafters)}.")
-    others = [index for index, source in enumerate(sources) if source not in drafters]
-    if not drafters:
-        options.pop("threshold", None)
-    state = state_of(target)
-    return FusedCandidates(
-        [sources[index] for index in others],
-        [discounts[index] for index in others],
-        drafter=drafters[0] if drafters else None,
-        calibrator=state.calibrator if options.pop("calibrated", True) else None,
-        vocab_size=target.config.get_text_config(decoder=True).vocab_size,
-        accepted=state.accepted_lengths(drafters[0].model) if drafters else None,
-        **options,
-    )
+    stages = [(stage, discount) for source, discount in zip(sources, discounts) for stage in source.stages]
+    cheap = [item for item in stages if not _is_costly(item[0])]
+    line = [stage for stage, _ in cheap]
+    threshold, is_calibrated = options.pop("threshold", None), options.pop("calibrated", True)
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    if len(cheap) > 1 or (options and cheap):
+        calibrator = state_of(target).calibrator if is_calibrated else None
+        line = [FusedCandidates(line, [item for _, item in cheap], calibrator, vocab_size=vocab_size, **options)]
+    line += [stage for stage, _ in stages if _is_costly(stage)]
+    return line[0] if len(line) == 1 else StagedCandidates(line, threshold, vocab_size)
+
+
+def _is_costly(source: TreeCandidateGenerator) -> bool:
+    return source.is_autoregressive or bool(source.needs)
 
 
 def _expanded(

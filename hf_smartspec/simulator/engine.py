@@ -26,7 +26,7 @@ from .clock import EventClock
 from .forward import SimulatedForward
 from .requests import LoadRequest
 from .results import LoadResult, Served
-from .sources import TimedCandidates
+from .sources import TimedCandidates, timed_stages
 
 _LIMITS = ModelLimits(vocab_size=2**62, num_positions=None)  # texts that mean nothing may have any tokens
 
@@ -41,7 +41,7 @@ class SimulatedEngine:
     Args:
         cost (`CostModel`): What the target's forwards take, with its corrections; is copied.
         source (`TreeCandidateGenerator`): Drafts; keeps what it learns from one `run` to the next.
-        draft_cost (`DraftCost`): What drafting takes.
+        draft_cost (`DraftCost` or sequence of `DraftCost`): What drafting takes, stage by stage.
         max_batch_size (`int`): Requests that run at once.
         max_tokens (`int`): Tokens of key/value memory.
         max_prefill_tokens (`int`): Prompt tokens per step.
@@ -58,7 +58,7 @@ class SimulatedEngine:
         self,
         cost: CostModel,
         source: TreeCandidateGenerator,
-        draft_cost: DraftCost | None = None,
+        draft_cost: DraftCost | Sequence[DraftCost] | None = None,
         max_batch_size: int = 32,
         max_tokens: int = 2**20,
         max_prefill_tokens: int = 512,
@@ -70,7 +70,8 @@ class SimulatedEngine:
         refuse_needs(source, "a simulation")
         self.clock = EventClock()
         self.forward = SimulatedForward(copy.deepcopy(cost), self.clock, end_id)
-        self.source = TimedCandidates(source, self.clock, draft_cost or DraftCost())
+        costs = [draft_cost] if isinstance(draft_cost, DraftCost) else draft_cost or [DraftCost()]
+        self.source = timed_stages(source, self.clock, costs)
         self.max_nodes = source.most_nodes if max_nodes is None else max_nodes
         self.max_prefill_tokens = max_prefill_tokens
         self.step_seconds, self.request_seconds = step_seconds, request_seconds
@@ -80,7 +81,13 @@ class SimulatedEngine:
 
     def continuation(self, request_id: Hashable) -> np.ndarray:
         """The tokens that will follow in a running request: what the `Oracle` knows."""
-        return self.source.continuation(request_id)
+        return self.first_stage.continuation(request_id)
+
+    @property
+    def first_stage(self) -> TimedCandidates:
+        first = self.source.stages[0]
+        assert isinstance(first, TimedCandidates), "every stage is timed"
+        return first
 
     def run(
         self,
@@ -102,7 +109,7 @@ class SimulatedEngine:
             self.memory.scheduler.check(self._num_tokens(request))
         self.clock.now, self.forward.num_batched = 0.0, 0
         loop = DecodingLoop(policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock)
-        loop.sources.gate = self.new_gate()
+        loop.drafting.sources.gate = self.new_gate()
         run = _Run(self, loop, sorted(requests, key=lambda item: item.arrival))
         while run.step(on_served):
             pass

@@ -8,7 +8,7 @@ import numpy as np
 from ..drafts.tree import DraftTree
 from ..goodput.cost import CostModel, DraftCost
 from ..goodput.papers.policies import Oracle
-from ..goodput.policy import StepRows
+from ..goodput.policy import Stage, StepRows
 from ..goodput.prefill_gate import PrefillGate
 from .engine import SimulatedEngine
 from .sources import TableCandidates
@@ -30,10 +30,10 @@ class DraftOracle(Oracle):
     def __init__(self, cost: CostModel, engine: SimulatedEngine, draft: DraftCost):
         super().__init__(cost, engine.continuation)
         assert draft.is_autoregressive, "others draft all levels at once"
-        self.table, self.draft = engine.source.source, draft
+        self.table, self.draft = engine.first_stage.source, draft
         engine.new_gate = partial(PrefillGate, threshold=1.0)
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         right = self._num_right(rows)
         row, level = np.nonzero(right[:, None] > np.arange(right.max(initial=0)))
         order = np.argsort(level, kind="stable")

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from transformers import LogitsProcessorList
 
-from ..candidates.base import HybridSource, TreeCandidateGenerator
+from ..candidates.base import TreeCandidateGenerator
+from ..candidates.staged import StagedCandidates
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.cost import DraftCost
@@ -33,7 +34,6 @@ class TableCandidates(TreeCandidateGenerator):
             raise ValueError(f"`widths` must be numbers of at least 1, got {widths!r}.")
         self.widths, self.is_autoregressive = tuple(widths), is_autoregressive
         self.heeds_prices = heeds_prices and max(widths) == 1
-        self._price: LevelPrice | None = None
         self.default_num_nodes, self.width = tree_size(widths), max(widths)
         parents: list[int] = []
         levels: list[int] = []
@@ -58,13 +58,12 @@ class TableCandidates(TreeCandidateGenerator):
         # A wrong candidate is any other token, each sibling another one.
         self._chains[request_id] = request_id.response + (ranks != 0), np.ascontiguousarray(probs[:, 0], np.float32)
 
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
         make = self._chain if self.width == 1 else self._tree
         trees = [make(name, limit) for name, limit in zip(request_ids, max_nodes)]
-        return trees if self._price is None else _worth(trees, self._price)
-
-    def price(self, price: LevelPrice | None) -> None:
-        self._price = price if self.heeds_prices else None
+        return trees if price is None or not self.heeds_prices else _worth(trees, price)
 
     def _chain(self, request_id: Hashable, limit: int) -> DraftTree:
         first, (tokens, probs) = self._num_seen[request_id], self._chains[request_id]
@@ -135,7 +134,6 @@ class TimedCandidates(TreeCandidateGenerator):
         self.source, self.clock, self.cost = source, clock, cost
         self.default_num_nodes, self.width = source.default_num_nodes, source.width
         self.is_autoregressive, self.heeds_prices = source.is_autoregressive, source.heeds_prices
-        self.drafter = source.drafter if isinstance(source, HybridSource) else None
         self._num_seen: dict[Hashable, int] = {}
 
     @property
@@ -145,9 +143,6 @@ class TimedCandidates(TreeCandidateGenerator):
     @property
     def most_nodes(self) -> int:
         return self.source.most_nodes
-
-    def price(self, price: LevelPrice | None) -> None:
-        self.source.price(price)
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         self.source.couple(request_id, processors, seed)
@@ -159,29 +154,11 @@ class TimedCandidates(TreeCandidateGenerator):
         self._num_seen[request_id] = 0
         self.source.start(request_id, prompt)
 
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        return self._timed(self.source.propose(request_ids, max_nodes))
-
-    # What the loop asks of sources with a drafter. The drafter's time is its own affair.
-
-    def propose_merged(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        return self._timed(self._fused.propose_merged(request_ids, max_nodes))
-
-    def promises_little(self, request_ids: Sequence[Hashable], trees: Sequence[DraftTree]) -> list[bool]:
-        return self._fused.promises_little(request_ids, trees)
-
-    def redraft(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        return self._fused.redraft(request_ids, max_nodes)
-
-    def with_drafter(self, request_id: Hashable, first: DraftTree, again: DraftTree, max_nodes: int) -> DraftTree:
-        return self._fused.with_drafter(request_id, first, again, max_nodes)
-
-    @property
-    def _fused(self) -> HybridSource:
-        assert isinstance(self.source, HybridSource), "only these have a drafter"
-        return self.source
-
-    def _timed(self, trees: list[DraftTree]) -> list[DraftTree]:
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        arguments: dict[str, Any] = {"price": price} if self.heeds_prices else {}
+        trees = self.source.propose(request_ids, max_nodes, **arguments)
         levels = [_depth(tree) for tree in trees] if self.is_autoregressive else [1] * len(trees)
         calls, in_calls = self.cost.calls(np.array(levels))
         self.clock.advance(self.cost.per_call * calls + self.cost.per_row * in_calls)
@@ -200,3 +177,12 @@ class TimedCandidates(TreeCandidateGenerator):
         assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
         num_seen = self._num_seen.get(request_id)
         return request_id.response[num_seen:] if num_seen is not None else request_id.response[:0]
+
+
+def timed_stages(
+    source: TreeCandidateGenerator, clock: EventClock, costs: Sequence[DraftCost]
+) -> TimedCandidates | StagedCandidates:
+    """The source with each of its stages timed, by `costs` in the same order; the last one serves all that follow."""
+    stages = [TimedCandidates(stage, clock, costs[min(index, len(costs) - 1)])
+              for index, stage in enumerate(source.stages)]  # fmt: skip
+    return stages[0] if len(stages) == 1 else StagedCandidates(stages)

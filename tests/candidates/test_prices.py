@@ -7,7 +7,6 @@ from hf_smartspec import DraftTree, SuffixTreeCandidates
 from hf_smartspec.candidates.fused.source import FusedCandidates
 from hf_smartspec.drafts.price import LevelPrice
 
-from .fused.test_hybrid import Priced
 from .fused.test_source import Scripted
 
 
@@ -24,8 +23,7 @@ def uncertain(**options):
 
 
 def draft(source, price, limit=10**6):
-    source.price(price)
-    return source.propose(["a"], [limit])[0]
+    return source.propose(["a"], [limit], price=price)[0]
 
 
 def test_the_cheaper_nodes_are_the_more_are_proposed_and_all_are_worth_it():
@@ -68,38 +66,50 @@ def test_lists_pass_the_price_on_and_go_by_it_themselves():
     fused.start("b", np.array([0, 1]))
     sizes = []
     for node in (0.05, 0.02, 0.01):
-        fused.price(of_node(node))
-        tree = fused.propose(["b"], [63])[0]
+        tree = fused.propose(["b"], [63], of_node(node))[0]
         assert (tree.path_probs >= node - 1e-6).all()
         sizes.append(len(tree))
     assert 0 < sizes[0] < sizes[1] <= sizes[2]
-    fused.price(None)
     assert 0 < len(fused.propose(["b"], [63])[0]) <= sizes[0]
     named = FusedCandidates([uncertain()], min_probability=0.05)
     named.start("b", np.array([0, 1]))
-    named.price(of_node(0.01))
-    tree = named.propose(["b"], [63])[0]
+    tree = named.propose(["b"], [63], of_node(0.01))[0]
     assert len(tree) and (tree.path_probs >= 0.05 - 1e-6).all()
 
 
+class Priced(Scripted):
+    """Notes its prices and what it is asked for."""
+
+    heeds_prices, most_nodes = True, 24
+
+    def __init__(self, tree):
+        super().__init__(tree)
+        self.prices, self.asked = [], []
+
+    def propose(self, request_ids, max_nodes, price=None):
+        self.prices.append(price)
+        self.asked.append(list(max_nodes))
+        return super().propose(request_ids, max_nodes)
+
+
 def test_a_source_of_a_list_that_fails_at_a_price_leaves_the_others():
-    class Bad(Scripted):
-        def price(self, price):
+    class Bad(Priced):
+        def propose(self, request_ids, max_nodes, price=None):
             raise ValueError("knows no prices")
 
     fused = FusedCandidates([Scripted(DraftTree.chain([1])), Bad(DraftTree.chain([2]))])
     fused.start("a", np.array([0]))
-    fused.price(of_node(0.01))
-    assert fused.propose(["a"], [8])[0].tokens.tolist() == [1]
+    assert fused.propose(["a"], [8], of_node(0.01))[0].tokens.tolist() == [1]
 
 
-def test_drafters_go_by_prices_of_levels_only():
-    drafter = Priced(DraftTree.chain([5, 6]))
-    fused = FusedCandidates([Scripted(DraftTree.empty())], drafter=drafter, threshold=9.0)
-    fused.start("a", np.array([0]))
-    fused.price(of_node(0.01))
-    fused.propose(["a"], [30])
-    assert drafter.prices == [None] and drafter.asked == [[drafter.default_num_nodes]]
+def test_autoregressive_sources_of_a_list_are_told_no_price_and_draft_as_much_as_usual():
+    inner = Priced(DraftTree.chain([1]))
+    inner.is_autoregressive = True
+    fused = FusedCandidates([inner, Scripted(DraftTree.chain([2]))])
+    fused.start("a", np.array([7]))
+    for price in (None, of_node(0.1), None):
+        fused.propose(["a"], [30], price)
+    assert inner.asked == [[5]] * 3 and not any(inner.prices)
 
 
 def test_sources_in_lists_that_go_by_no_price_propose_as_many_nodes_as_usual():
@@ -107,6 +117,5 @@ def test_sources_in_lists_that_go_by_no_price_propose_as_many_nodes_as_usual():
     fused = FusedCandidates([Scripted(chain), uncertain()])
     fused.start("a", np.array([2]))
     for price, most in ((None, 30), (of_node(0.01), Scripted.default_num_nodes)):
-        fused.price(price)
-        tree = fused.propose(["a"], [63])[0]
+        tree = fused.propose(["a"], [63], price)[0]
         assert max(tree.tokens.tolist()) == most

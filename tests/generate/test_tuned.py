@@ -7,7 +7,13 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.candidates import Datastore, DatastoreCandidates, DraftModelCandidates, FusedCandidates
+from hf_smartspec.candidates import (
+    Datastore,
+    DatastoreCandidates,
+    DraftModelCandidates,
+    FusedCandidates,
+    StagedCandidates,
+)
 from hf_smartspec.candidates.tuned import TunedSource, TunedSources
 from hf_smartspec.prepare.resolve import resolve, suffix_trees
 
@@ -71,9 +77,10 @@ def test_fusion_takes_the_file_s_options(model, tmp_path):
 def test_draft_models_join_under_the_file_s_threshold(model, tmp_path, sources):
     name = saved(tmp_path / "a.json", *sources, threshold=2.5)
     for assistant in ([name, noisy_copy(model)], [noisy_copy(model), name]):
-        fused = source_of(model, assistant)
-        assert fused.threshold() == 2.5 and isinstance(fused.drafter, DraftModelCandidates)
-        assert len(fused.sources) == len(sources)
+        staged = source_of(model, assistant)
+        cheap, costly = staged.stages
+        assert staged.threshold == 2.5 and isinstance(costly, DraftModelCandidates)
+        assert len(getattr(cheap, "sources", [cheap])) == len(sources)
     output = model.generate(**INPUTS, assistant=[name, noisy_copy(model)])
     assert torch.equal(output, model.generate(**INPUTS))
 
@@ -124,7 +131,7 @@ def test_sources_are_resolved_once_per_call(model, monkeypatch):
 
     built = []
     monkeypatch.setattr(
-        resolve, "FusedCandidates", lambda *args, **kwargs: built.append(1) or FusedCandidates(*args, **kwargs)
+        resolve, "StagedCandidates", lambda *args, **kwargs: built.append(1) or StagedCandidates(*args, **kwargs)
     )
     draft = noisy_copy(model)
     output = model.generate(**INPUTS, assistant=SmartSpecConfig(["prompt_lookup", draft], width=2))

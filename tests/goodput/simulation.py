@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_smartspec import DraftTree
-from hf_smartspec.goodput import CostModel, DraftCost, LengthPolicy, StepRows, StepSeconds
+from hf_smartspec.drafts.merge import join
+from hf_smartspec.goodput import CostModel, DraftCost, LengthPolicy, Stage, StepRows, StepSeconds
 
 VOCAB_SIZE = 1000
 CHEAP = DraftCost(per_call=1e-4)
@@ -57,27 +58,16 @@ def simulate(
 ) -> Totals:
     """Runs `steps` steps of a batch of one row per drafter; those of one cost draft in one call."""
     rng, totals = np.random.default_rng(seed), Totals()
-    costs = [drafter.cost for drafter in drafters]
     for _ in range(steps):
-        rows = StepRows(
-            request_ids=range(len(drafters)),
-            context_lens=np.full(len(drafters), context),
-            caps=np.array([drafter.length for drafter in drafters]),
-            draft=costs[0],
-            drafts=costs,
-            sources=[cost.source for cost in costs],
-        )
+        rows = rows_of(drafters, context)
         truths = [rng.integers(0, VOCAB_SIZE, 64) for _ in drafters]
-        limits = policy.max_nodes(rows)
-        assert len(limits) == len(drafters) and all(0 <= limit <= cap for limit, cap in zip(limits, rows.caps))
-        proposed = [item.draft(truth, int(limit), rng) for item, truth, limit in zip(drafters, truths, limits)]
+        proposed = drafted(policy, rows, drafters, truths, rng)
         verified = policy.select(rows, proposed)
         accepted = [int(np.cumprod(tree.tokens == truth[: len(tree)]).sum()) for tree, truth in zip(verified, truths)]
         sizes = [len(tree) for tree in verified]
         forward = float(true_cost.seconds(rows.num_context, len(drafters) + sum(sizes), 1 + max(sizes)))
         forward *= rng.lognormal(0, noise)
-        rows.draft_seconds = {cost: _drafting(cost, costs, proposed, limits) for cost in dict.fromkeys(costs)}
-        drafting = sum(rows.draft_seconds.values())
+        drafting = sum(stage.seconds for stage in rows.stages)
         tokens = [truth[: count + 1] for truth, count in zip(truths, accepted)]
         policy.observe(rows, proposed, verified, accepted, StepSeconds(drafting, forward, 0.0), tokens)
         totals.tokens += sum(map(len, tokens))
@@ -90,8 +80,40 @@ def simulate(
     return totals
 
 
-def _drafting(cost: DraftCost, costs: list[DraftCost], proposed: list[DraftTree], limits: np.ndarray) -> float:
-    """Seconds that the rows of one cost take to draft."""
-    levels = [len(tree) if cost.is_autoregressive else limit > 0 for tree, limit in zip(proposed, limits)]
-    calls, in_calls = cost.calls(np.array([level if other == cost else 0 for level, other in zip(levels, costs)]))
-    return cost.per_call * calls + cost.per_row * in_calls
+def rows_of(drafters: list[Drafter], context: int = 200) -> StepRows:
+    """A step with a row for each drafter, and a stage for each of their costs."""
+    caps = np.array([drafter.length for drafter in drafters])
+    costs = [drafter.cost for drafter in drafters]
+    stages = [Stage(cost, np.where([other == cost for other in costs], caps, 0)) for cost in dict.fromkeys(costs)]
+    return StepRows(range(len(drafters)), np.full(len(drafters), context), caps, stages=stages)
+
+
+def drafted(
+    policy: LengthPolicy,
+    rows: StepRows,
+    drafters: list[Drafter],
+    truths: list[np.ndarray],
+    rng: np.random.Generator,
+) -> list[DraftTree]:
+    """What all stages draft, as the decoding loop asks them."""
+    trees = [DraftTree.empty()] * len(rows)
+    for stage in rows.stages:
+        limits = policy.max_nodes(rows, stage, trees)
+        assert len(limits) == len(rows) and all(0 <= limit <= cap for limit, cap in zip(limits, stage.caps))
+        stage.asked = np.array(limits)
+        stage.proposed = [
+            item.draft(truth, int(limit), rng) if limit else DraftTree.empty()
+            for item, truth, limit in zip(drafters, truths, limits)
+        ]
+        calls, in_calls = stage.cost.calls(stage.levels)
+        stage.seconds = stage.cost.per_call * calls + stage.cost.per_row * in_calls
+        trees = join(trees, policy.calibrated(rows, stage, stage.proposed), rows.caps)
+    return trees
+
+
+def decide(policy: LengthPolicy, rows: StepRows, trees: list[DraftTree]) -> list[DraftTree]:
+    """What a policy verifies of these trees, which the only stage of the step has drafted."""
+    (stage,) = rows.stages
+    stage.asked = np.asarray(policy.max_nodes(rows, stage, [DraftTree.empty()] * len(rows)))
+    stage.proposed = trees
+    return policy.select(rows, policy.calibrated(rows, stage, trees))

@@ -9,18 +9,34 @@ from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 from hf_smartspec.drafts.forest import Forest
-from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepRows, StepSeconds
+from hf_smartspec.goodput import (
+    CostModel,
+    DraftCost,
+    FixedLength,
+    GoodputAuction,
+    NoSpeculation,
+    Stage,
+    StepRows,
+    StepSeconds,
+)
 from hf_smartspec.goodput.acceptance import outcomes
 
 from ..sources import random_tree
 from ..strategies import path_to, trees
-from .simulation import Drafter, line, simulate
+from .simulation import Drafter, decide, line, simulate
+from .simulation import rows_of as rows_of_drafters
 
 
 def rows_of(trees_, context=100, **arguments):
     num = len(trees_)
     caps = np.array([len(tree) for tree in trees_], np.int64)
     return StepRows(list(range(num)), np.full(num, context), caps, **arguments)
+
+
+def of_cost(cost, num, cap, context):
+    """A step of equal rows with one stage."""
+    caps = np.full(num, cap)
+    return StepRows(range(num), np.full(num, context), caps, stages=[Stage(cost, caps)])
 
 
 def closed_subsets(tree):
@@ -124,8 +140,7 @@ def test_poor_drafts_leave_the_time_to_steps_with_good_ones():
     assert len(policy.select(rows_of([poor]), [poor])[0]) == 1
     for _ in range(100):
         rows = rows_of([good])
-        policy.max_nodes(rows)
-        kept = policy.select(rows, [good])
+        kept = decide(policy, rows, [good])
         policy.observe(rows, [good], kept, [len(kept[0])], StepSeconds(0.0, 10.0 + len(kept[0])), [good.tokens])
     assert len(policy.select(rows_of([good]), [good])[0]) == 8
     assert len(policy.select(rows_of([poor]), [poor])[0]) == 0
@@ -141,10 +156,10 @@ def test_caps_hold_against_sources_that_exceed_them():
 def test_steps_without_rows_or_drafts():
     policy = GoodputAuction(line())
     rows = StepRows([], np.zeros(0, int), np.zeros(0, int), num_prefill_tokens=50)
-    assert len(policy.max_nodes(rows)) == 0 and policy.select(rows, []) == []
+    assert len(policy.max_nodes(rows, rows.stages[0], [])) == 0 and policy.select(rows, []) == []
     policy.observe(rows, [], [], [], StepSeconds(0.0, 0.1), [])
     rows = rows_of([DraftTree.empty()])
-    assert policy.max_nodes(rows).tolist() == [0]
+    assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()]).tolist() == [0]
     assert [len(tree) for tree in policy.select(rows, [DraftTree.empty()])] == [0]
 
 
@@ -209,9 +224,13 @@ def test_sources_of_one_step_are_judged_by_what_each_of_them_costs(dear, is_firs
     mixed = simulate(policy := GoodputAuction(line()), drafters, line(), steps=1500)
     best = simulate(GoodputAuction(line()), silent, line(), steps=1500)
     assert mixed.goodput > 0.97 * best.goodput, "the good ones pay no less for their company"
-    rows = StepRows(range(4), np.full(4, 200), np.full(4, 5), draft=dear, drafts=[item.cost for item in drafters])
-    asked = np.mean([policy.max_nodes(rows) > 0 for _ in range(20)], axis=0)
+    asked = np.mean([asks(policy, rows_of_drafters(drafters)) for _ in range(20)], axis=0)
     assert (asked[2:] if is_first else asked[:2]).min() == 1 and (asked[:2] if is_first else asked[2:]).max() < 0.3
+
+
+def asks(policy, rows):
+    """Which rows any stage is asked for."""
+    return sum(policy.max_nodes(rows, stage, [DraftTree.empty()] * len(rows)) for stage in rows.stages) > 0
 
 
 @pytest.mark.parametrize(("gamma", "batch_size"), [(0.7e-3, 1), (0.7e-3, 8), (4e-3, 8)])
@@ -251,21 +270,20 @@ def test_the_price_of_a_node_is_what_it_costs_at_the_number_where_that_is_least(
     price = 1e-3 / line(1e-3).seconds(100, 1)
     for cost, expected in ((line(1e-3), price), (slow, price), (steps, (0.02 - 0.01) / 64 / 0.01)):
         policy = GoodputAuction(cost)
-        assert policy.level_price(draft) is None, "there is no step yet"
-        policy.max_nodes(StepRows([0], np.array([100]), np.array([63]), draft=draft))
-        assert policy.level_price(draft).node == pytest.approx(float(expected), rel=1e-6)
-        assert policy.level_price(DraftCost()) is None, "nothing that would go by it"
+        rows = of_cost(draft, 1, 63, 100)
+        assert policy.price(rows, rows.stages[0]).node == pytest.approx(float(expected), rel=1e-6)
+        assert policy.price(rows, Stage(DraftCost(), rows.caps)) is None, "nothing that would go by it"
 
 
 def test_a_further_level_must_be_worth_verifying_as_well_as_drafting():
     """Also one that is drafted for nothing."""
     policy, per_row = GoodputAuction(line(4e-3)), 1e-3
     free, dear = (DraftCost(0.0, cost, is_autoregressive=True, heeds_prices=True) for cost in (0.0, per_row))
-    policy.max_nodes(StepRows([0], np.array([100]), np.array([8]), draft=free))
-    price, rate = policy.level_price(free), policy.acceptance.rate
+    rows = of_cost(free, 1, 8, 100)
+    price, rate = policy.price(rows, rows.stages[0]), policy.records[free].acceptance.rate
     assert price.call == 0 and price.row == pytest.approx(price.node / rate) and price.node > 0.1
     seconds = line(4e-3).seconds(100, 1)
-    assert policy.level_price(dear).row == pytest.approx(price.row + per_row / float(seconds) / rate)
+    assert policy.price(rows, Stage(dear, rows.caps)).row == pytest.approx(price.row + per_row / float(seconds) / rate)
 
 
 def test_rows_of_one_batch_get_different_depths():
@@ -273,7 +291,8 @@ def test_rows_of_one_batch_get_different_depths():
     drafters = [Drafter(accuracy, claimed=0.8, cost=cost) for accuracy in (0.95, 0.95, 0.05, 0.05)]
     policy = GoodputAuction(line(2e-3))
     simulate(policy, drafters, line(2e-3), steps=400)
-    limits = policy.max_nodes(StepRows(range(4), np.full(4, 200), np.full(4, 8), draft=cost))
+    rows = of_cost(cost, 4, 8, 200)
+    limits = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 4)
     assert min(limits[:2]) >= 3 and max(limits[2:]) <= 1
 
 
@@ -324,23 +343,23 @@ def test_short_matches_are_told_from_long_ones():
     """Drafts of one score: those found by one token never come true, those found by eight always do."""
     policy = GoodputAuction(line(gamma=4e-3))
     short, long = (DraftTree.chain([5], [0.6], match_lengths=length) for length in (1, 8))
-    rows = rows_of([short, long])
     for _ in range(300):
-        kept = policy.select(rows, [short, long])
+        rows = rows_of([short, long])
+        kept = decide(policy, rows, [short, long])
         seconds = StepSeconds(0.0, 20e-3 + 4e-3 * (2 + sum(map(len, kept))))
         policy.observe(rows, [short, long], kept, [0, len(kept[1])], seconds, [np.array([9]), np.array([5, 9])])
     short_prob, long_prob = policy.trust.calibrator.calibrate("", [0.6, 0.6], [1, 1], [1, 8])
     assert short_prob < 0.1 and long_prob > 0.9
-    assert [len(tree) for tree in policy.select(rows, [short, long])] == [0, 1]
+    assert [len(tree) for tree in decide(policy, rows, [short, long])] == [0, 1]
 
 
 def test_forgets_requests():
     policy = GoodputAuction(line())
-    simulate(policy, [Drafter(0.9)] * 3, line(), steps=5)
+    simulate(policy, [Drafter(0.9, cost=DraftCost(1e-4, is_autoregressive=True))] * 3, line(), steps=5)
     for name in range(3):
         policy.forget(name)
     policy.forget("unknown")
-    assert not policy.acceptance._requests
+    assert policy.records and not any(record.acceptance._requests for record in policy.records.values())
 
 
 def test_drafts_with_distributions_keep_them():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree, FixedLength, NoSpeculation
-from hf_smartspec.goodput import StepRows, StepSeconds
+from hf_smartspec.goodput import DraftCost, Stage, StepRows, StepSeconds
 
 from ..sources import random_tree
 
@@ -36,7 +36,8 @@ def test_rows_may_be_padded_apart():
 @pytest.mark.parametrize("num_nodes", [0, 1, 5])
 def test_fixed_length_asks_for_as_many_nodes_as_it_keeps(num_nodes):
     policy, rows = FixedLength(num_nodes), rows_of([9, 9, 3])
-    assert policy.max_nodes(rows).tolist() == [num_nodes, num_nodes, min(num_nodes, 3)]
+    nothing = [DraftTree.empty()] * 3
+    assert policy.max_nodes(rows, rows.stages[0], nothing).tolist() == [num_nodes, num_nodes, min(num_nodes, 3)]
     rng = np.random.default_rng(0)
     trees = [random_tree(rng, size) for size in (0, 3, 9)]
     kept = policy.select(rows, trees)
@@ -47,10 +48,16 @@ def test_fixed_length_asks_for_as_many_nodes_as_it_keeps(num_nodes):
 
 def test_no_speculation_asks_for_nothing():
     policy, rows = NoSpeculation(), rows_of([4, 4])
-    assert policy.max_nodes(rows).tolist() == [0, 0]
+    assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).tolist() == [0, 0]
     assert [len(tree) for tree in policy.select(rows, [DraftTree.chain([1]), DraftTree.empty()])] == [0, 0]
     policy.observe(rows, [], [], [], StepSeconds(0.0, 0.1))
     policy.forget("unknown")
+
+
+def test_a_later_stage_is_asked_where_the_trees_promise_at_most_its_threshold():
+    little, much = DraftTree.chain([1, 2], [0.5, 0.5]), DraftTree.chain([1, 2], [0.9, 0.9])
+    later = Stage(DraftCost(), np.array([9, 9, 2]), position=1, threshold=0.75)
+    assert FixedLength(4).max_nodes(rows_of([9, 9, 2]), later, [little, much, little]).tolist() == [4, 0, 2]
 
 
 @pytest.mark.parametrize("num_nodes", [-1, 1.5, "3", None])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree
-from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation, StepRows, StepSeconds
+from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation, Stage, StepRows, StepSeconds
 from hf_smartspec.goodput.report import LoggedPolicy
 
 COST = CostModel(alpha=0.0, gamma=0.001, delta=0.01)  # of 10 ms and 1 ms per token
@@ -12,8 +12,8 @@ COST = CostModel(alpha=0.0, gamma=0.001, delta=0.01)  # of 10 ms and 1 ms per to
 
 def step_rows(num_rows: int, num_prefill: int = 0) -> StepRows:
     lens, caps = np.full(num_rows, 50), np.full(num_rows, 16)
-    draft = DraftCost(source="lookup")
-    return StepRows(list(range(num_rows)), lens, caps, num_prefill_tokens=num_prefill, draft=draft)
+    stages = [Stage(DraftCost(source="lookup"), caps)]
+    return StepRows(list(range(num_rows)), lens, caps, num_prefill_tokens=num_prefill, stages=stages)
 
 
 def run(policy: LoggedPolicy, chains: list[list[int]], texts: list[list[int]], num_steps: int = 80) -> None:
@@ -22,8 +22,9 @@ def run(policy: LoggedPolicy, chains: list[list[int]], texts: list[list[int]], n
         rows = step_rows(len(chains))
         proposed = [
             DraftTree.chain(chain[:limit], [0.5] * min(len(chain), limit))
-            for chain, limit in zip(chains, policy.max_nodes(rows))
+            for chain, limit in zip(chains, policy.max_nodes(rows, rows.stages[0], []))
         ]
+        rows.stages[0].proposed = proposed
         verified = policy.select(rows, proposed)
         accepted = []
         for tree, text in zip(verified, texts):
@@ -57,8 +58,8 @@ def test_counts_of_known_steps():
 
 def test_drafts_that_were_not_verified_count_in_hindsight():
     class Blind(NoSpeculation):
-        def max_nodes(self, rows):
-            return rows.caps
+        def max_nodes(self, rows, stage, trees):
+            return stage.caps
 
     policy = LoggedPolicy(Blind(), COST)
     run(policy, [[1, 2, 3]], [[1, 2, 3, 4, 5]])

@@ -13,7 +13,7 @@ from hf_smartspec import (
     SmartSpecConfig,
     SuffixTreeCandidates,
 )
-from hf_smartspec.candidates import FusedCandidates
+from hf_smartspec.candidates import StagedCandidates
 from hf_smartspec.goodput import GoodputAuction
 
 from ..conftest import UnmovedCost
@@ -133,7 +133,7 @@ def test_probabilities_out_of_bounds(model, value):
 def hybrid(model, first, drafter):
     """Both with what they were asked for."""
     first, drafter = Spy(first), Spy(drafter)
-    return FusedCandidates([first], drafter=drafter), first, drafter
+    return StagedCandidates([first, drafter]), first, drafter
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
@@ -166,15 +166,15 @@ def test_a_small_draft_of_the_drafter_takes_nothing_from_the_first_sources(model
     class Asks(FixedLength):
         """The drafter for every row."""
 
-        def drafter_nodes(self, rows, trees):
-            return np.full(len(rows), 2)
+        def max_nodes(self, rows, stage, trees):
+            return np.minimum(stage.caps, 2 if stage.position else 12)
 
         def select(self, rows, trees):
             selected.append(max(map(len, trees), default=0))
             return super().select(rows, trees)
 
     policy = Asks(12)
-    statistics = speculate(model, SmartSpecConfig(FusedCandidates([first], drafter=drafter), policy=policy))
+    statistics = speculate(model, SmartSpecConfig(StagedCandidates([first, drafter]), policy=policy))
     assert max(selected) == 12 and statistics.mean_accepted_length > 8
 
 
@@ -193,7 +193,7 @@ def test_a_source_that_fails_leaves_the_other_one(model, fails):
 
     draft = DraftModelCandidates(noisy_copy(model))
     first, drafter = (Failing(), Spy(draft)) if fails == "first" else (Spy(SuffixTreeCandidates()), Failing())
-    source = FusedCandidates([first], drafter=drafter)
+    source = StagedCandidates([first, drafter])
     with Engine(model, source, max_batch_size=3) as engine:
         check_all(engine, model, random_requests(12))
     assert engine.statistics.accepted_tokens > 0
@@ -228,10 +228,10 @@ def test_requests_without_speculation_do_not_stand_for_the_others(model):
     kinds = []
 
     class Watched(GoodputAuction):
-        def max_nodes(self, rows):
-            if rows.caps.any():
-                kinds.append(rows.draft.is_autoregressive)
-            return super().max_nodes(rows)
+        def max_nodes(self, rows, stage, trees):
+            if stage.caps.any():
+                kinds.append(stage.cost.is_autoregressive)
+            return super().max_nodes(rows, stage, trees)
 
     policy = Watched(UnmovedCost(alpha=0.0, gamma=1e-5, delta=1e-2))
     with Engine(model, SmartSpecConfig(spy, policy=policy), max_batch_size=4) as engine:

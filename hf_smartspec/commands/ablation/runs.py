@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...candidates import DraftModelCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
+from ...candidates import DraftModelCandidates, StagedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
+from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ..common.models import UsageError, encode, left_padded, load_draft, load_model, load_tokenizer
 from ..common.progress import track
@@ -179,13 +180,15 @@ def _step_seconds(target: PreTrainedModel, recording: Recording, num_steps: int 
 class ShortDrafts(DraftModelCandidates):
     """Chains of the model's usual length, also where a source that costs nothing may propose more nodes."""
 
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        return super().propose(request_ids, [min(limit, self.default_num_nodes) for limit in max_nodes])
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        return super().propose(request_ids, [min(limit, self.default_num_nodes) for limit in max_nodes], price)
 
 
 def _hybrid_settings(draft: PreTrainedModel) -> list[SourceSpec]:
     def hybrid(threshold: float | None) -> TreeCandidateGenerator:
-        return FusedCandidates([suffix_trees()], drafter=ShortDrafts(draft), threshold=threshold)
+        return StagedCandidates([suffix_trees(), ShortDrafts(draft)], threshold=threshold)
 
     builders: dict[str, Callable[[], TreeCandidateGenerator]] = {"suffix": suffix_trees}
     builders |= {f"{tau:g}": partial(hybrid, tau) for tau in _TAUS}

@@ -6,13 +6,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ...candidates import (
-    FusedCandidates,
     PromptLookupCandidates,
+    StagedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
 from ...drafts.tree import DraftTree
-from ...goodput.acceptance import Calibrator
 from ...prepare.resolve import resolve
 
 SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
@@ -47,7 +46,7 @@ def new_source(
     if name == "draft":
         return drafter
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    return FusedCandidates([SuffixTreeCandidates()], drafter=drafter, calibrator=Calibrator(), vocab_size=vocab_size)
+    return StagedCandidates([SuffixTreeCandidates(), drafter], vocab_size=vocab_size)
 
 
 class WrongCandidates(TreeCandidateGenerator):

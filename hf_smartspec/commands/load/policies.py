@@ -38,8 +38,8 @@ class Policies:
         cost = copy.deepcopy(self.cost)
         if name == ORACLE:
             assert engine is not None, "only simulated engines know what will come"
-            is_table = isinstance(engine.source.source, TableCandidates)
-            return DraftOracle(cost, engine, engine.source.cost) if is_table else Oracle(cost, engine.continuation)
+            is_table = isinstance(engine.first_stage.source, TableCandidates)
+            return DraftOracle(cost, engine, engine.first_stage.cost) if is_table else Oracle(cost, engine.continuation)
         kinds: dict[str, Callable[[CostModel], LengthPolicy]] = {
             "step": StepGoodput, "request": RequestGoodput, AUCTION: GoodputAuction,
         }  # fmt: skip

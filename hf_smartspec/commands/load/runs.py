@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ...candidates import DraftModelCandidates
-from ...goodput import CostModel, DraftCost, LengthPolicy, StepRows
+from ...drafts.tree import DraftTree
+from ...goodput import CostModel, DraftCost, LengthPolicy, Stage, StepRows
 from ...goodput.papers.policies import BatchLookupTable, StepGoodput
 from ...goodput.report import LoggedPolicy
 from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
-from ...simulator import EventClock, LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
+from ...simulator import LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ...simulator.results import pooled
-from ...simulator.sources import TimedCandidates
 from ...target.profiling import load_or_profile
 from ..common.setup import Drafts, Setup
 from ..common.sources import WITH_DRAFT_MODEL
@@ -41,9 +41,9 @@ class Exploration(StepGoodput):
         super().__init__(cost, max(LENGTHS))
         self.num_steps = 0
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         self.num_steps += 1
-        return np.minimum(rows.caps, LENGTHS[self.num_steps % len(LENGTHS)])
+        return stage.limits(LENGTHS[self.num_steps % len(LENGTHS)], trees)
 
 
 # The real engine
@@ -156,33 +156,24 @@ def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel, kn
     return result
 
 
-class TimedDrafter(TimedCandidates):
-    """The second of two sources; by another name, so that their drafts are calibrated apart."""
-
-
 def new_engine(
     setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
 ) -> SimulatedEngine:
     """A simulated engine with a source that has learnt nothing yet but what is remembered."""
-    drafter: TableCandidates | TimedDrafter | None = None
+    drafter: TableCandidates | None = None
     if source in WITH_DRAFT_MODEL:
         assert setup.draft is not None, "asked for where there is a draft only"
         model = DraftModelCandidates(setup.draft)
         drafter = TableCandidates((1,) * model.most_nodes, is_autoregressive=True, heeds_prices=model.heeds_prices)
-    if drafter is not None and calibration.drafter is not None:
-        drafter = TimedDrafter(drafter, EventClock(), calibration.drafter)
-    engine = SimulatedEngine(
+    return SimulatedEngine(
         calibration.cost,
         setup.new_source(source, drafter),
-        calibration.draft,
+        [calibration.draft] if calibration.drafter is None else [calibration.draft, calibration.drafter],
         max_batch_size=max_batch_size or setup.max_batch_size,
         step_seconds=calibration.step_seconds,
         request_seconds=calibration.request_seconds,
         end_id=setup.end_id,
     )
-    if isinstance(drafter, TimedDrafter):
-        drafter.clock = engine.clock
-    return engine
 
 
 PolicyMaker = Callable[[SimulatedEngine], LengthPolicy]

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from ...candidates import TreeCandidateGenerator
-from ...goodput import CostModel, DraftCost, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation, StepRows
+from ...drafts.tree import DraftTree
+from ...goodput import (
+    CostModel,
+    DraftCost,
+    FixedLength,
+    GoodputAuction,
+    LengthPolicy,
+    NoSpeculation,
+    Stage,
+    StepRows,
+)
 from ...goodput.papers.length import expected_length
 from ...goodput.papers.policies import BatchLookupTable, RequestGoodput, StepGoodput
 from ...simulator import Device, LoadRequest, LoadResult, SimulatedEngine, TableCandidates, datasheet_cost
@@ -124,7 +134,7 @@ class RandomLength(LengthPolicy):
     def __init__(self, max_length: int, seed: int):
         self.max_length, self._rng = max_length, np.random.default_rng(seed)
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return np.minimum(rows.caps, self._rng.integers(0, self.max_length + 1, len(rows)))
 
 

@@ -14,6 +14,7 @@ from ...candidates import (
     DatastoreCandidates,
     FusedCandidates,
     PromptLookupCandidates,
+    StagedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
     WrappedCandidates,
@@ -145,17 +146,12 @@ def build_tuned(tuned: TunedSources, drafter: TreeCandidateGenerator | None = No
     sources = [
         _datastore(**source.options) if source.name == "datastore" else source.build() for source in tuned.sources
     ]
-    if len(sources) == 1 and drafter is None:
-        return sources[0]
     options = dict(tuned.fused)
-    is_calibrated, threshold = options.pop("calibrated", True), options.pop("threshold", None)
-    return FusedCandidates(
-        sources,
-        drafter=drafter,
-        threshold=None if drafter is None else threshold,
-        calibrator=Calibrator() if is_calibrated else None,
-        **options,
-    )
+    threshold, is_calibrated = options.pop("threshold", None), options.pop("calibrated", True)
+    cheap = sources[0]
+    if len(sources) > 1 or (drafter is not None and options):
+        cheap = FusedCandidates(sources, calibrator=Calibrator() if is_calibrated else None, **options)
+    return cheap if drafter is None else StagedCandidates([cheap, drafter], threshold)
 
 
 def _datastore(datastore: str, **options: Any) -> DatastoreCandidates:

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ...candidates import DraftModelCandidates
+from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ..common.recordings import Recording
 from ..replay.curves import geometric_mean
@@ -52,8 +53,10 @@ class _CountedDrafter(DraftModelCandidates):
 
     num_drafted = 0
 
-    def propose(self, request_ids: Sequence, max_nodes: Sequence[int]) -> list[DraftTree]:
-        trees = super().propose(request_ids, max_nodes)
+    def propose(
+        self, request_ids: Sequence, max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        trees = super().propose(request_ids, max_nodes, price)
         self.num_drafted += sum(map(len, trees))
         return trees
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...candidates import FusedCandidates, TreeCandidateGenerator
-from ...candidates.base import USUAL_NODES
+from ...candidates.base import TYPICAL_NODES
 from ...candidates.suffix.source import USUAL_PROBABILITY
 from ...candidates.tuned import TUNABLE, TunedSources
 from ..common.models import UsageError
@@ -39,7 +39,7 @@ _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "prompt_lookup": {"num_tokens": _NODES, "max_ngram": (2, 3, 4, 6, 8), "min_ngram": (1, 2, 3)},
 }
-_USUAL = {"num_nodes": USUAL_NODES, "min_probability": USUAL_PROBABILITY}  # where the default is None
+_USUAL = {"num_nodes": TYPICAL_NODES, "min_probability": USUAL_PROBABILITY}  # where the default is None
 _NODE_OPTIONS = ("num_nodes", "num_tokens")
 _OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
 _MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes know their match lengths

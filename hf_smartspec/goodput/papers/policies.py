@@ -11,6 +11,7 @@ from ...drafts.tree import DraftTree
 from ..cost import CostModel, DraftCost, DraftTimer, StepSeconds
 from ..estimators import AcceptanceEstimator
 from ..policy import LengthPolicy, StepRows
+from ..stage import Stage
 from .length import PowerLaw, expected_length, optimal_length
 
 _NEWEST = 0.02  # weight of the latest step in what an oracle has gained lately
@@ -71,8 +72,8 @@ class BatchLookupTable(LengthPolicy):
             return self.lengths[batch_size]
         return min(self.lengths[size] for size in self._sizes[max(place - 1, 0) : place + 1])
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
-        return np.minimum(rows.caps, self.length(len(rows)))
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+        return stage.limits(self.length(len(rows)), trees)
 
 
 def _forward_size(rows: StepRows, trees: Sequence[DraftTree]) -> tuple[float, float, float]:
@@ -104,8 +105,9 @@ class _SmartSpec(LengthPolicy):
         self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
 
     def _draft_seconds(self, rows: StepRows, lengths: np.ndarray) -> float:
-        per_call, per_row = self.timer.seconds(rows.draft)
-        calls, in_calls = rows.draft.calls(lengths)
+        cost = rows.stages[0].cost
+        per_call, per_row = self.timer.seconds(cost)
+        calls, in_calls = cost.calls(lengths)
         return per_call * calls + per_row * in_calls
 
     def observe(
@@ -120,8 +122,9 @@ class _SmartSpec(LengthPolicy):
         context, size, width = _forward_size(rows, verified)
         if size:
             self.cost.observe(context, size, seconds.forward + seconds.other, width)
-        drafted = np.array([tree.depths.max(initial=0) for tree in proposed], np.int64)
-        self.timer.observe(*rows.draft.calls(drafted), seconds.draft)
+        first = rows.stages[0]
+        drafted = np.array([tree.depths.max(initial=0) for tree in first.proposed], np.int64)
+        self.timer.observe(*first.cost.calls(drafted), first.seconds)
         depths = np.array([tree.depths.max(initial=0) for tree in verified], np.int64)
         levels = np.arange(1, int(depths.max(initial=0)) + 1)
         succeeded = levels <= np.asarray(accepted, np.int64)[:, None]
@@ -142,10 +145,10 @@ class StepGoodput(_SmartSpec):
         max_length (`int`): V, the longest draft considered.
     """
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         if not len(rows):
             return np.zeros(0, np.int64)
-        return np.minimum(rows.caps, self.plan(rows, least=len(rows)).num_nodes)
+        return stage.limits(self.plan(rows, least=len(rows)).num_nodes, trees)
 
     def plan(self, rows: StepRows, least: int = 1, has_slots: Callable[[int, int], bool] | None = None) -> StepPlan:
         """
@@ -190,7 +193,7 @@ class RequestGoodput(_SmartSpec):
         max_length (`int`): V, the longest draft considered.
     """
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         if not len(rows):
             return np.zeros(0, np.int64)
         positions = np.arange(1, self.max_length + 1)
@@ -199,15 +202,17 @@ class RequestGoodput(_SmartSpec):
         order = np.argsort(-worth, axis=None, kind="stable")
         tokens = len(rows) + np.append(0.0, np.cumsum(worth.ravel()[order]))
         row, depth = np.divmod(order, self.max_length or 1)
-        per_call, per_row = self.timer.seconds(rows.draft)
+        cost = rows.stages[0].cost
+        per_call, per_row = self.timer.seconds(cost)
         num = np.arange(len(tokens))
         calls, in_calls = np.append(0, np.maximum.accumulate(depth + 1)), num
-        if not rows.draft.is_autoregressive:
+        if not cost.is_autoregressive:
             calls, in_calls = np.minimum(num, 1), np.append(0, np.cumsum(depth == 0))
         width = 1 + np.append(0, np.maximum.accumulate(depth + 1))
         target = self.cost.seconds(*rows.forward_size(num, width))
         goodput = tokens / (target + per_call * calls + per_row * in_calls)
-        return np.bincount(row[: int(goodput.argmax())], minlength=len(rows)) if len(row) else np.zeros_like(rows.caps)
+        best = np.bincount(row[: int(goodput.argmax())], minlength=len(rows)) if len(row) else np.zeros_like(rows.caps)
+        return stage.limits(best, trees)
 
 
 class Oracle(LengthPolicy):
@@ -224,8 +229,8 @@ class Oracle(LengthPolicy):
         self.cost, self.continuation = cost, continuation
         self._gain = 1.0  # goodput by that of plain decoding, lately
 
-    def max_nodes(self, rows: StepRows) -> np.ndarray:
-        return rows.caps
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+        return stage.caps
 
     def level_price(self, draft: DraftCost) -> LevelPrice | None:
         """Sources propose whatever they can: what does not come true is not verified, and costs nothing."""

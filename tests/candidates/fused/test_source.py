@@ -1,4 +1,4 @@
-"""Fused sources: the merged tree against all paths of all trees, the drafter's threshold, calibration."""
+"""Fused sources: the merged tree against all paths of all trees, and calibration."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import hf_smartspec
 from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from hf_smartspec.candidates.fused.calibration import Calibrations, Discount, Draft
-from hf_smartspec.candidates.fused.source import AcceptedLengths, FusedCandidates, merge
+from hf_smartspec.candidates import FusedCandidates, StagedCandidates
+from hf_smartspec.candidates.fused.calibration import Calibrations
+from hf_smartspec.drafts.merge import Discount, Draft, merge
 from hf_smartspec.goodput import Calibrator
-from hf_smartspec.prepare.resolve import resolve
 
 from ...generate.helpers import noisy_copy, tiny_llama
 
@@ -130,29 +130,6 @@ def test_everybody_is_told_everything():
         assert source.calls == [("start", "a"), ("propose", "a"), ("observe", "a", 1, 2, 9), ("stop", "a")]
 
 
-def test_drafter_speaks_where_little_is_promised():
-    weak, strong = DraftTree.chain([1], [0.4]), DraftTree.chain([1, 2, 3], [0.9, 0.9, 0.9])
-    drafter = Scripted(DraftTree.chain([5, 6]))
-    for tree, threshold, expected in (
-        (weak, 1.0, [5, 6, 1]),
-        (strong, 1.0, [1, 2, 3]),
-        (strong, 9.0, [5, 6, 1, 2]),
-        (weak, 0.0, [1]),
-    ):
-        fused = FusedCandidates([Scripted(tree)], drafter=drafter, threshold=threshold)
-        fused.start("a", np.array([7]))
-        assert fused.propose(["a"], [4])[0].tokens.tolist() == expected
-
-
-def test_threshold_becomes_the_drafters_mean_accepted_length():
-    fused = FusedCandidates([Scripted(DraftTree.empty())], drafter=Scripted(DraftTree.chain([5, 6, 7, 8])))
-    fused.start("a", np.array([7]))
-    for _ in range(200):
-        fused.propose(["a"], [4])
-        fused.observe("a", np.array([5, 6, 7, 9]))
-    assert fused.threshold() == pytest.approx(3.0, abs=0.01)
-
-
 def test_calibration_corrects_a_boastful_source():
     """The first source is always sure and mostly wrong, the second seldom sure and always right."""
     boastful, modest = Scripted(DraftTree.chain([1], [0.99])), Scripted(DraftTree.chain([2], [0.3]))
@@ -206,31 +183,11 @@ def test_what_is_learnt_in_one_namespace_changes_no_drafts_of_another(others):
     assert fused.propose(["a"], [4])[0].probs[0] < 0.3, "and what is learnt is kept from request to request"
 
 
-def test_thresholds_are_learnt_per_namespace():
-    fused = FusedCandidates([Scripted(DraftTree.empty())], drafter=Scripted(DraftTree.chain([5, 6, 7, 8])))
-    fused.assign("a", namespace="x")
-    fused.start("a", np.array([7]))
-    observed(fused, "a", [5, 6, 7, 9])
-    assert fused.threshold("x") == pytest.approx(3.0, abs=0.1) and fused.threshold() == 1.0
-
-
-def test_thresholds_outlive_the_sources_that_they_were_learnt_in():
-    accepted = AcceptedLengths()
-    for expected in (1.0, pytest.approx(3.0, abs=0.1)):
-        fused = FusedCandidates(
-            [Scripted(DraftTree.empty())], drafter=Scripted(DraftTree.chain([5, 6, 7, 8])), accepted=accepted
-        )
-        assert fused.threshold() == expected
-        fused.start("a", np.array([7]))
-        observed(fused, "a", [5, 6, 7, 9])
-
-
 def test_what_is_learnt_takes_bounded_memory():
     """Tenants come and go; those that were here last are known."""
     calibrator = Calibrator()
     fused = FusedCandidates(
         [Scripted(DraftTree.chain([1], [0.9])), Scripted(DraftTree.chain([3], [0.01]))],
-        drafter=Scripted(DraftTree.chain([5, 6, 7, 8])),
         calibrator=calibrator,
     )
     for index in range(300):
@@ -238,8 +195,7 @@ def test_what_is_learnt_takes_bounded_memory():
         fused.start(index, np.array([7]))
         observed(fused, index, [5, 6, 7, 9], steps=4)
         fused.stop(index)
-    assert len(calibrator._tables) == 512 and len(fused._accepted._means) == 256
-    assert fused.threshold(299) > 2 and fused.threshold(0) == 1.0
+    assert len(calibrator._tables) == 512
     last, first = (calibrator.calibrate((index, fused._calibrations.names[0]), [0.9], [1])[0] for index in (299, 0))
     assert last < 0.85 and first == pytest.approx(0.9)
 
@@ -288,7 +244,6 @@ def test_num_nodes_is_the_largest_of_the_sources_unless_told():
         ({"sources": [PromptLookupCandidates()], "discounts": [0.5, 0.5]}, ValueError, "for 1 sources"),
         ({"sources": [PromptLookupCandidates()], "discounts": ["half"]}, ValueError, "'half'"),
         ({"sources": [PromptLookupCandidates()], "num_nodes": 0}, ValueError, "num_nodes"),
-        ({"sources": [PromptLookupCandidates()], "threshold": 1.0}, ValueError, "goes with a `drafter`"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):
@@ -312,11 +267,12 @@ class Broken(Scripted):
 
 
 @pytest.mark.parametrize("where", ["propose", "observe", "tokens"])
-@pytest.mark.parametrize("is_drafter", [False, True])
-def test_one_broken_source_leaves_the_others(where, is_drafter):
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_one_broken_source_leaves_the_others(where, is_staged):
     broken, sound = Broken(where), Scripted(DraftTree.chain([1, 2], [0.8, 0.8]))
-    options = {"drafter": broken, "threshold": 9.0} if is_drafter else {}
-    fused = FusedCandidates([sound] if is_drafter else [broken, sound], vocab_size=100, **options)
+    fused = FusedCandidates([broken, sound], vocab_size=100)
+    if is_staged:
+        fused = StagedCandidates([sound, broken], threshold=9.0, vocab_size=100)
     fused.start("a", np.array([7]))
     fused.propose(["a"], [4])
     fused.observe("a", np.array([1]))
@@ -341,6 +297,7 @@ def test_lists_generate_the_plain_tokens(sampling):
     for assistant in (
         ["suffix", "prompt_lookup"],
         [noisy_copy(model), "suffix"],
+        ["suffix", noisy_copy(model), noisy_copy(model)],
         [SuffixTreeCandidates(max_bytes=2**20)],
     ):
         output = model.generate(**inputs, assistant=assistant, return_dict_in_generate=True)
@@ -348,23 +305,10 @@ def test_lists_generate_the_plain_tokens(sampling):
         assert output.statistics.drafted_tokens > 0
 
 
-def test_thresholds_last_from_call_to_call():
-    model = hf_smartspec.enable(tiny_llama())
-    draft = noisy_copy(model)
-    config = hf_smartspec.SmartSpecConfig(assistant=[draft, "prompt_lookup"], num_nodes=4)
-    assert resolve(config, model).source.threshold() == 1.0
-    model.generate(torch.tensor([[5, 6, 7]]), assistant=config, max_new_tokens=24)
-    assert resolve(config, model).source.threshold() != 1.0
-    other = hf_smartspec.SmartSpecConfig(assistant=[noisy_copy(model), "prompt_lookup"])
-    assert resolve(other, model).source.threshold() == 1.0, "another draft model's"
-
-
 def test_lists_that_cannot_be_fused_are_refused():
     model = hf_smartspec.enable(tiny_llama())
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="at least one"):
         model.generate(ids, assistant=[])
-    with pytest.raises(ValueError, match="one draft model"):
-        model.generate(ids, assistant=[noisy_copy(model), noisy_copy(model)])
     with pytest.raises(ValueError, match="Unknown `assistant` preset 'fast'"):
         model.generate(ids, assistant=["suffix", "fast"])

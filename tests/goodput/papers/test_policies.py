@@ -17,6 +17,7 @@ from hf_smartspec.goodput import (
     PowerLaw,
     PrefillGate,
     RequestGoodput,
+    Stage,
     StepGoodput,
     StepRows,
     expected_length,
@@ -29,6 +30,11 @@ def rows_of(num, cap=8, context=0, **arguments):
     return StepRows(list(range(num)), np.full(num, context), np.full(num, cap), **arguments)
 
 
+def asked(policy, rows):
+    """The nodes that the only stage is asked for."""
+    return policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * len(rows))
+
+
 # --- Su et al.'s look-up table ----------------------------------------------------------------------------------------
 
 
@@ -38,7 +44,7 @@ def rows_of(num, cap=8, context=0, **arguments):
 def test_between_profiled_batch_sizes_the_smaller_length_is_taken(batch_size, length):
     table = BatchLookupTable({8: 1, 1: 6, 2: 4, 4: 3, 16: 2})
     assert table.length(batch_size) == length
-    assert table.max_nodes(rows_of(batch_size, cap=5)).tolist() == [min(length, 5)] * batch_size
+    assert asked(table, rows_of(batch_size, cap=5)).tolist() == [min(length, 5)] * batch_size
 
 
 def test_profiling_takes_the_fastest_length_at_powers_of_two():
@@ -91,14 +97,14 @@ def test_algorithm_1_and_2_on_an_example_worked_by_hand():
     rows = rows_of(2)
     assert policy.plan(rows) == (2, 1, pytest.approx(1.5))
     assert policy.plan(rows_of(1)) == (1, 1, pytest.approx(1.0)), "of equals the shorter"
-    assert policy.max_nodes(rows).tolist() == [1, 1]
+    assert asked(policy, rows).tolist() == [1, 1]
     # No room for two requests with a node each: lines 5 to 7 drop the candidate.
     assert policy.plan(rows, has_slots=lambda num, length: num * (length + 1) < 4) == (1, 1, pytest.approx(1.0))
     assert policy.plan(rows, has_slots=lambda num, length: False).num_requests == 0
     # Each draft level costs a second: then none pays.
     policy = StepGoodput(CostModel(0.0, 0.25, 1.0), max_length=2)
     policy.acceptance = Known([0.5])
-    dear = rows_of(2, draft=DraftCost(1.0, is_autoregressive=True))
+    dear = rows_of(2, stages=[Stage(DraftCost(1.0, is_autoregressive=True), np.full(2, 8))])
     assert policy.plan(dear) == (2, 0, pytest.approx(2 / 1.5))
 
 
@@ -114,7 +120,7 @@ def test_request_lengths_are_the_best_of_all(rates, gamma, cap):
         return tokens / cost.seconds(0, len(rates) + sum(lengths))
 
     everything = np.stack(np.meshgrid(*[np.arange(min(cap, 3) + 1)] * len(rates)), -1).reshape(-1, len(rates))
-    found = policy.max_nodes(rows)
+    found = asked(policy, rows)
     assert (found <= cap).all()
     assert goodput(found) == pytest.approx(max(map(goodput, everything)), rel=1e-9)
 
@@ -124,12 +130,12 @@ def test_moving_averages_find_the_length(policy):
     for accuracy, low, high in ((0.05, 0, 1), (0.9, 5, 8)):
         learner = policy(line())
         simulate(learner, [Drafter(accuracy)] * 2, line(), steps=200)
-        assert low <= learner.max_nodes(rows_of(2, context=200)).max() <= high
+        assert low <= asked(learner, rows_of(2, context=200)).max() <= high
     simulate(learner, [Drafter(0.9)] * 2, line(), steps=2)
     for name in range(3):
         learner.forget(name)
     assert not learner.acceptance._requests
-    assert len(learner.max_nodes(rows_of(0))) == 0
+    assert len(asked(learner, rows_of(0))) == 0
 
 
 # --- Oracle -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""Drafting: the sources of a step are asked stage by stage, and the length policy selects what is verified."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..drafts.merge import join
+from ..drafts.tree import DraftTree
+from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
+from ..goodput.running import Running
+from ..goodput.stage import Stage
+from .call import ModelLimits, StepDrafts, padded_context
+from .request import Request
+from .source_guard import GuardedSources
+from .statistics import GenerationStatistics, Timed
+
+_EMPTY = DraftTree.empty()
+
+
+class Drafting:
+    """
+    Gives every row that will have logits behind its whole text a draft tree.
+
+    Args:
+        policy (`LengthPolicy`): Says how many nodes are drafted and verified.
+        limits (`ModelLimits`): What drafts must not exceed.
+        statistics (`GenerationStatistics`): Counts the seconds.
+        clock (`Callable`): Seconds.
+    """
+
+    def __init__(
+        self,
+        policy: LengthPolicy,
+        limits: ModelLimits,
+        statistics: GenerationStatistics,
+        clock: Callable[[], float],
+    ):
+        self.policy, self.limits, self.statistics, self.clock = policy, limits, statistics, clock
+        self.sources = GuardedSources(limits.vocab_size)
+        self._lengths: defaultdict[str, Running] = defaultdict(_accepted_lengths)  # by source, behind the first place
+
+    def draft(self, feeds: dict[Request, np.ndarray], num_waiting: int = 0) -> StepDrafts:
+        """
+        The trees of one step, in which `feeds` are the tokens that every row is fed: each stage's drafts join what is
+        there, as far as the policy finds that worth its cost; of all, it selects what is verified.
+        """
+        start = self.seconds()
+        rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
+        with self._timed("seconds_select"):
+            step = self._step_rows(rows, feeds, num_waiting)
+        trees = [_EMPTY] * len(rows)
+        for stage in step.stages:
+            trees = self._with_stage(step, stage, rows, trees)
+        with self._timed("seconds_select"):
+            self.sources.count(dict(zip(rows, trees)))
+            proposed = [self._within_limits(request, tree) for request, tree in zip(rows, trees)]
+            selected = self.policy.select(step, proposed)
+            _check_number(self.policy, "selected", len(selected), "trees", len(rows))
+        return StepDrafts(step, rows, proposed, selected, start)
+
+    def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
+        """The trees with what one more source drafts."""
+        with self._timed("seconds_select"):
+            limits = self.policy.max_nodes(step, stage, trees)
+            _check_number(self.policy, "gave", len(limits), "limits", len(rows))
+            stage.asked = np.minimum(limits, stage.caps).astype(np.int64)
+            wanted = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
+            price = self.policy.price(step, stage) if wanted else None
+        if not wanted:
+            return trees
+        with self._timed("seconds_draft"):
+            before = self.clock()
+            running_on, wanted = _apart(wanted, stage.position)
+            proposals = running_on | self.sources.propose(stage.position, wanted, price)
+            stage.seconds = self.clock() - before
+        with self._timed("seconds_select"):
+            stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
+            drafted = self.policy.calibrated(step, stage, stage.proposed)
+            return join(trees, drafted, step.caps) if any(map(len, trees)) else drafted
+
+    def observe(self, step: StepRows, tokens: Sequence[np.ndarray]) -> None:
+        """How far the drafts of later stages came true, whether they were verified or not."""
+        for stage in step.stages:
+            if stage.position:
+                for tree, line in zip(stage.proposed, tokens):
+                    if len(tree):
+                        self._lengths[stage.name].add(len(tree.path_along(line.tolist())))
+
+    def seconds(self) -> StepSeconds:
+        """Seconds spent so far, in all steps."""
+        counts = self.statistics
+        return StepSeconds(counts.seconds_draft, counts.seconds_forward, counts.seconds_select + counts.seconds_verify)
+
+    def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray], num_waiting: int) -> StepRows:
+        prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
+        caps = np.array([_cap(request) for request in rows], np.int64)
+        return StepRows(
+            request_ids=[request.request_id for request in rows],
+            context_lens=np.array([request.cache_row.length for request in rows], np.int64),
+            caps=caps,
+            num_prefill_tokens=sum(map(len, feeds.values())) - len(rows),
+            prefill_context=sum(num + cached for num, cached in prompts),
+            prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
+            num_waiting=num_waiting,
+            stages=self._stages(rows, caps),
+            padded_context=padded_context(request for request in rows if len(feeds[request]) == 1),
+        )
+
+    def _stages(self, rows: Sequence[Request], caps: np.ndarray) -> list[Stage]:
+        """Every kind of source with its rows, the first ones of all rows first."""
+        kinds: dict[tuple[int, DraftCost], list[int]] = {}
+        for index, request in enumerate(rows):
+            for position, cost in enumerate(request.call.stage_costs):
+                if position not in request.dropped:
+                    kinds.setdefault((position, cost), []).append(index)
+        stages = []
+        for (position, cost), members in sorted(kinds.items(), key=lambda item: item[0][0]):
+            own = caps
+            if len(members) < len(rows):
+                own = np.zeros_like(caps)
+                own[members] = caps[members]
+            stages.append(Stage(cost, own, position, self._threshold(rows[members[0]], position, cost.source)))
+        return stages
+
+    def _threshold(self, request: Request, position: int, name: str) -> float:
+        if not position:
+            return np.inf
+        given = getattr(request.call.source, "threshold", None)
+        return self._lengths[name].mean if given is None else given
+
+    def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
+        if not len(tree.tokens):
+            return tree
+        if not request.call.forward.trees:
+            tree = tree.best_chain()
+        if request.num_remaining is not None and len(tree) >= request.num_remaining:
+            tree = tree.keep(tree.depths < request.num_remaining)
+        # Learned position embeddings end somewhere, and plain decoding may stop just before.
+        room = len(tree) if self.limits.num_positions is None else self.limits.num_positions - request.length
+        if 0 <= room < len(tree):
+            tree = tree.keep(tree.depths <= room)
+        depth = request.cache_row.room(request.length)
+        return tree if depth is None else tree.keep(tree.depths <= depth)
+
+    def _timed(self, name: str) -> Timed:
+        return Timed(self.statistics, name, self.clock)
+
+
+def _cap(request: Request) -> int:
+    # The last token needs no draft: the target's own pick comes free.
+    left = request.num_remaining
+    return request.call.most_nodes(left) if request.is_drafting and left != 1 else 0
+
+
+def _apart(wanted: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
+    """The drafts of rows that run on, on padding, which need no source; and the rows that do."""
+    padding = {request: limit for request, limit in wanted.items() if request.call.batch.is_padding(request)}
+    if not padding:
+        return {}, wanted
+    drafts = {request: DraftTree.chain([request.call.batch.pad_token_id] * limit) for request, limit in padding.items()}
+    return {} if position else drafts, {request: limit for request, limit in wanted.items() if request not in padding}
+
+
+def _check_number(policy: LengthPolicy, verb: str, number: int, noun: str, expected: int) -> None:
+    if number != expected:
+        raise ValueError(f"{type(policy).__name__} {verb} {number} {noun} for {expected} rows.")
+
+
+def _accepted_lengths() -> Running:
+    """A running mean of accepted lengths, which begins with one token."""
+    lengths = Running()
+    lengths.add(1.0)
+    return lengths

@@ -1,0 +1,117 @@
+"""Several drafts as one tree of their most probable nodes (SSSD, algorithm 1)."""
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .tree import DraftTree
+
+
+class Discount(NamedTuple):
+    """
+    A source's dampening factors, in [0, 1]. A node at depth d that was found by a match of m tokens has the probability
+    that the source says times `first` (d = 1) or `further` (d > 1), times `short` ** (1 / (m + d - 1)) where m is
+    known: with its parents the match is m + d - 1 tokens long.
+    """
+
+    first: float = 1.0
+    further: float = 1.0
+    short: float = 1.0
+
+
+_NO_DISCOUNT = Discount()
+
+
+class Draft(NamedTuple):
+    """A source's tree as lists, which are read faster than arrays element by element."""
+
+    tokens: list[int]
+    probs: list[float]  # in [0, 1]
+    depths: list[int]  # 0 for children of the last committed token
+    match_lengths: list[int]  # 0 where unknown
+    children: dict[int, list[int]]  # by node, -1 for the last committed token
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> "Draft":
+        if not len(tree):
+            return _NOTHING
+        depths: list[int] = []
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents.tolist()):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            children.setdefault(parent, []).append(node)
+        # What is no number says nothing: an even chance.
+        probs = [min(max(prob, 0.0), 1.0) if prob == prob else 0.5 for prob in tree.probs.tolist()]
+        lengths = tree.match_lengths
+        match_lengths = lengths.tolist() if isinstance(lengths, np.ndarray) else [int(lengths)] * len(probs)
+        return cls(tree.tokens.tolist(), probs, depths, match_lengths, children)
+
+    def discounted(self, discount: Discount) -> "Draft":
+        if discount == _NO_DISCOUNT:
+            return self
+        first, further, short = discount
+        return self._replace(
+            probs=[
+                prob * (further if depth else first) * (short ** (1 / (length + depth)) if length > 0 else 1.0)
+                for prob, depth, length in zip(self.probs, self.depths, self.match_lengths)
+            ]
+        )
+
+
+_NOTHING = Draft([], [], [], [], {})
+
+
+def merge(drafts: Sequence[Draft], limit: int, least: float = 0.0) -> DraftTree:
+    """
+    The `limit` most probable nodes of several drafts as one tree (SSSD, algorithm 1), as far as their paths have a
+    probability of at least `least`.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    paths: list[float] = []
+    lengths: list[int] = []  # of matches
+    places: dict[tuple[int, int], int] = {}  # (parent, token) of every node
+    # Entries: minus path probability, source, its node, the parent in the merged tree.
+    queue: list[tuple[float, int, int, int]] = [
+        (-draft.probs[child], source, child, -1)
+        for source, draft in enumerate(drafts)
+        for child in draft.children.get(-1, ())
+    ]
+    heapq.heapify(queue)
+    while queue:
+        negative, source, node, parent = heapq.heappop(queue)
+        draft = drafts[source]
+        place = parent, draft.tokens[node]
+        if place not in places:
+            if len(tokens) == limit or -negative < least:
+                break
+            places[place] = len(tokens)
+            tokens.append(place[1])
+            parents.append(parent)
+            paths.append(-negative)
+            lengths.append(draft.match_lengths[node])
+        for child in draft.children.get(node, ()):
+            heapq.heappush(queue, (negative * draft.probs[child], source, child, places[place]))
+    if not tokens:
+        return DraftTree.empty()
+    ratios = [path / max(paths[parent], 1e-30) if parent >= 0 else path for path, parent in zip(paths, parents)]
+    return DraftTree.of(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.array(ratios, np.float32),
+        np.array(lengths, np.int64) if any(lengths) else 0,
+    )
+
+
+def join(
+    trees: Sequence[DraftTree], others: Sequence[DraftTree], limits: Sequence[int] | np.ndarray
+) -> list[DraftTree]:
+    """Two drafts for each row as one, of at most so many nodes."""
+    joined = []
+    for tree, other, limit in zip(trees, others, limits):
+        if len(tree) and len(other):
+            tree = merge([Draft.of(tree), Draft.of(other)], int(limit))
+        joined.append(tree if len(tree) else other)
+    return joined
