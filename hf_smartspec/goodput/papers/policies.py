@@ -8,7 +8,7 @@ import numpy as np
 from ...drafts.forest import Forest
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
-from ..cost import CostModel, DraftCost, DraftTimer, StepSeconds
+from ..cost import CostModel, DraftTimer, StepSeconds
 from ..estimators import AcceptanceEstimator
 from ..policy import LengthPolicy, StepRows
 from ..stage import Stage
@@ -232,9 +232,10 @@ class Oracle(LengthPolicy):
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return stage.caps
 
-    def level_price(self, draft: DraftCost) -> LevelPrice | None:
+    def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """Sources propose whatever they can: what does not come true is not verified, and costs nothing."""
-        return None if draft.is_autoregressive or not draft.heeds_prices else LevelPrice(0.0, 0.0, 0.0)
+        cost = stage.cost
+        return None if cost.is_autoregressive or not cost.heeds_prices else LevelPrice(0.0, 0.0, 0.0)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         forest = Forest(trees)

@@ -31,9 +31,9 @@ def make_source(docs, **arguments):
     return DatastoreCandidates(Datastore.from_documents(docs, vocab_size=VOCAB_SIZE), **arguments)
 
 
-def ask(source, text, limit):
+def ask(source, text, limit, price=None):
     source.start("one", np.array(text, np.int64))
-    tree = source.propose(["one"], [limit])[0]
+    tree = source.propose(["one"], [limit], price)[0]
     source.stop("one")
     return tree
 
@@ -249,17 +249,14 @@ def test_where_goodput_decides_further_nodes_are_proposed_as_far_as_they_are_wor
     most = ask(source, text, 10**6)
     sizes = []
     for node in (9.0, 0.055, 0.025, 0.015):  # no ratios of counts, which float32 rounds
-        source.price(LevelPrice(0.0, 0.0, node))
-        tree = ask(source, text, source.most_nodes)
+        tree = ask(source, text, source.most_nodes, LevelPrice(0.0, 0.0, node))
         sizes.append(len(tree))
         assert tree.tokens.tolist() == most.tokens[: len(tree)].tolist()
         worth = int((most.path_probs >= node).sum())
         assert len(tree) == min(max(worth, 16), 63)
     assert sizes[0] == 16 < sizes[1] < sizes[2]
-    source.price(LevelPrice(0.0, 0.0, 0.025, trust=0.5))
-    assert len(ask(source, text, 63)) < sizes[2]
-    source.price(None)
+    assert len(ask(source, text, 63, LevelPrice(0.0, 0.0, 0.025, trust=0.5))) < sizes[2]
     assert len(ask(source, text, 10**6)) == len(most)
     named = make_source(docs, num_nodes=4)
-    named.price(LevelPrice(0.0, 0.0, 0.01))
-    assert named.most_nodes == named.default_num_nodes == 4 and len(ask(named, text, 30)) == 30
+    assert named.most_nodes == named.default_num_nodes == 4
+    assert len(ask(named, text, 30, LevelPrice(0.0, 0.0, 0.01))) == 30
