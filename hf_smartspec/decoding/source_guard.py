@@ -52,13 +52,11 @@ class GuardedSources:
         row = request.cache_row
         if not request.call.hidden_layers or not row.length:
             return
-        length, before = row.length, -1
-        while length != before:  # what one must be shown again, all are
-            before = length
-            for position, source in self._serving(request):
-                if HIDDEN_STATES in source.needs:
-                    reused = self._guarded(request, position, _reuse, request, source, length)
-                    length = length if reused is None else reused
+        length = row.length
+        for position, source in self._serving(request):
+            if HIDDEN_STATES in source.needs:  # what one must be shown again, all are
+                reused = self._guarded(request, position, _reuse, request, source, length)
+                length = length if reused is None else reused
         if length < row.length:
             request.call.forward.cut(row, length)
 

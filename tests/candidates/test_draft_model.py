@@ -156,8 +156,7 @@ def test_more_nodes_are_more_probable_nodes(width):
 def priced(model, price, limit=24, name="c", **options):
     source = DraftModelCandidates(model, **options)
     texts = start(source)
-    source.price(price)
-    return source.propose([name], [limit])[0], texts[name]
+    return source.propose([name], [limit], price)[0], texts[name]
 
 
 @pytest.mark.parametrize("options", [{}, {"width": 2}, {"num_nodes": 3}])
@@ -186,8 +185,8 @@ def test_drafts_are_as_deep_as_levels_are_worth_their_price():
     assert depths == sorted(depths, reverse=True) and depths[0] > depths[2] > depths[-1] == 1
     shared = DraftModelCandidates(model)
     names = list(start(shared))
-    shared.price(LevelPrice(0.6, 0.0, 0.01))
-    assert max(int(tree.depths.max()) for tree in shared.propose(names, [24] * 3)) > depths[3], "they share the price"
+    trees = shared.propose(names, [24] * 3, LevelPrice(0.6, 0.0, 0.01))
+    assert max(int(tree.depths.max()) for tree in trees) > depths[3], "they share the price"
 
 
 @pytest.mark.parametrize("trust", [0.5, 1.0, 1.5])
@@ -213,15 +212,12 @@ def test_prices_of_one_step_are_forgotten_and_sampled_drafts_do_not_heed_them():
     model = shared_model("llama")
     source = DraftModelCandidates(model)
     start(source)
-    source.price(LevelPrice(9.0, 9.0, 9.0))
-    assert len(source.propose(["a"], [6])[0]) == 1
+    assert len(source.propose(["a"], [6], LevelPrice(9.0, 9.0, 9.0))[0]) == 1
     source.observe("a", np.array([1]))
-    source.price(None)
     assert len(source.propose(["a"], [6])[0]) == 6
     sampled = DraftModelCandidates(model, samples=True)
     start(sampled, seed=3)
-    sampled.price(LevelPrice(9.0, 9.0, 9.0))
-    assert len(sampled.propose(["a"], [6])[0]) == 6 and not sampled.heeds_prices
+    assert len(sampled.propose(["a"], [6], LevelPrice(9.0, 9.0, 9.0))[0]) == 6 and not sampled.heeds_prices
 
 
 def test_a_chain_ends_behind_a_token_of_low_confidence():
@@ -313,8 +309,8 @@ def test_a_draft_that_broke_halfway_can_be_begun_anew(width, level, monkeypatch)
         texts[name].append(7)
     grow, calls = source._grow_level, []
 
-    def breaking(growths):
-        grow(growths)
+    def breaking(growths, price):
+        grow(growths, price)
         calls.append(growths)
         if len(calls) > level:
             raise RuntimeError("broken")
