@@ -375,8 +375,7 @@ def test_models_that_cannot_be_packed_draft_no_trees():
         DraftModelCandidates(shared_model("bloom"), width=2)
     priced = DraftModelCandidates(shared_model("bloom"))
     texts = start(priced)
-    priced.price(LevelPrice(call=0.0, row=0.0, node=0.0, trust=1.0))
-    trees = priced.propose(list(texts), [6] * len(texts))
+    trees = priced.propose(list(texts), [6] * len(texts), LevelPrice(call=0.0, row=0.0, node=0.0, trust=1.0))
     assert all(tree.is_chain and len(tree) == 6 for tree in trees)
 
 

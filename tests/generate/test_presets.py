@@ -137,8 +137,8 @@ def test_suffix_trees_draft_more_where_nodes_cost_less(model):
     arguments = INPUTS | {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
     plain = model.generate(**arguments).sequences
     drafted = []
-    for per_node in (0.1, 1e-9):
-        source, policy = SuffixTreeCandidates(max_bytes=2**20), GoodputAuction(UnmovedCost(0.0, per_node, 0.002))
+    for per_node, per_step in ((0.1, 0.0), (1e-9, 0.02)):
+        source, policy = SuffixTreeCandidates(max_bytes=2**20), GoodputAuction(UnmovedCost(0.0, per_node, per_step))
         config = SmartSpecConfig(source, policy=policy)
         for _ in range(3):
             output = model.generate(**arguments, assistant=config)

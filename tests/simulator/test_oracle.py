@@ -65,6 +65,8 @@ def test_the_oracle_of_drafts_asks_for_the_first_levels_of_what_comes_true():
         request.ranks[:] = 1
         request.ranks[:num] = 0
     rows = StepRows(requests, np.full(3, 128), np.full(3, 5))
-    assert oracle.max_nodes(rows).tolist() == [1, 1, 0], "the second level would bring one token for a call"
+    assert oracle.max_nodes(rows, rows.stages[0], []).tolist() == [1, 1, 0], (
+        "the second level would bring one token for a call"
+    )
     cheap = DraftOracle(copy.deepcopy(cost), engine, DraftCost(per_call=1e-3, is_autoregressive=True))
-    assert cheap.max_nodes(rows).tolist() == right.tolist()
+    assert cheap.max_nodes(rows, rows.stages[0], []).tolist() == right.tolist()
