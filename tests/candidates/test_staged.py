@@ -48,7 +48,7 @@ def test_only_a_later_source_is_kept_to_its_usual_size():
 def test_stages_are_the_sources_in_order_and_are_told_apart_by_name():
     sources = [Scripted(WEAK), Scripted(STRONG)]
     staged = StagedCandidates(sources)
-    assert list(staged.stages) == sources and staged.name == "Scripted + Scripted"
+    assert list(staged.stages) == sources and staged.name == "StagedCandidates(Scripted, Scripted)"
     assert list(sources[0].stages) == [sources[0]]
 
 
