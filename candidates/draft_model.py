@@ -190,7 +190,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         if state.row.length == len(state.tokens):
             assert self._forward is not None
             # The last token stays out even if it was drafted: the next draft needs its logits.
-            self._forward.commit([state.row], [state.nodes.path_along(tokens[:-1].tolist())])
+            self._forward.commit([state.row], [state.nodes.path_along(tokens[:-1])])
         state.nodes = DraftTree.empty()
         state.tokens += tokens.tolist()
         state.num_generated += len(tokens)

@@ -67,7 +67,7 @@ class StagedCandidates(MemberCandidates):
         for stage in range(1, len(self.sources)):
             draft = self._drafts.pop((request_id, stage), None)
             if draft is not None:
-                self._lengths[stage].add(len(draft.path_along(step.tokens.tolist())))
+                self._lengths[stage].add(len(draft.path_along(step.tokens)))
         super().observe(request_id, step)
 
     def stop(self, request_id: Hashable) -> None:

@@ -18,7 +18,7 @@ from ..jit import compiled, inner
 from .file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up
-_MOST = 63  # nodes of a draft, where goodput decides
+_MOST_NODES = 63  # nodes of a draft, where goodput decides
 _MAX_NUMBER = 100_000  # of any setting; counts of occurrences, times their depth, stay far within int32
 
 
@@ -131,7 +131,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
 
     @property
     def most_nodes(self) -> int:
-        return _MOST if self.heeds_prices else self.default_num_nodes
+        return _MOST_NODES if self.heeds_prices else self.default_num_nodes
 
     def warm_up(self) -> None:
         """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""

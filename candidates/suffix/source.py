@@ -23,7 +23,7 @@ from .kernels.insert import insert, move_tree
 from .kernels.store import free_tree, new_root
 from .slots import SuffixSlots
 
-USUAL_PROBABILITY = 0.1
+LEAST_PROBABILITY = 0.1
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _MOST_BYTES = 2**32
 _LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
@@ -116,7 +116,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else TYPICAL_NODES)
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
-        least = USUAL_PROBABILITY if min_probability is None else min_probability
+        least = LEAST_PROBABILITY if min_probability is None else min_probability
         settings = [max_match, least, chains, *_LEARNING, max_depth, scoring == "counts", factor, offset]
         self._slots = SuffixSlots(self._corpus, settings)
         self._requests: dict[Hashable, _Request] = {}
@@ -174,7 +174,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         """Nodes that cost little are proposed for little (SSSD, section 3.2.1: tokens that ride free)."""
         with self._lock:
             if self.heeds_prices:
-                least = USUAL_PROBABILITY if price is None else min(price.least_probability, USUAL_PROBABILITY)
+                least = LEAST_PROBABILITY if price is None else min(price.least_probability, LEAST_PROBABILITY)
                 self._slots.least_probability = least
             return self._slots.draft([self._requests[name].slot for name in request_ids], max_nodes)
 

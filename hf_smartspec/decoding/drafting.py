@@ -85,7 +85,7 @@ class Drafting:
             if stage.position:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):
-                        self._lengths[stage.name].add(len(tree.path_along(line.tolist())))
+                        self._lengths[stage.name].add(len(tree.path_along(line)))
 
     def seconds(self) -> StepSeconds:
         """Seconds spent so far, in all steps."""

@@ -112,10 +112,14 @@ class DraftTree:
         """The child of `parent` (-1: of the last committed token) that holds `token`, if there is one."""
         return self._children.get((parent, token))
 
-    def path_along(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that hold `tokens`, one below the other from the root on, as far as there are such."""
+    def path_along(self, tokens: np.ndarray) -> list[int]:
+        """The nodes that hold `tokens` (`[n]` int), one below the other from the root on, as far as there are such."""
+        if self.is_chain:
+            length = min(len(self), len(tokens))
+            wrong = np.flatnonzero(self.tokens[:length] != tokens[:length])
+            return list(range(int(wrong[0]) if len(wrong) else length))
         path, node = [], -1
-        for token in tokens:
+        for token in tokens.tolist():
             child = self.child(node, token)
             if child is None:
                 break

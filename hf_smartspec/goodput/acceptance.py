@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..drafts.forest import Forest
 from ..drafts.tree import DraftTree
 
 # Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
@@ -205,25 +206,8 @@ def outcomes(tree: DraftTree, tokens: Sequence[int] | np.ndarray) -> Outcomes:
         tokens (`[n]` integers): The true tokens after the one that the tree hangs on, as many as are known. Nodes
             deeper than n are left out: their truth is unknown.
     """
-    tokens = np.asarray(tokens, np.int64)
-    depths = tree.depths
-    is_known = depths <= len(tokens)
-    is_true = np.zeros(len(tree), bool)
-    is_true[is_known] = tree.tokens[is_known] == tokens[depths[is_known] - 1]
-    parent_is_true = _parents_on_path(tree, is_true)
-    nodes = np.flatnonzero(is_known & parent_is_true)
-    return Outcomes(nodes, is_true[nodes])
-
-
-def _parents_on_path(tree: DraftTree, is_true: np.ndarray) -> np.ndarray:
-    """`[n]` bool: whether all ancestors of each node hold the true tokens."""
-    if tree.is_chain:
-        return np.append(True, np.logical_and.accumulate(is_true[:-1])) if len(tree) else is_true
-    result: list[bool] = []
-    truth = is_true.tolist()
-    for parent in tree.parents.tolist():  # lists: numpy is slow on single elements
-        result.append(parent < 0 or (truth[parent] and result[parent]))
-    return np.array(result, bool)
+    nodes, hits = Forest([tree]).outcomes([np.asarray(tokens, np.int64)])
+    return Outcomes(nodes, hits)
 
 
 def expected_calibration_error(

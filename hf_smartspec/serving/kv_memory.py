@@ -19,7 +19,7 @@ from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import MemoryShape, Scheduler
 
 _FIRST_SLOTS, _FIRST_CAPACITY = 1, 64
-_USUAL_BYTES = 2**32  # where the machine does not say how much memory it has
+_FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
 
 
 class EngineMemory:
@@ -170,4 +170,4 @@ def _default_bytes(device: torch.device) -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
     except (AttributeError, ValueError):  # Windows, macOS
-        return _USUAL_BYTES
+        return _FALLBACK_BYTES

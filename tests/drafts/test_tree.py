@@ -175,3 +175,20 @@ def test_check_integrity_accepts_every_tree(tree):
     tree.check_integrity(vocab_size=4)
     with pytest.raises(ValueError, match="tokens"):
         tree.check_integrity(vocab_size=int(tree.tokens.max()))
+
+
+@given(trees(max_size=9), st.lists(st.integers(0, 3), max_size=6))
+def test_the_path_along_tokens_is_the_longest_that_holds_them(tree, tokens):
+    path = tree.path_along(np.array(tokens, np.int64))
+    assert tree.tokens[path].tolist() == tokens[: len(path)]
+    assert tree.parents[path].tolist() == [-1, *path][: len(path)]
+    if len(path) < len(tokens):
+        assert tree.child(path[-1] if path else -1, tokens[len(path)]) is None
+
+
+@given(trees(max_size=9))
+def test_other_probabilities_change_nothing_else(tree):
+    before = tree.path_probs.copy()
+    other = tree.with_probs(np.full(len(tree), 0.5, np.float32))
+    assert other.path_probs.tolist() == pytest.approx((0.5**tree.depths).tolist())
+    assert other.tokens is tree.tokens and other.parents is tree.parents and tree.path_probs.tolist() == before.tolist()

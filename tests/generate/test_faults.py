@@ -1,6 +1,6 @@
 """
 What is known to go wrong in assisted decoding, transformers' own first of all: state that leaks, models in training,
-weights that change. (Criteria, stop strings and padding: see test_stopping; sources that misbehave: test_guests.)
+weights that change. (Criteria, stop strings and padding: see test_stopping; sources that misbehave: test_source_guard.)
 """
 
 import copy

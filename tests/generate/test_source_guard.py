@@ -200,7 +200,7 @@ def test_wild_trees(model, seed):
 
 
 def test_policies_that_misbehave_are_reported(model):
-    """A length policy is no guest: what it does wrong is an error."""
+    """A length policy is not guarded: what it does wrong is an error."""
 
     class Short(FixedLength):
         def select(self, rows, trees):

@@ -131,14 +131,4 @@ def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_
 
 def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
     """Length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
-    if tree.is_chain:
-        length = min(len(tree), len(truth))
-        wrong = np.flatnonzero(tree.tokens[:length] != truth[:length])
-        return int(wrong[0]) if len(wrong) else length
-    node = -1
-    for depth, token in enumerate(truth.tolist()):
-        child = tree.child(node, token)
-        if child is None:
-            return depth
-        node = child
-    return len(truth)
+    return len(tree.path_along(truth))

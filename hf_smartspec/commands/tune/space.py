@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...candidates import FusedCandidates, TreeCandidateGenerator
 from ...candidates.base import TYPICAL_NODES
-from ...candidates.suffix.source import USUAL_PROBABILITY
+from ...candidates.suffix.source import LEAST_PROBABILITY
 from ...candidates.tuned import TUNABLE, TunedSources
 from ..common.models import UsageError
 from ..replay.sources import build_tuned, plain_options
@@ -39,7 +39,7 @@ _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "prompt_lookup": {"num_tokens": _NODES, "max_ngram": (2, 3, 4, 6, 8), "min_ngram": (1, 2, 3)},
 }
-_USUAL = {"num_nodes": TYPICAL_NODES, "min_probability": USUAL_PROBABILITY}  # where the default is None
+_DEFAULTS = {"num_nodes": TYPICAL_NODES, "min_probability": LEAST_PROBABILITY}  # where the default is None
 _NODE_OPTIONS = ("num_nodes", "num_tokens")
 _OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
 _MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes know their match lengths
@@ -81,7 +81,7 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
             given |= {option: num_nodes for option in _NODE_OPTIONS if option in accepted}
         tuned = [option for option in _GRIDS[name] if option not in given and _matters(option, given, is_alone)]
         defaults = {option: accepted[option].default for option in tuned}
-        defaults |= {option: _USUAL[option] for option, default in defaults.items() if default is None}
+        defaults |= {option: _DEFAULTS[option] for option, default in defaults.items() if default is None}
         sources.append({"name": name, "options": defaults | given})
         parameters += [
             Parameter(f"{name} {option}", ("sources", index, "options", option), _GRIDS[name][option])

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..cost import CostModel
 
-_MOST = 2**16  # tokens; the search for the end of the free budget stops here
+_MOST_TOKENS = 2**16  # tokens; the search for the end of the free budget stops here
 
 
 class Roofline(NamedTuple):
@@ -53,10 +53,10 @@ def free_tokens(cost: CostModel, slack: float = 0.1) -> int:
     """
     if slack < 0:
         raise ValueError(f"`slack` must be at least 0, got {slack!r}.")
-    sizes = np.arange(1, _MOST + 1)
+    sizes = np.arange(1, _MOST_TOKENS + 1)
     seconds = cost.seconds(np.zeros(len(sizes)), sizes)
     too_slow = seconds > (1 + slack) * seconds[0]
-    return int(too_slow.argmax()) if too_slow.any() else _MOST
+    return int(too_slow.argmax()) if too_slow.any() else _MOST_TOKENS
 
 
 def _slope(cost: CostModel) -> float:
