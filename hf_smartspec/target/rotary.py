@@ -140,7 +140,7 @@ def _is_lengthwise(rope_type: Any) -> bool:
 
 def _rope_types(module: nn.Module) -> dict[str | None, Any]:
     """The rotary embeddings' kind, of every type of layers where these differ, else of None."""
-    rope_type = getattr(module, "rope_type", None)
+    rope_type = vars(module).get("rope_type")  # `getattr` takes ten times as long where there is none, in every call
     return rope_type if isinstance(rope_type, dict) else {None: rope_type}
 
 
