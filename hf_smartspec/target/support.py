@@ -1,5 +1,6 @@
 """What a model can do: whether trees can be packed in its forward, and whether its rows can run chains one by one."""
 
+from threading import Lock
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ _SHORT = 6  # tokens behind the prompts of short texts
 
 # What probes have found: why a model cannot be run in some way, alone or in padded batches; None where it can.
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Way, bool], str | None]] = WeakKeyDictionary()
+_lock = Lock()  # probes switch a model's training mode, and restore it
 
 
 def prepares_own_inputs(model: PreTrainedModel) -> bool:
@@ -78,10 +80,11 @@ def _is_usual(model: PreTrainedModel) -> bool:
 
 
 def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
-    found = _found.setdefault(model, {})
-    if (way, is_padded) not in found:
-        found[way, is_padded] = _probe(model, way, is_padded)
-    return found[way, is_padded]
+    with _lock:
+        found = _found.setdefault(model, {})
+        if (way, is_padded) not in found:
+            found[way, is_padded] = _probe(model, way, is_padded)
+        return found[way, is_padded]
 
 
 def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:

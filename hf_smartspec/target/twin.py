@@ -91,7 +91,8 @@ def small_twin(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         Exception: of any kind, where its config's sizes depend on one another in ways that are not known here.
     """
-    with torch.random.fork_rng(devices=[]):  # whatever the caller samples is independent of it
+    # Whatever the caller samples, and wherever new tensors lie by default, is independent of it.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         twin = type(model)._from_config(small_config(model.config), dtype=torch.float32)
     return sharpened(twin.eval().requires_grad_(False))
 

@@ -1,5 +1,7 @@
 """What probes find of a model, behind the lengths at which it changes its ways."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -94,3 +96,31 @@ def test_twins_have_layers_of_every_kind():
     layer_types = [*["sliding_attention"] * 3, "full_attention"]
     model = new_model("gemma3_text", num_hidden_layers=8, layer_types=layer_types * 2)
     assert small_twin(model).config.layer_types == layer_types
+
+
+def test_twins_lie_on_the_cpu_wherever_new_tensors_do():
+    model = new_model("mistral", sliding_window=4096)
+    with torch.device("meta"):
+        twin = small_twin(model)
+    assert {parameter.device.type for parameter in twin.parameters()} == {"cpu"}
+
+
+def test_probes_in_several_threads_leave_the_training_mode_as_it_was(monkeypatch):
+    model = new_model("stablelm").train()
+    monkeypatch.setattr(support, "TESTED_MODEL_TYPES", ())
+    running, most = [0], [0]
+    agrees = Probe.agrees
+
+    def counted(self, way):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        try:
+            return agrees(self, way)
+        finally:
+            running[0] -= 1
+
+    monkeypatch.setattr(Probe, "agrees", counted)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: rowwise_obstacle(model) or packing_obstacle(model), range(8)))
+    assert len(set(found)) == 1 and most == [1]
+    assert all(module.training for module in model.modules())
