@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from .config import SmartSpecConfig
 from .resolve import check_assistant
 
 _is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)
@@ -54,12 +55,44 @@ def choose(model: PreTrainedModel, assistant: Any, config: Any, own: Default | N
     has_own = getattr(type(model), "generate", None) is not GenerationMixin.generate
     if has_own or _is_serving.get() or getattr(config, "is_assistant", False):
         return Choice(None)
-    of_model = _checked(getattr(model, "generation_config", None))
-    of_call = _checked(config)
-    if of_call is not None and of_call != of_model:  # else made from the model's own, as pipelines and servers do
+    of_model, of_call = _of_model(model), asked_by(config, model)
+    if of_call is not None:
         return Choice(of_call)
     candidates = (own and own.assistant, of_model, common and common.assistant)
     return Choice(next((item for item in candidates if item is not None), None), is_default=True)
+
+
+def asked_by(config: Any, model: PreTrainedModel) -> Any:
+    """
+    The assistant that a call's `generation_config` names; None where it names none, or the model's own: then it is made
+    from that, as pipelines and servers do.
+
+    Raises:
+        ValueError, TypeError: if it names what is no assistant.
+    """
+    of_call = _checked(config)
+    return None if of_call is None or of_call == _of_model(model) else of_call
+
+
+def _of_model(model: PreTrainedModel) -> Any:
+    """What the model's own `generation_config` names, which transformers copies in every call, and saves."""
+    assistant = _checked(getattr(model, "generation_config", None))
+    if _is_live(assistant):
+        raise ValueError(
+            "`assistant` of a model's own `generation_config` must be a preset name, the folder or hub id of a draft "
+            "model, or a list of these, since transformers copies it in every call. Give models and candidate sources "
+            "to `enable(model, assistant=...)`."
+        )
+    return assistant
+
+
+def _is_live(assistant: Any) -> bool:
+    """Whether it is, or holds, more than names."""
+    if isinstance(assistant, SmartSpecConfig):
+        return _is_live(assistant.assistant)
+    if isinstance(assistant, list | tuple):
+        return any(map(_is_live, assistant))
+    return not isinstance(assistant, str | None)
 
 
 def _checked(config: Any) -> Any:

@@ -71,6 +71,8 @@ def check_assistant(assistant: Any) -> None:
     if isinstance(assistant, SmartSpecConfig):
         assistant = assistant.assistant
     if isinstance(assistant, list | tuple):
+        if not assistant:
+            raise ValueError("`assistant` must name at least one source, got an empty list.")
         for item in assistant:
             check_assistant(item)
     elif isinstance(assistant, str):
@@ -134,8 +136,6 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGen
     need hidden states are further stages, in their order.
     """
     items, discounts, options = _expanded(config.assistant, target)
-    if not items:
-        raise ValueError("`assistant` must name at least one source, got an empty list.")
     are_sources = [is_preset(item) or isinstance(item, CandidateGenerator) for item in items]
     sources = [
         _as_source(replace(config, assistant=item, width=None if is_source else config.width, references=()), target)

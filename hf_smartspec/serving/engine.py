@@ -1,5 +1,6 @@
 """Continuous batching: requests come and go while others run, all in one decoding loop."""
 
+import os
 import threading
 import time
 import weakref
@@ -20,9 +21,11 @@ from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
 from ..prepare.arguments import run_with
 from ..prepare.call import PreparedCall, decoding_call, model_limits
-from ..prepare.config import SmartSpecConfig
+from ..prepare.config import SmartSpecConfig, is_preset
+from ..prepare.defaults import asked_by, without_assistant
+from ..prepare.model_state import state_of
 from ..prepare.policy import cost_of
-from ..prepare.resolve import Assistant, resolve
+from ..prepare.resolve import Assistant, check_assistant, resolve
 from ..target.support import can_pack
 from ..validate import check_positive
 from .kv_memory import EngineMemory
@@ -131,7 +134,8 @@ class Engine:
             request_id (`str`, *optional*): Its name; made up where not given.
             streaming (`bool`): Whether outputs are handed out while it runs, too.
             assistant (*optional*): What drafts for it, in place of the engine's: "none" for no speculation, or a
-                `SmartSpecConfig` for a bound on draft nodes or a namespace.
+                `SmartSpecConfig` for a bound on draft nodes or a namespace. By default, what a `generation_config` of
+                the request's says.
             seed (`int`, *optional*): For sampling: the same tokens for the same seed.
             kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
                 `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
@@ -142,10 +146,6 @@ class Engine:
         Raises:
             ValueError, TypeError: for arguments that cannot be served, and requests that can never fit into memory.
         """
-        if isinstance(assistant, SmartSpecConfig) and assistant.policy is not None:
-            raise ValueError(
-                "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
-            )
         ids = prompt_ids(input_ids, self.tokenizer)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
@@ -194,11 +194,27 @@ class Engine:
         ids = ids.to(self.model.device)
         kwargs = {"tokenizer": self.tokenizer, **kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if assistant is None:
-            assistant = self._assistant
-        if isinstance(assistant, PreTrainedModel):  # one source for all that draft with it: they share its forwards
-            assistant = self._drafters.setdefault(id(assistant), resolve(assistant, self.model))
+            assistant = asked_by(kwargs.get("generation_config"), self.model)
         original = MethodType(GenerationMixin.generate, self.model)
-        return run_with(self._captured, self.model, original, kwargs, assistant, seed)
+        resolved = self._resolved(assistant)
+        return run_with(self._captured, self.model, original, without_assistant(kwargs), resolved, seed)
+
+    def _resolved(self, assistant: Any) -> Any:
+        """What drafts for a request, by its own choice or the engine's."""
+        if assistant is None:
+            return self._assistant
+        if isinstance(assistant, SmartSpecConfig):
+            if assistant.policy is not None:
+                raise ValueError(
+                    "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
+                )
+            return assistant
+        check_assistant(assistant)
+        if isinstance(assistant, str) and not is_preset(assistant):
+            assistant = state_of(self.model).draft_model(os.path.expanduser(assistant), self.model)
+        if isinstance(assistant, PreTrainedModel):  # one source for all that draft with it: they share its forwards
+            return self._drafters.setdefault(id(assistant), resolve(assistant, self.model))
+        return assistant
 
     def _captured(self, prepared: PreparedCall) -> DecodingCall:
         """What a decoding method gets, ready for the loop."""

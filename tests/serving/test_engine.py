@@ -6,10 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.goodput import CostModel, GoodputAuction
+from hf_smartspec.goodput import CostModel, FixedLength, GoodputAuction
 from hf_smartspec.target.compat import RequestStatus
 
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
@@ -369,6 +370,31 @@ def test_bad_requests_are_refused_at_once_and_harm_nobody(model, arguments, erro
         with pytest.raises(error, match=message):
             engine.add_request(**arguments)
         assert engine.get_result("known", timeout=TIMEOUT).generated_tokens == asked.alone(model)
+
+
+def test_generation_configs_of_requests_name_assistants(model, tmp_path):
+    draft = noisy_copy(model)
+    draft.save_pretrained(tmp_path)
+    asked = Asked([3, 4, 5, 6], {"max_new_tokens": 20, "eos_token_id": None})
+    with Engine(model, SmartSpecConfig("none", num_nodes=3)) as engine:
+        for assistant in (str(tmp_path), draft, SmartSpecConfig(draft, num_nodes=3)):
+            config = GenerationConfig(assistant=assistant, **asked.settings)
+            for kwargs, drafts in (({}, True), ({"assistant": "none"}, False)):
+                name = engine.add_request(asked.prompt, generation_config=config, **kwargs)
+                output = engine.get_result(name, timeout=TIMEOUT)
+                assert output.generated_tokens == asked.alone(model)
+                assert (output.statistics.accepted_tokens > 0) == drafts
+            assert config.assistant is assistant
+        for assistant in ("sufix", [], SmartSpecConfig("suffix", policy=FixedLength(2))):
+            with pytest.raises(ValueError, match="assistant"):
+                engine.add_request([3], generation_config=GenerationConfig(assistant=assistant))
+
+
+def test_requests_that_name_one_draft_share_it(model, tmp_path):
+    noisy_copy(model).save_pretrained(tmp_path)
+    engine = Engine(model, "none")
+    sources = {id(engine._prepare(torch.tensor([[3, 4]]), str(tmp_path), None, {}).source) for _ in range(3)}
+    assert len(sources) == 1
 
 
 def test_bad_engines_are_refused(model):
