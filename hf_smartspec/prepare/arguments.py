@@ -10,6 +10,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.generation import StopStringCriteria
 
 from ..log import get_logger
+from ..target.compat import is_synchronized
 from ..validate import check_seed
 from .call import PreparedCall, prepare_call
 from .checks import check_mask, check_settings, check_source_options, check_token_ids
@@ -49,7 +50,7 @@ class CheckedArguments(NamedTuple):
             try:
                 call = prepare_call(model, input_ids, assistant=resolved, seed=self.seed, streamer=streamer, **prepared)
             except (TypeError, ValueError) as error:
-                if not gives_way:
+                if not gives_way or self.seed is not None:  # which transformers would know nothing of
                     raise
                 logger.info(f"This call is left to transformers: {error}")
                 return model._sample(input_ids, streamer=streamer, **prepared)
@@ -127,7 +128,8 @@ def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any)
         check_mask(kwargs.get("attention_mask"))
     options = {name: value for name, value in kwargs.items() if name not in PARAMETERS}
     settings, _ = model._prepare_generation_config(config, **options)  # type: ignore[operator]
-    check_settings(settings, kwargs.get("synced_gpus"))
+    synced_gpus = kwargs.get("synced_gpus")
+    check_settings(settings, is_synchronized(model) if synced_gpus is None else synced_gpus)
     return settings
 
 

@@ -39,7 +39,10 @@ def check_settings(config: GenerationConfig, synced_gpus: bool | None = None) ->
     if config.cache_implementation == "paged":
         raise ValueError("`cache_implementation='paged'` decodes without an assistant. Leave it out, or `assistant`.")
     if synced_gpus:
-        raise ValueError("`synced_gpus=True` cannot be served: rows take different numbers of steps. Leave it out.")
+        raise ValueError(
+            "`synced_gpus=True`, the default with ZeRO-3 and FSDP, cannot be served: processes take different numbers "
+            "of steps. Leave it out, or `assistant` where weights are spread over processes."
+        )
     if config.assistant_ensemble_weight is not None:
         raise ValueError("`assistant_ensemble_weight` changes the output and is not supported. Leave it out.")
     if config.token_healing:

@@ -20,6 +20,7 @@ from ..decoding.statistics import GenerationStatistics
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
+from ..target.compat import is_synchronized
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
@@ -55,7 +56,7 @@ def decode(
     generation_config: GenerationConfig,
     assistant: Any = "prompt_lookup",
     seed: int | Sequence[int] | None = None,
-    synced_gpus: bool = False,
+    synced_gpus: bool | None = None,
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
@@ -76,6 +77,7 @@ def decode(
     Raises:
         ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
     """
+    synced_gpus = is_synchronized(model) if synced_gpus is None else synced_gpus
     return decode_prepared(
         prepare_call(
             model, input_ids, logits_processor, stopping_criteria, generation_config, assistant, seed, streamer,
@@ -87,11 +89,11 @@ def decode(
 def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """`decode`, once the arguments are one value."""
     model, config = prepared.model, prepared.generation_config
-    forget_lengths(model)
     if prepared.route.way == "plain":
         warn_once(model, f"Decoding without speculation: {prepared.route.reason}.")
         return decode_undrafted(prepared)
 
+    forget_lengths(model)
     if mixes_rows(model):
         warn_once(
             model,
@@ -122,6 +124,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
 
 def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """The same tokens, for the same seed, from transformers' own loop."""
+    forget_lengths(prepared.model)
     output, statistics = decode_plainly(prepared)
     record(prepared.model, statistics)
     return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)

@@ -56,6 +56,17 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
+def is_synchronized(model: PreTrainedModel) -> bool:
+    """
+    Whether transformers runs as many steps in every process, since each holds a part of the weights (ZeRO-3, FSDP): it
+    finds out by itself, and does not say so to a callable `custom_generate`.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return False
+    return generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
+
+
 def renewal_length(model: PreTrainedModel) -> int | None:
     """
     The length of the padded batch behind which the model's `prepare_inputs_for_generation` has all keys and values

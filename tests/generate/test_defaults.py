@@ -251,6 +251,42 @@ def test_seeds_go_with_defaults(model, spy):
     assert torch.equal(model.generate(**INPUTS, **sampling), plain) and spy.accepted > 0
 
 
+def test_seeds_are_never_dropped_for_a_default(model, spy):
+    hf_smartspec.enable(model, spy)
+    for arguments, message in (({"seed": [1, 2, 3]}, "one per row"), ({"seed": 3, "synced_gpus": True}, "synced_gpus")):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**INPUTS, **ARGUMENTS, do_sample=True, **arguments)
+    assert spy.started == 0
+
+
+def test_defaults_give_way_where_processes_wait_for_one_another(model, spy, monkeypatch):
+    """With ZeRO-3 and FSDP transformers finds out by itself, and needs every process to run every step."""
+    hf_smartspec.enable(model, spy)
+    monkeypatch.setattr("transformers.generation.utils.is_fsdp_managed_module", lambda module: True)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *args: 2)
+    steps = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: steps.append(args))
+    check_drafts_nothing(model, spy)
+    assert steps, "in step with the other processes"
+    for kwargs in ({"assistant": spy}, {"seed": 3}, {"assistant": spy, "custom_generate": hf_smartspec.decode}):
+        if "custom_generate" in kwargs:
+            hf_smartspec.disable(model)
+        with pytest.raises(ValueError, match="synced_gpus"):
+            model.generate(**INPUTS, **ARGUMENTS, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda item: item, lambda item: ["suffix", item], SmartSpecConfig])
+def test_configs_of_models_hold_names_only(model, draft, wrap):
+    """transformers copies them, weights and all, in every call."""
+    hf_smartspec.enable(model).generation_config.assistant = wrap(draft)
+    with pytest.raises(ValueError, match="enable"):
+        model.generate(**INPUTS, max_new_tokens=3)
+    model.generation_config.assistant = wrap("prompt_lookup")
+    model.generate(**INPUTS, max_new_tokens=3)
+    assert model.smartspec_statistics.num_calls == 1
+
+
 # --- Draft models by name
 
 

@@ -80,7 +80,7 @@ def test_attention_mask(model, mask, error, match):
         ({"num_beams": 2, "do_sample": True}, r"not beam sample \(`num_beams=2`\)"),
         ({"penalty_alpha": 0.6, "top_k": 4}, r"not contrastive search \(`penalty_alpha=0\.6`\)"),
         ({"use_cache": False}, r"`use_cache=False` cannot be served\. Leave it out"),
-        ({"synced_gpus": True}, r"`synced_gpus=True` cannot be served.*Leave it out"),
+        ({"synced_gpus": True}, r"`synced_gpus=True`.* cannot be served.*Leave it out"),
         ({"cache_implementation": "paged"}, r"`cache_implementation='paged'` decodes without an assistant"),
         ({"token_healing": True}, r"`token_healing=True` cannot be served\. Heal the prompt first"),
         ({"assistant_ensemble_weight": 0.5}, r"`assistant_ensemble_weight` changes the output"),

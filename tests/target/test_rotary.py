@@ -209,3 +209,15 @@ def test_the_border_matters_in_these_tests(name):
     short = model(input_ids=text[:, :BORDER]).logits
     long = model(input_ids=text).logits[:, :BORDER]
     assert (long - short).abs().max() > 0.02 * short.std()
+
+
+def test_seeds_mean_the_same_whatever_was_decoded_before():
+    """Dynamic frequencies remember the longest text: without an assistant, too, the same seed gives the same tokens."""
+    model = model_of("llama dynamic")
+    prompt = left_padded(prompts_of((BORDER + 8,)))
+    sampling = {"do_sample": True, "seed": 5, "eos_token_id": None}
+    with hf_smartspec.enabled(model):
+        first = model.generate(**prompt, **sampling, max_new_tokens=10)
+        model.generate(**prompt, **sampling, max_new_tokens=NEW)
+        assert torch.equal(model.generate(**prompt, **sampling, max_new_tokens=10), first)
+        assert torch.equal(model.generate(**prompt, **sampling, max_new_tokens=10, assistant="none"), first)
