@@ -99,7 +99,7 @@ class Probe:
         for size, num_accepted in itertools.cycle(((3, 2), (1, 0), (4, 4), (2, 2))):
             ends = [length + done for length in self.prompt_lens]
             rooms = (row.room(end) for row, end in zip(rows, ends))
-            size = min(size, self.num_tokens - done, *(room for room in rooms if room is not None))
+            size = min(size, self.num_tokens - done, *(max(room, 0) for room in rooms if room is not None))
             num_accepted = min(num_accepted, size)
             inputs = [
                 RowInput(row, _uncached(row, text, end), _draft(text[end : end + size], forward.trees))
