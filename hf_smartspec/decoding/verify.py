@@ -1,4 +1,4 @@
-"""The accepted path: which token the target picks at each node, and whether the draft holds it (DESIGN 3.5)."""
+"""The accepted path: which token the target picks at each node, and whether the draft holds it."""
 
 from collections.abc import Sequence
 

@@ -81,7 +81,7 @@ class DraftTree:
 
     @cached_property
     def path_probs(self) -> np.ndarray:
-        """a_n of the design: probability that the target's path runs through each node, `[n]` float32."""
+        """a_n of docs/design.md: probability that the target's path runs through each node, `[n]` float32."""
         # Rounded softmax values may exceed 1 by a hair, and a child must never outrank its parent.
         probs = np.clip(self.probs, 0, 1).astype(np.float32)
         if self.is_chain:

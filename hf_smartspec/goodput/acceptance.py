@@ -31,7 +31,7 @@ _MOST_SOURCES = 512  # that are known
 
 class Calibrator:
     """
-    Maps (source, raw score bin, depth, match length) to the observed acceptance frequency (design, section 3.3).
+    Maps (source, raw score bin, depth, match length) to the observed acceptance frequency (docs/design.md, "Trust").
 
     Every cell shrinks towards the next coarser one by `strength` pseudo-observations, and the coarsest towards the raw
     score: without data the raw score is returned, with little data it is scaled by how far the source as a whole is
@@ -199,7 +199,7 @@ class Outcomes(NamedTuple):
 
 def outcomes(tree: DraftTree, tokens: Sequence[int] | np.ndarray) -> Outcomes:
     """
-    Scores a proposal against what really followed, whether its nodes were verified or not (design, section 3.3).
+    Scores a proposal against what really followed, whether its nodes were verified or not (docs/design.md, "Trust").
 
     Args:
         tree (`DraftTree`): The proposal, as drafted: not what a selector left of it.

@@ -44,9 +44,9 @@ class Prediction(NamedTuple):
 
 class GoodputAuction(LengthPolicy):
     """
-    One auction per step (design, section 3.2): the nodes of all rows are sorted by path probability a_n, and the best
-    prefix is verified. Since a_n never grows along a path, every prefix is a forest; since T depends on totals, the
-    best prefix is the best of all forests. T also depends a little on the widest row: there is one auction for each
+    One auction per step (docs/design.md, "The auction"): the nodes of all rows are sorted by path probability a_n, and
+    the best prefix is verified. Since a_n never grows along a path, every prefix is a forest; since T depends on
+    totals, the best prefix is the best of all forests. T also depends a little on the widest row: there is one auction for each
     bound on the width, and the best of their winners wins.
 
     The best maximises B + sum of a_n - lambda * T(S), where the price of time lambda = speed-up * B / T_plain is the
@@ -123,7 +123,7 @@ class GoodputAuction(LengthPolicy):
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
 
     def _best_levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
-        """The depth of each row's draft that leaves most tokens, `[rows]` int64; all 0 if none pays."""
+        """The depth of each row's draft, `[rows]` int64, by the same maximum; all 0 if no draft pays."""
         cost, record = stage.cost, self.records[stage.cost]
         gains = self._gains(rows, stage, caps, before)
         depths = np.arange(1, gains.shape[1] + 1)
@@ -251,7 +251,7 @@ class GoodputAuction(LengthPolicy):
         return forest.keep(mask)
 
     def _winners(self, rows: StepRows, forest: Forest, gains: np.ndarray, best: _Winners) -> _Winners:
-        """The nodes that leave most tokens; `best`, which speculates not at all, where none leave the margin more."""
+        """The nodes that maximise the profit; `best`, which speculates not at all, where none has the margin more."""
         # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
@@ -272,7 +272,7 @@ class GoodputAuction(LengthPolicy):
         return best
 
     def _profit(self, rows: StepRows, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Tokens, less what their time would yield at other steps."""
+        """B + sum of a_n - lambda * T(S): tokens, less what their time would yield at other steps."""
         return tokens - self._price(rows) * seconds
 
     def _least_profit(self, rows: StepRows) -> float:

@@ -1,7 +1,11 @@
-"""The commands that the README shows: they are accepted as printed, and name files that exist."""
+"""README and docs: commands are accepted as printed, examples run, and whatever is named exists."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,22 +13,93 @@ import pytest
 from hf_smartspec.commands import main as cli
 
 REPOSITORY = Path(__file__).parents[2]
-LINES = re.findall(r"^smartspec [^\n]+$", (REPOSITORY / "README.md").read_text(), flags=re.MULTILINE)
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LINES = sorted({line for page in PAGES for line in re.findall(r"^smartspec [^\n]+$", page.read_text(), re.MULTILINE)})
+_OUTPUTS = ("--output", "--json", "--plot")
 
 
-def test_the_readme_shows_commands():
+def _name(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def _examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def _headings(page: Path) -> list[str]:
+    return re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+
+
+def test_the_pages_show_commands_and_examples():
     assert len(LINES) >= 10
+    assert sum(len(_examples(page)) for page in PAGES) >= 8
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_command_of_the_readme_is_accepted_as_printed(line):
+def test_a_command_of_the_pages_is_accepted_as_printed(line):
     _, *words = shlex.split(line, comments=True)
     path = cli._command_path(words)
     assert path is not None, f"{line!r} names no command"
     arguments = words[len(path) :]
     _, parser = cli.load_command(path)
     parser.parse_args(arguments)
-    outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in ("--output", "--json", "--plot")]
+    outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
     for word in arguments:
         if ("/" in word or "." in word) and word not in outputs:
             assert (REPOSITORY / word).exists(), f"{word!r} is not in the repository"
+
+
+def test_make_knows_the_targets_that_the_pages_name():
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"\bmake (demo|test[a-z-]*)\b", page.read_text())}
+    assert {"demo", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_and_named_files_exist(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    for link in links:
+        if not link.startswith("https://"):
+            assert (page.parent / link).exists(), f"{link!r} leads nowhere"
+    for path in re.findall(r"`((?:hf_smartspec|candidates|demos|docs|tests)/[\w./-]+\.\w+)`", text):
+        assert (REPOSITORY / path).is_file(), f"{path!r} is not in the repository"
+
+
+def test_the_walk_names_functions_that_exist():
+    rows = re.findall(r"^\| `([\w/.]+\.py)` \| ([^|]+) \|", (REPOSITORY / "docs/walk.md").read_text(), re.MULTILINE)
+    assert 1 <= len(rows) <= 5, "from prompt to accepted token in at most five files"
+    for path, functions in rows:
+        names = re.findall(r"`(\w+)`", functions)
+        defined = re.findall(r"^ *def (\w+)\(", (REPOSITORY / path).read_text(), flags=re.MULTILINE)
+        assert names and set(names) <= set(defined), f"{sorted(set(names) - set(defined))} are not in {path}"
+
+
+def test_docstrings_cite_sections_that_exist():
+    sources = [path for folder in ("hf_smartspec", "candidates") for path in (REPOSITORY / folder).rglob("*.py")]
+    cited = [
+        (path, page, " ".join(section.split()))
+        for path in sources
+        for page, section in re.findall(r'\((docs/[\w-]+\.md),\s+"([^"]+)"\)', path.read_text())
+    ]
+    assert len(cited) >= 5
+    for path, page, section in cited:
+        found = _headings(REPOSITORY / page)
+        assert any(heading.split(":")[0] == section for heading in found), f"{path}: {page} has no section {section!r}"
+    assert not [path for path in sources if re.search(r"DESIGN \d|design, section", path.read_text())]
+
+
+def test_the_examples_of_the_pages_run(tmp_path):
+    """One behind the other in one process: the README's say what `model` and `draft` are."""
+    (tmp_path / "demos").symlink_to(REPOSITORY / "demos")
+    script = tmp_path / "pages.py"
+    blocks = [(_name(page), example) for page in PAGES for example in _examples(page)]
+    script.write_text(f"names = {{}}\nfor page, text in {blocks!r}:\n    exec(compile(text, page, 'exec'), names)\n")
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_example_of_a_source_is_short():
+    assert len((REPOSITORY / "demos/examples/ngram_source.py").read_text().splitlines()) <= 60

@@ -2,7 +2,7 @@
 How likely a candidate is (compiled): a logistic mix, as in the PAQ family of compressors (Mahoney, 2005), of acceptance
 frequencies that were observed for candidates of the same kind: with such a match length, count and share in this tree,
 and so on. Frequencies and mixing weights are learnt from every committed token, whether or not the candidate was
-drafted (DESIGN 3.3).
+drafted (docs/design.md, "Trust").
 """
 
 from typing import NamedTuple

@@ -26,8 +26,9 @@ class Sizes(NamedTuple):
 
 def enlarge(model: PreTrainedModel, num_parameters: float = 200e6, seed: int = 0) -> PreTrainedModel:
     """
-    A model of about `num_parameters` parameters that computes what `model` computes (DESIGN section 8): real text at
-    the cost of a real model of that size, in weights read, matrix products, attention and key-value cache.
+    A model of about `num_parameters` parameters that computes what `model` computes: real text at the cost of a
+    real model of that size, in weights read, matrix products, attention and key-value cache (docs/design.md,
+    "Cost-matched models").
 
     Layers, heads and neurons are added whose output projections are zero; their other weights are random. The residual
     stream gets further dimensions, which stay zero. RMSNorm averages over them too, so its weights shrink by
