@@ -46,8 +46,8 @@ class GoodputAuction(LengthPolicy):
     """
     One auction per step (docs/design.md, "The auction"): the nodes of all rows are sorted by path probability a_n, and
     the best prefix is verified. Since a_n never grows along a path, every prefix is a forest; since T depends on
-    totals, the best prefix is the best of all forests. T also depends a little on the widest row: there is one auction for each
-    bound on the width, and the best of their winners wins.
+    totals, the best prefix is the best of all forests. T also depends a little on the widest row: there is one auction
+    for each bound on the width, and the best of their winners wins.
 
     The best maximises B + sum of a_n - lambda * T(S), where the price of time lambda = speed-up * B / T_plain is the
     goodput of plain decoding in this step times what speculation has gained over it lately. With one price at all

@@ -59,8 +59,8 @@ class PaddedBatch(Protocol):
 
 class TokenPicker:
     """
-    The target's own choice of token for rows of one `generate` call (docs/design.md, "Exact processors and
-    criteria"). A processor of one's own that looks at each row's own tokens and keeps no state may say so by an attribute
+    The target's own choice of token for rows of one `generate` call (docs/design.md, "Exact processors and criteria").
+    A processor of one's own that looks at each row's own tokens and keeps no state may say so by an attribute
     `keeps_no_state = True`: rows then need not wait for one another.
 
     Args:
