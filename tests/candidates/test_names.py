@@ -10,6 +10,7 @@ from hf_smartspec.candidates import (
     DraftModelCandidates,
     FusedCandidates,
     PromptLookupCandidates,
+    StagedCandidates,
     SuffixTreeCandidates,
 )
 from hf_smartspec.prepare.model_state import state_of
@@ -30,7 +31,7 @@ def test_sources_that_draft_from_something_else_have_other_names(model):
     drafts = [DraftModelCandidates(noisy_copy(model, seed=seed)) for seed in (1, 2)]
     stores = [datastore(30), datastore(50)]
     lists = [FusedCandidates([SuffixTreeCandidates(), other]) for other in (*stores, PromptLookupCandidates())]
-    lists += [FusedCandidates([SuffixTreeCandidates()], drafter=draft) for draft in drafts]
+    lists += [StagedCandidates([SuffixTreeCandidates(), draft]) for draft in drafts]
     names = [source.name for source in (*drafts, *stores, *lists, PromptLookupCandidates(), SuffixTreeCandidates())]
     assert len(set(names)) == len(names)
     assert DraftModelCandidates(drafts[0].model).name == drafts[0].name, "the same model, in another call"
@@ -46,5 +47,5 @@ def test_lists_learn_apart(model):
         model.generate(**prompts([5, 6]), max_new_tokens=8, assistant=assistant)
     policies = state_of(model)._idle
     assert len(policies) == 2 and all(len(found) == 1 for found in policies.values())
-    (names, others) = ({cost.source for cost in found[0].timers if cost.source} for found in policies.values())
-    assert names and others and names.isdisjoint(others)
+    (names, others) = ({cost.source for cost in found[0].records} for found in policies.values())
+    assert names & others == {"PromptLookupCandidates"} and names - others and others - names

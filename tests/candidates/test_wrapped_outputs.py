@@ -156,9 +156,9 @@ class _EverySecond(FixedLength):
         super().__init__(4)
         self.num_steps = 0
 
-    def max_nodes(self, step):
+    def max_nodes(self, rows, stage, trees):
         self.num_steps += 1
-        limits = super().max_nodes(step)
+        limits = super().max_nodes(rows, stage, trees)
         return [limit if self.num_steps % 2 else 0 for limit in limits]
 
 

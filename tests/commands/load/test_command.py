@@ -241,7 +241,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
 
 
 def test_a_draft_must_be_there_to_be_measured(folder, capsys):
-    assert call("load", folder / "data.jsonl", "--model", folder / "target", *TINY) == 2
+    assert call("load", folder / "data.jsonl", "--model", folder / "target", *TINY, "--sources", "draft") == 2
     assert "--sources: draft needs --draft" in capsys.readouterr().err
     assert call("timeline", folder / "data.jsonl", "--model", folder / "target", *TINY, "--source", "hybrid") == 2
     assert "--sources: hybrid needs --draft" in capsys.readouterr().err
