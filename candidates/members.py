@@ -78,13 +78,25 @@ class MemberCandidates(TreeCandidateGenerator):
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         """What every source that needs hidden states can do without."""
-        for source in self.sources:
-            if HIDDEN_STATES in source.needs and (request_id, id(source)) not in self._failed:
-                try:
-                    length = min(length, source.reuse(request_id, length, earlier))
-                except Exception as error:
-                    self._drop(source, [request_id], error)
+        granted: dict[int, int] = {}
+        looking = [source for source in self.sources if HIDDEN_STATES in source.needs]
+        # What one must be shown again, all are: who was asked before and can do without more is asked anew.
+        while asking := [source for source in looking if granted.get(id(source), length + 1) > length]:
+            for source in asking:
+                granted[id(source)] = length = self._reused(source, request_id, length, earlier)
         return length
+
+    def _reused(
+        self, source: TreeCandidateGenerator, request_id: Hashable, length: int, earlier: Hashable | None
+    ) -> int:
+        """`length` where the source has failed."""
+        if (request_id, id(source)) in self._failed:
+            return length
+        try:
+            return max(min(length, source.reuse(request_id, length, earlier)), 0)
+        except Exception as error:
+            self._drop(source, [request_id], error)
+            return length
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)

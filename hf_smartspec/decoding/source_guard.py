@@ -15,6 +15,8 @@ from .request import Request
 
 logger = get_logger(__name__)
 
+_SAMPLED = 0.8  # what every node of a sampled draft is taken to be worth, until more is known
+
 
 def forget(source: TreeCandidateGenerator, request_id: Hashable) -> None:
     """Tells a source that the keys and values of a request that has ended are gone, whatever it does then."""
@@ -52,11 +54,13 @@ class GuardedSources:
         row = request.cache_row
         if not request.call.hidden_layers or not row.length:
             return
-        length = row.length
-        for position, source in self._serving(request):
-            if HIDDEN_STATES in source.needs:  # what one must be shown again, all are
+        length, granted = row.length, dict[int, int]()
+        # What one must be shown again, all are: who was asked before and can do without more is asked anew.
+        while asking := [item for item in self._looking(request) if granted.get(item[0], length + 1) > length]:
+            for position, source in asking:
                 reused = self._guarded(request, position, _reuse, request, source, length)
-                length = length if reused is None else reused
+                if reused is not None:
+                    granted[position] = length = reused
         if length < row.length:
             request.call.forward.cut(row, length)
 
@@ -119,7 +123,7 @@ class GuardedSources:
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
             for tree in trees:
                 tree.check_integrity(self.vocab_size)
-            return {request: tree.most_likely(limit) for (request, limit), tree in zip(wanted.items(), trees)}
+            return {request: _sealed(tree.most_likely(limit)) for (request, limit), tree in zip(wanted.items(), trees)}
         except Exception as error:
             first_error = first_error or error
             if len(wanted) == 1:
@@ -137,6 +141,10 @@ class GuardedSources:
             return []
         return [item for item in enumerate(request.call.stages) if item[0] not in request.dropped]
 
+    def _looking(self, request: Request) -> list[tuple[int, TreeCandidateGenerator]]:
+        """Those of them that need hidden states."""
+        return [item for item in self._serving(request) if HIDDEN_STATES in item[1].needs]
+
     def _guarded(self, request: Request, position: int, call: Callable, *args: Any) -> Any:
         try:
             return call(*args)
@@ -153,6 +161,16 @@ class GuardedSources:
                 f"goes on {goes_on} (further failures of this call are not reported): {error!r}"
             )
         self._has_warned = True
+
+
+def _sealed(tree: DraftTree) -> DraftTree:
+    """
+    A sampled draft without the probabilities of what was drawn: verification by rejection is exact only where these do
+    not decide how much of it is verified. What such drafts are worth is learnt from what came true of them.
+    """
+    if tree.distributions is None:
+        return tree
+    return tree.with_probs(np.full(len(tree), _SAMPLED, np.float32))
 
 
 def _start(request: Request, source: TreeCandidateGenerator) -> None:

@@ -10,6 +10,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 import hf_smartspec
 from hf_smartspec import Engine, FixedLength, PromptLookupCandidates, SmartSpecConfig, TreeCandidateGenerator
+from hf_smartspec.candidates import FusedCandidates, StagedCandidates
 
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
@@ -364,6 +365,28 @@ def test_sources_of_others_have_kept_nothing():
         assert served(engine, [prompt]) == [alone(model, prompt)]
     watching.check(model)
     assert watching.reused == [0, 29]
+
+
+class Forgetful(Watching):
+    """Keeps hidden states of the first tokens only."""
+
+    def reuse(self, request_id, length, earlier):
+        return super().reuse(request_id, min(length, 10), earlier)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_sources_that_have_kept_more_than_others_are_shown_it_again(together):
+    """They are told so, before they are: what they have kept of it is of no use any more."""
+    model = shared_model("llama")
+    prompt = list(range(3, 33))
+    more, fewer = Watching(known(model, [prompt])), Forgetful(known(model, [prompt]))
+    with Engine(model, (FusedCandidates if together else StagedCandidates)([more, fewer]), max_batch_size=2) as engine:
+        assert served(engine, [prompt]) == [alone(model, prompt)]
+        assert served(engine, [prompt]) == [alone(model, prompt)]
+        assert engine._runner.memory.num_reused == 10
+    more.check(model)
+    fewer.check(model)
+    assert more.reused == [29, 10] and fewer.reused == [10]
 
 
 def test_cancellation_in_flight():

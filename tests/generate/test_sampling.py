@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import hf_smartspec
-from hf_smartspec import SeededGumbelLogitsProcessor, SmartSpecConfig
+from hf_smartspec import LengthPolicy, SeededGumbelLogitsProcessor, SmartSpecConfig
 
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts
 
@@ -273,3 +273,32 @@ def test_rejection_of_greedy_rows_is_exact(model, draft):
         output = model.generate(**BATCH, max_new_tokens=20, assistant=config, return_dict_in_generate=True)
     assert output.statistics.accepted_tokens > 0
     assert torch.equal(output.sequences, model.generate(**BATCH, max_new_tokens=20))
+
+
+class Reading(LengthPolicy):
+    """Notes what it is told of drafts."""
+
+    def __init__(self):
+        self.tokens, self.probs = [], set()
+
+    def max_nodes(self, rows, stage, trees):
+        return stage.caps
+
+    def select(self, rows, trees):
+        for tree in trees:
+            self.tokens += tree.tokens.tolist()
+            self.probs.update(tree.probs.tolist())
+        return list(trees)
+
+
+def test_what_was_drawn_does_not_decide_what_is_verified_by_rejection(model):
+    """Else tokens that a draft seldom draws would come out too seldom: policies do not see how likely they were."""
+    settings = BATCH | {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None, "seed": SEED}
+    read = {}
+    for method in ("coupled", "rejection"):
+        read[method] = Reading()
+        config = SmartSpecConfig(noisy_copy(model), verification=method, policy=read[method])
+        with hf_smartspec.enabled(model):
+            model.generate(**settings, assistant=config)
+    assert len(set(read["rejection"].tokens)) > 5 and len(read["rejection"].probs) == 1
+    assert len(read["coupled"].probs) > 5
