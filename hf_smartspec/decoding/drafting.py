@@ -64,7 +64,7 @@ class Drafting:
         with self._timed("seconds_select"):
             limits = self.policy.max_nodes(step, stage, trees)
             _check_number(self.policy, "gave", len(limits), "limits", len(rows))
-            stage.asked = np.minimum(limits, stage.caps).astype(np.int64)
+            stage.asked = np.clip(limits, 0, stage.caps).astype(np.int64)
             wanted = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
             price = self.policy.price(step, stage) if wanted else None
         if not wanted:
@@ -77,6 +77,7 @@ class Drafting:
         with self._timed("seconds_select"):
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
             drafted = self.policy.calibrated(step, stage, stage.proposed)
+            _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
             return join(trees, drafted, step.caps) if any(map(len, trees)) else drafted
 
     def observe(self, step: StepRows, tokens: Sequence[np.ndarray]) -> None:

@@ -17,7 +17,7 @@ class Forest:
         sizes (`np.ndarray` of shape `[rows]`, int64): Nodes of each tree.
         row (`[n]` int64): The row of each node.
         parents (`[n]` int64): Index of each node's parent in the flat arrays; n for children of committed tokens.
-        probs (`[n]` float32): As drafted, clipped to [0, 1].
+        probs (`[n]` float32): As drafted, clipped to [0, 1]; what is no number is an even chance.
     """
 
     def __init__(self, trees: Sequence[DraftTree]):
@@ -33,6 +33,7 @@ class Forest:
         self.parents = np.where(parents < 0, self.num_nodes, parents + np.repeat(self.starts, self.sizes))
         # Rounded softmax values may exceed 1 by a hair.
         self.probs = np.clip(np.concatenate([tree.probs for tree in self.trees]), 0, 1)
+        self.probs[np.isnan(self.probs)] = 0.5  # what is no number says nothing: an even chance
 
     @cached_property
     def tokens(self) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import DraftTree, FixedLength, SmartSpecConfig, TreeCandidateGenerator
+from hf_smartspec import DraftTree, FixedLength, LengthPolicy, SmartSpecConfig, TreeCandidateGenerator
 
 from .helpers import VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts
 
@@ -208,3 +208,31 @@ def test_policies_that_misbehave_are_reported(model):
 
     with hf_smartspec.enabled(model), pytest.raises(ValueError, match="Short selected 3 trees for 4 rows"):
         model.generate(**BATCH, max_new_tokens=8, assistant=SmartSpecConfig("prompt_lookup", policy=Short(3)))
+
+
+class Odd(LengthPolicy):
+    """Gives limits that are none, and loses a tree where it is told to."""
+
+    def __init__(self, loses=False):
+        self.loses, self.asked = loses, []
+
+    def max_nodes(self, rows, stage, trees):
+        return [-3, 2.0, 10**6, 0][: len(rows)]
+
+    def calibrated(self, rows, stage, trees):
+        self.asked.append(stage.asked.tolist())
+        return list(trees)[self.loses :]
+
+
+def test_limits_that_are_none(model):
+    """They are kept within what a row may be given, and what a policy loses is an error at once."""
+    model.generation_config.eos_token_id = None
+    known = model.generate(**BATCH, max_new_tokens=20)
+    policy = Odd()
+    with hf_smartspec.enabled(model):
+        config = SmartSpecConfig(Oracle(known, MASK), policy=policy)
+        output = model.generate(**BATCH, max_new_tokens=20, assistant=config, return_dict_in_generate=True)
+        with pytest.raises(ValueError, match="Odd calibrated 3 trees for 4 rows"):
+            model.generate(**BATCH, max_new_tokens=8, assistant=SmartSpecConfig(Oracle(known, MASK), policy=Odd(True)))
+    assert torch.equal(output.sequences, known) and output.statistics.accepted_tokens > 0
+    assert policy.asked[0] == [0, 2, 4, 0]

@@ -161,3 +161,18 @@ def test_any_number_of_stages_stand_in_one_line():
         assert (stage.asked > 0).tolist() == asked
         stage.proposed = [DraftTree.empty(), STRONG]
         trees = [trees[0], policy.calibrated(rows, stage, stage.proposed)[1]]
+
+
+def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
+    """One bad draft of a source does not end what is known of it, or of those beside it."""
+    policy = GoodputAuction(line(), calibrates=False)
+    broken = DraftTree.chain([1, 2], [np.nan, 0.5])
+    for tree in (broken, *[STRONG] * 3):
+        rows = staged_rows(2)
+        trees, _ = ask_second(policy, rows, [tree, WEAK])
+        rows.stages[1].proposed = [DraftTree.empty()] * 2
+        kept = policy.select(rows, trees)
+        truth = [np.arange(9)] * 2
+        policy.observe(rows, trees, kept, [0, 0], StepSeconds(0.0, 0.02, 0.0), truth)
+    assert all(np.isfinite(record.benefit.mean) for record in policy.records.values())
+    assert len(kept[0]) > 2
