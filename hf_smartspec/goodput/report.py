@@ -194,8 +194,9 @@ class LoggedPolicy(LengthPolicy):
         true_nodes = nodes[hits]
         row, depth = forest.row[nodes], forest.depths[nodes]
         counts = np.zeros((2, int(depth.max())))
-        counts[0] = np.bincount(np.unique(row * 1000 + depth) % 1000, minlength=counts.shape[1] + 1)[1:]
-        counts[1] = np.bincount(forest.depths[true_nodes], minlength=counts.shape[1] + 1)[1:]
+        num = counts.shape[1] + 1
+        counts[0] = np.bincount(np.unique(row * num + depth) % num, minlength=num)[1:]
+        counts[1] = np.bincount(forest.depths[true_nodes], minlength=num)[1:]
         known = self._levels.get(stage.name, np.zeros((2, 0)))
         longest = max(known.shape[1], counts.shape[1])
         known, counts = (np.pad(item, ((0, 0), (0, longest - item.shape[1]))) for item in (known, counts))

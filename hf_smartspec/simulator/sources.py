@@ -185,4 +185,4 @@ def timed_stages(
     """The source with each of its stages timed, by `costs` in the same order; the last one serves all that follow."""
     stages = [TimedCandidates(stage, clock, costs[min(index, len(costs) - 1)])
               for index, stage in enumerate(source.stages)]  # fmt: skip
-    return stages[0] if len(stages) == 1 else StagedCandidates(stages)
+    return stages[0] if len(stages) == 1 else StagedCandidates(stages, getattr(source, "threshold", None))

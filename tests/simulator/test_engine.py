@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import Engine, PromptLookupCandidates, SmartSpecConfig, SuffixTreeCandidates
+from hf_smartspec.candidates import StagedCandidates
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.decoding.call import ModelLimits
 from hf_smartspec.decoding.loop import DecodingLoop
@@ -59,6 +60,16 @@ def test_a_lone_request_takes_its_prefill_and_one_step_per_token():
     late = SimulatedEngine(COST, NoCandidates(), request_seconds=0.5).run([request], NoSpeculation())
     assert late.mean_latency == pytest.approx(0.5 + sum(step))
     assert result.seconds_waited == late.seconds_waited == 0, "what it takes to prepare a request is no waiting"
+
+
+def test_stages_keep_their_threshold():
+    """A fixed number of nodes: the later source is asked where the first one's tree promises no more than that."""
+    requests, num_drafted = with_acceptance(same_requests([0.0]), 0.9, rng(1)), []
+    for threshold in (0.1, 9.0):
+        source = StagedCandidates([chain(2), chain(6)], threshold)
+        result = SimulatedEngine(COST, source, max_nodes=8).run(requests, FixedLength(6))
+        num_drafted.append(result.statistics.drafted_tokens / result.statistics.steps)
+    assert num_drafted[0] <= 2 < 4 < num_drafted[1]
 
 
 def test_requests_wait_while_the_one_slot_is_taken():

@@ -17,7 +17,15 @@ from .length import PowerLaw, expected_length, optimal_length
 _NEWEST = 0.02  # weight of the latest step in what an oracle has gained lately
 
 
-class BatchLookupTable(LengthPolicy):
+class _Lengths(LengthPolicy):
+    """Policies that settle on lengths before anything is drafted: drafts of several stages together have no other."""
+
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        asked = np.max([stage.asked for stage in rows.stages], axis=0)
+        return [tree.most_likely(number) for tree, number in zip(trees, asked.tolist())]
+
+
+class BatchLookupTable(_Lengths):
     """
     The optimal length of every batch size, looked up (Su et al., section 4). Between two profiled batch sizes the
     smaller of their lengths is taken, beyond the last ones theirs.
@@ -95,7 +103,7 @@ class StepPlan(NamedTuple):
     goodput: float  # expected tokens per second
 
 
-class _SmartSpec(LengthPolicy):
+class _SmartSpec(_Lengths):
     """What both granularities share: a cost that follows the steps, and acceptance by moving averages."""
 
     def __init__(self, cost: CostModel, max_length: int = 8):

@@ -35,6 +35,20 @@ def asked(policy, rows):
     return policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * len(rows))
 
 
+@pytest.mark.parametrize(
+    "policy", [BatchLookupTable({1: 3}), StepGoodput(line(), max_length=3), RequestGoodput(line(), max_length=3)]
+)
+def test_drafts_of_two_stages_are_no_longer_than_those_of_one(policy):
+    caps = np.array([8])
+    rows = rows_of(1, stages=[Stage(DraftCost(source=name), caps, position) for position, name in enumerate("ab")])
+    trees = [DraftTree.empty()]
+    for stage in rows.stages:
+        stage.asked = np.asarray(policy.max_nodes(rows, stage, trees))
+    assert [stage.asked.tolist() for stage in rows.stages] == [[3], [3]]
+    joined = DraftTree(np.arange(6), np.array([-1, 0, 1, -1, 3, 4]), np.full(6, 0.5, np.float32))
+    assert len(policy.select(rows, [joined])[0]) == 3
+
+
 # --- Su et al.'s look-up table ----------------------------------------------------------------------------------------
 
 
