@@ -81,7 +81,7 @@ class Faulty(TreeCandidateGenerator):
 @pytest.fixture
 def warnings(caplog):
     """The library's log records of at least warning level."""
-    caplog.set_level(logging.WARNING, logger="hf_smartspec")
+    caplog.set_level(logging.WARNING)
 
     def collected():
         return [record for record in caplog.records if record.name.startswith("hf_smartspec")]
