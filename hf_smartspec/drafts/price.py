@@ -17,10 +17,6 @@ class LevelPrice(NamedTuple):
     trust: float = 1.0  # by which its probabilities have turned out higher or lower than it says
 
     @property
-    def is_of_levels(self) -> bool:
-        return self.call > 0 or self.row > 0
-
-    @property
     def least_probability(self) -> float:
         """What the source must give a path, so that its last node is worth verifying."""
         return max(self.node / self.trust, _LEAST_PROBABILITY)
