@@ -97,7 +97,7 @@ class GoodputAuction(LengthPolicy):
         before = plan.before[stage] = self._before(rows, trees)
         if _weighs_levels(stage):
             return self._levels(rows, stage, caps, before)
-        return caps if self._pays(stage, before, caps) else np.zeros_like(caps)
+        return caps if self._pays(stage, caps) else np.zeros_like(caps)
 
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
@@ -161,7 +161,7 @@ class GoodputAuction(LengthPolicy):
         price = record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)
         return probed if self._affords(price) else levels
 
-    def _pays(self, stage: Stage, before: Before, caps: np.ndarray) -> bool:
+    def _pays(self, stage: Stage, caps: np.ndarray) -> bool:
         """Whether a source whose levels cost nothing is asked."""
         record = self.records[stage.cost]
         price, benefit = record.seconds(stage.cost, caps > 0), record.benefit

@@ -49,7 +49,7 @@ class Stage:
     def limits(self, num_nodes: int | np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
         """
         At most `num_nodes` for each row; behind the first place, only where the trees that are there promise little
-        (SuffixDecoding, section 4.3).
+        (SuffixDecoding's hybrid, with its appendix B.1 for the threshold).
         """
         limits = np.minimum(self.caps, num_nodes)
         if not self.position:
