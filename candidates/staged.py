@@ -19,7 +19,8 @@ class StagedCandidates(MemberCandidates):
     Any number of sources of any cost. The engine asks one `stage` after the other, each where its nodes, beside those
     that are there already, bring more than they cost.
 
-    Where nobody weighs that (a fixed number of nodes, transformers' own loop), it is SuffixDecoding's hybrid (appendix B.1): a later source is asked where the tree so far promises too few tokens (SCORE, the sum of its path
+    Where nobody weighs that (a fixed number of nodes, transformers' own loop), it is SuffixDecoding's hybrid (appendix
+    B.1): a later source is asked where the tree so far promises too few tokens (SCORE, the sum of its path
     probabilities, is at most τ). The paper then verifies this source's draft in place of the tree; here its nodes join
     the tree.
 
