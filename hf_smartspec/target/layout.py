@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -167,6 +168,9 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
+_slot = attrgetter("slot")
+
+
 def arrange(rows: Sequence[RowInput], call: int) -> list[list[RowInput]]:
     """The rows of each part, in ascending order of their slots; `call` is what one more part costs (`call_columns`)."""
     rows = sorted(rows, key=lambda item: item.row.slot)
@@ -182,11 +186,13 @@ def padded_context(rows: Sequence[CacheRow], call: int) -> int:
     """
     if not rows:
         return 0
-    rows = sorted(rows, key=lambda row: row.slot)
-    runs = split([row.slot for row in rows], [row.length + 1 for row in rows], [1] * len(rows), call)
-    parts = [rows[run] for run in runs]
-    context = sum((part[-1].slot - part[0].slot + 1) * max(row.length for row in part) for part in parts)
-    return context + call * (len(parts) - 1)
+    if len(rows) == 1:
+        return rows[0].length
+    rows = sorted(rows, key=_slot)
+    slots, lengths = [row.slot for row in rows], [row.length for row in rows]
+    runs = split(slots, [length + 1 for length in lengths], [1] * len(rows), call)
+    context = sum([(slots[run.stop - 1] - slots[run.start] + 1) * max(lengths[run]) for run in runs])
+    return context + call * (len(runs) - 1)
 
 
 def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> StepLayout:

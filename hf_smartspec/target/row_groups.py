@@ -1,6 +1,8 @@
 """Which neighbouring rows attention sees together: what padding costs against what one more call costs."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -11,6 +13,7 @@ from .compat import shared_value
 # CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.
 _CALL_ON_CPU, _CALL_ELSEWHERE = 2**17, 2**25
 _QUERY = 0.1  # of what a row's first token costs, each further one, measured likewise
+_MOST_BLOCKS = 32  # among which the cheapest split is searched for, in time that grows with their square
 
 TYPICAL_CALL = 170  # columns of a row, for 6 key/value heads of 64 dimensions on a CPU
 
@@ -30,6 +33,9 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
 
         cost = call + slots * columns * (1 + 0.1 * (width - 1))
 
+    Of up to 32 rows the cheapest split is found. Of more, neighbours that cost less together than apart are joined
+    first, those that waste least before others: that takes time in proportion to the rows, and finds a cheap one.
+
     Args:
         slots, columns, widths (sequences of `int`): Of every row, at least one, in ascending order of slots.
         call (`int`): See `call_columns`.
@@ -37,23 +43,102 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
     Returns:
         list of `slice`: The rows of each run, in order.
     """
+    if len(slots) == 1:
+        return [slice(0, 1)]
+    # A step asks twice, for what it will cost and for how it is run: with the same answer where nothing is drafted.
+    ends = _ends(tuple(slots), tuple(columns), tuple(widths), call)
+    return [slice(start, end) for start, end in zip((0, *ends), ends)]
+
+
+@lru_cache(maxsize=4)
+def _ends(slots: tuple[int, ...], columns: tuple[int, ...], widths: tuple[int, ...], call: int) -> tuple[int, ...]:
+    """Where the runs end, of at least two rows."""
     num = len(slots)
+    rows = _Blocks.of_rows(np.array(slots), np.array(columns), np.array(widths))
     whole = (slots[-1] - slots[0] + 1) * max(columns) * (1 + _QUERY * (max(widths) - 1))
-    least = sum([length * (1 + _QUERY * (width - 1)) for length, width in zip(columns, widths)])
-    if whole - least <= call:  # without any padding, two calls would cost as much
-        return [slice(0, num)]
-    spans = np.array(slots) - np.array(slots)[:, None] + 1  # [first row of the run, last row]
-    is_run = np.tri(num, dtype=bool).T
-    longest = np.maximum.accumulate(np.where(is_run, columns, 0), axis=1)
-    widest = np.maximum.accumulate(np.where(is_run, widths, 1), axis=1)
-    costs = np.ascontiguousarray((call + spans * longest * (1 + _QUERY * (widest - 1))).T)
-    best, firsts = np.zeros(num + 1), []  # of the first rows; the last run of the best split of them
-    for last in range(num):
-        totals = best[: last + 1] + costs[last, : last + 1]
-        firsts.append(int(totals.argmin()))
-        best[last + 1] = totals[firsts[-1]]
-    runs, end = [], num
-    while end:
-        runs.append(slice(firsts[end - 1], end))
-        end = runs[-1].start
-    return runs[::-1]
+    if whole - rows.costs().sum() <= call:  # without any padding, two calls would cost as much
+        return (num,)
+    blocks = rows
+    while len(blocks.ends) > _MOST_BLOCKS:
+        joined = blocks.joined(call)
+        if joined is blocks:  # nothing pays; all in one run may
+            total = call * len(blocks.ends) + blocks.costs().sum()
+            return (num,) if whole + call <= total else tuple(blocks.ends.tolist())
+        blocks = joined
+    return blocks.cheapest(call)
+
+
+class _Blocks(NamedTuple):
+    """Runs of neighbouring rows, `[blocks]` int64 each: what joins them, they share."""
+
+    ends: np.ndarray  # the number of the row behind the last one
+    first_slots: np.ndarray
+    last_slots: np.ndarray
+    columns: np.ndarray  # of the longest row
+    widths: np.ndarray  # of the widest row
+
+    @classmethod
+    def of_rows(cls, slots: np.ndarray, columns: np.ndarray, widths: np.ndarray) -> "_Blocks":
+        return cls(np.arange(1, len(slots) + 1), slots, slots, columns, widths)
+
+    def costs(self) -> np.ndarray:
+        """Of each block as a run, without its call, `[blocks]` float64."""
+        return _cost(self.last_slots - self.first_slots + 1, self.columns, self.widths)
+
+    def joined(self, call: int) -> "_Blocks":
+        """Pairs of neighbours as one block where that costs less: the half of them that waste least."""
+        costs = self.costs()
+        columns = np.maximum(self.columns[1:], self.columns[:-1])
+        widths = np.maximum(self.widths[1:], self.widths[:-1])
+        waste = _cost(self.last_slots[1:] - self.first_slots[:-1] + 1, columns, widths) - costs[1:] - costs[:-1]
+        joins = _least(waste, waste < call)
+        if not joins.any():
+            return self
+        is_first = np.append(True, ~joins)
+        starts, is_last = np.flatnonzero(is_first), np.append(~joins, True)
+        return _Blocks(
+            self.ends[is_last],
+            self.first_slots[is_first],
+            self.last_slots[is_last],
+            np.maximum.reduceat(self.columns, starts),
+            np.maximum.reduceat(self.widths, starts),
+        )
+
+    def cheapest(self, call: int) -> tuple[int, ...]:
+        """Where the runs of the cheapest split end that cuts between these blocks only."""
+        num = len(self.ends)
+        spans = self.last_slots - self.first_slots[:, None] + 1  # [first block of the run, last block]
+        is_run = np.tri(num, dtype=bool).T
+        longest = np.maximum.accumulate(np.where(is_run, self.columns, 0), axis=1)
+        widest = np.maximum.accumulate(np.where(is_run, self.widths, 1), axis=1)
+        costs = np.ascontiguousarray((call + _cost(spans, longest, widest)).T)
+        best, firsts = np.zeros(num + 1), []  # of the first blocks; the last run of the best split of them
+        for last in range(num):
+            totals = best[: last + 1] + costs[last, : last + 1]
+            firsts.append(int(totals.argmin()))
+            best[last + 1] = totals[firsts[-1]]
+        ends, end = [], num
+        while end:
+            ends.append(int(self.ends[end - 1]))
+            end = firsts[end - 1]
+        return tuple(ends[::-1])
+
+
+def _cost(slots: np.ndarray, columns: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Of runs over so many slots, without their calls."""
+    return slots * columns * (1 + _QUERY * (widths - 1))
+
+
+def _least(waste: np.ndarray, pays: np.ndarray) -> np.ndarray:
+    """
+    Which borders between blocks go (`[borders]` bool): of those where that `pays`, the half that wastes least, and no
+    two neighbours at once. So a quarter of them goes at least.
+    """
+    wastes = waste[pays]
+    if not len(wastes):
+        return pays
+    middle = (len(wastes) - 1) // 2
+    goes = pays & (waste <= np.partition(wastes, middle)[middle])
+    place = np.arange(len(goes))
+    staying = np.maximum.accumulate(np.where(goes, -1, place))  # the last border before each that stays
+    return goes & ((place - staying) % 2 == 1)
