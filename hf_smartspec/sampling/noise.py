@@ -7,9 +7,13 @@ import torch
 from transformers import LogitsProcessor
 
 from ..validate import check_seed
+from .device import to_device
+from .top import argmax
 
 # Noise of a uniform variate of 52 bits never exceeds this, -log(-log(1 - 2**-53)).
 _LARGEST_NOISE = 36.74
+
+_BLOCK = 2**16  # entries of scores that are worked on at a time on a CPU
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -23,30 +27,46 @@ def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor
     A counter-based generator: the noise of (seed, position, token) is the same whenever, wherever and beside whatever
     it is asked for. Token counters pass through the finaliser of SplitMix64 (Steele et al., 2014).
     """
-    key = _mix_int(_mix_int(seed) ^ (position + 1))
+    key = _keys([seed], [position])[0]
     if tokens.device.type == "cpu":  # numpy: a dozen small operations are dearer in torch, whose threads meet in each
         uniform = torch.from_numpy(_uniform_numpy(key, tokens.numpy()))
     else:
-        uniform = _uniform_torch(key, tokens)
+        uniform = _uniform_torch(_signed(int(key)), tokens)
+    return _gumbel(uniform)
+
+
+def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
+    """Noise from uniform variates in float64, which are overwritten; float32."""
     # In float64, since the upper tail, which decides who wins, is lost where float32 rounds the uniform to 1.
-    return -torch.log(-torch.log(uniform)).to(torch.float32)
+    return uniform.log_().neg_().log_().neg_().to(torch.float32)
 
 
-def _uniform_numpy(key: int, tokens: np.ndarray) -> np.ndarray:
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """What every pair of a seed and a position adds to the counters, uint64 `[rows]`."""
+    keys = [_mix_int(_mix_int(seed) ^ (position + 1)) for seed, position in zip(seeds, positions)]
+    return np.array(keys, np.uint64)
+
+
+def _uniform_numpy(keys: np.ndarray | np.uint64, tokens: np.ndarray) -> np.ndarray:
     """
     Uniform variates in the open interval (0, 1): the upper 52 bits of the hash, centred in their cell. With 53 bits the
-    centre of the last cell would be rounded to 1, whose noise is infinite.
+    centre of the last cell would be rounded to 1, whose noise is infinite. Keys (uint64) and tokens are broadcast.
     """
-    counters = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
-    counters = (counters ^ (counters >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
-    counters = (counters ^ (counters >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    counters = counters ^ (counters >> np.uint64(31))
-    return ((counters >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    counters = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + keys
+    for bits, multiplier in zip((30, 27), _MULTIPLIERS):
+        counters ^= counters >> np.uint64(bits)  # in place: memory is what this costs
+        counters *= np.uint64(multiplier)
+    counters ^= counters >> np.uint64(31)
+    counters >>= np.uint64(12)
+    uniform = counters.astype(np.float64)
+    uniform += 0.5
+    uniform *= 2.0**-52
+    return uniform
 
 
-def _uniform_torch(key: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The same on any device; torch has no unsigned arithmetic, so shifts are masked."""
-    counters = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
+def _uniform_torch(keys: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The same on any device; torch has no unsigned arithmetic, so keys (int64) are signed and shifts are masked."""
+    counters = (tokens + 1) * _signed(_GOLDEN) + keys
     counters = (counters ^ _shift(counters, 30)) * _signed(_MULTIPLIERS[0])
     counters = (counters ^ _shift(counters, 27)) * _signed(_MULTIPLIERS[1])
     counters = counters ^ _shift(counters, 31)
@@ -64,18 +84,56 @@ def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
 def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
     """
     Scores `[rows, vocab_size]` plus the noise of each row's seed and position; rows without a seed stay as they are.
-    Noise is made only for tokens that can still win: those that the processors left, and whose score, with the largest
-    noise there is, exceeds that of the highest score with its own noise.
+    Noise is added only to tokens that can still win: those that the processors left, and whose score, with the largest
+    noise there is, exceeds that of the highest score with its own noise. No device is waited for.
     """
-    scores = scores.clone()
-    for line, seed, position in zip(scores, seeds, positions):
-        if seed is None:
-            continue
-        best = line.argmax(keepdim=True)
-        bound = line[best] + gumbel_noise(seed, position, best) - _LARGEST_NOISE
-        tokens = torch.nonzero((line >= bound) & (line > -torch.inf)).squeeze(1)
-        line[tokens] += gumbel_noise(seed, position, tokens)
-    return scores
+    pairs = [(seed, position) for seed, position in zip(seeds, positions) if seed is not None]
+    if not pairs:
+        return scores.clone()
+    keys = _keys(*zip(*pairs))
+    noisy = _noisy_on_cpu if scores.device.type == "cpu" else _noisy
+    if len(pairs) == len(scores):
+        return noisy(scores, keys)
+    result = scores.clone()
+    lines = to_device(np.array([line for line, seed in enumerate(seeds) if seed is not None]), scores.device)
+    return result.index_copy_(0, lines, noisy(scores.index_select(0, lines), keys))
+
+
+def _noisy(scores: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    """All tokens' noise at once, of which those take theirs that can win."""
+    tokens = torch.arange(scores.shape[1], device=scores.device)
+    noise = _gumbel(_uniform_torch(to_device(keys.view(np.int64), scores.device)[:, None], tokens))
+    best = scores.argmax(dim=-1, keepdim=True)
+    keep = _can_win(scores, scores.gather(1, best) + noise.gather(1, best))
+    return torch.where(keep, (scores + noise).to(scores.dtype), scores)
+
+
+def _noisy_on_cpu(scores: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    """The same, with noise made for what takes it, as few lines at a time as stay in the cache."""
+    result = scores.clone()
+    num = max(_BLOCK // scores.shape[1], 1)
+    for first in range(0, len(scores), num):
+        _add_in_place(result[first : first + num], keys[first : first + num, None])
+    return result
+
+
+def _add_in_place(scores: torch.Tensor, keys: np.ndarray) -> None:
+    best = np.array(argmax(scores))[:, None]
+    noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, best)))
+    keep = _can_win(scores, scores.gather(1, torch.from_numpy(best)) + noise)
+    places = keep.numpy().ravel().nonzero()[0]
+    if 2 * len(places) > keep.numel():  # nearly all: picking them out costs more than it saves
+        noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, np.arange(scores.shape[1]))))
+        torch.where(keep, (scores + noise).to(scores.dtype), scores, out=scores)
+    elif len(places):
+        lines, tokens = np.divmod(places, scores.shape[1])
+        noise = _gumbel(torch.from_numpy(_uniform_numpy(keys[lines, 0], tokens)))
+        scores.view(-1)[torch.from_numpy(places)] += noise
+
+
+def _can_win(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Which tokens may be picked, given the highest scores with their noise, `[rows, 1]`."""
+    return (scores >= best - _LARGEST_NOISE) & (scores > -torch.inf)
 
 
 def _mix_int(value: int) -> int:

@@ -48,8 +48,8 @@ def test_devices_agree_on_the_uniform_variates(key, first, offset):
     """numpy on the CPU, torch elsewhere: bit for bit, with keys and counters that overflow."""
     tokens = torch.arange(first, first + 20)
     key = (key + offset) % 2**64
-    expected = module._uniform_numpy(key, tokens.numpy())
-    assert module._uniform_torch(key, tokens).numpy().tolist() == expected.tolist()
+    expected = module._uniform_numpy(np.uint64(key), tokens.numpy())
+    assert module._uniform_torch(module._signed(key), tokens).numpy().tolist() == expected.tolist()
 
 
 @given(seeds, st.integers(0, 1000), st.lists(st.integers(0, 1000), min_size=1, max_size=30))
@@ -74,8 +74,8 @@ def test_noise_is_finite_at_both_ends_of_the_generator(hashed):
     """The largest and the smallest variates there are must lie within (0, 1), or a token's noise is infinite."""
     counter = unmix(hashed)
     for uniform in (
-        module._uniform_numpy(counter, np.array([-1])),  # the token whose counter is the key itself
-        module._uniform_torch(counter, torch.tensor([-1])).numpy(),
+        module._uniform_numpy(np.uint64(counter), np.array([-1])),  # the token whose counter is the key itself
+        module._uniform_torch(module._signed(counter), torch.tensor([-1])).numpy(),
     ):
         assert abs(uniform[0] - hashed / 2**64) < 2**-51, "the finaliser was not inverted"
         noise = -np.log(-np.log(uniform[0]))
@@ -133,6 +133,31 @@ def test_sparing_noise_picks_the_token_that_full_noise_picks(line, seed, positio
     full = line + gumbel_noise(seed, position, torch.arange(len(line)))
     assert argmax(sparing[None]) == argmax(full[None])
     assert torch.equal(sparing.isneginf(), line.isneginf())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@given(data=st.data())
+def test_all_rows_get_their_noise_at_once_and_devices_agree_on_it(dtype, data):
+    """Value for value what every row gets by itself, whether much or little is left of the vocabulary."""
+    size = data.draw(st.sampled_from([5, 300, 40_000]))  # of which several, or one, are worked on at a time
+    num = data.draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    scores = torch.randn(num, size, generator=generator) * data.draw(st.sampled_from([0.5, 5.0, 50.0]))
+    num_left = torch.tensor(data.draw(st.lists(st.sampled_from([1, size // 3 + 1, size]), min_size=num, max_size=num)))
+    scores = scores.masked_fill(torch.arange(size) >= num_left[:, None], -torch.inf).to(dtype)
+    own_seeds = data.draw(st.lists(st.none() | seeds, min_size=num, max_size=num))
+    positions = data.draw(st.lists(st.integers(0, 50), min_size=num, max_size=num))
+
+    expected = scores.clone()
+    for line, seed, position in zip(expected, own_seeds, positions):
+        if seed is not None:
+            noise = gumbel_noise(seed, position, torch.arange(size))
+            best = line.argmax(keepdim=True)
+            bound = line[best] + noise[best] - module._LARGEST_NOISE
+            line[:] = torch.where((line >= bound) & line.isfinite(), (line + noise).to(dtype), line)
+    assert torch.equal(add_gumbel_noise(scores, own_seeds, positions), expected)
+    if None not in own_seeds:
+        assert torch.equal(module._noisy(scores, module._keys(own_seeds, positions)), expected)
 
 
 def test_noise_leaves_rows_without_a_seed_and_its_input_alone():
