@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, draft_seed
-from ..sampling.processors import score_processors
-from ..sampling.top import argmax, top_tokens
+from ..sampling.processors import process_lines, score_processors
+from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
@@ -255,27 +255,18 @@ class DraftModelCandidates(TreeCandidateGenerator):
         scores = logits.float()
         distributions = None
         if any(growth.state.seed is not None for growth in growths):
-            processed, seeds, positions, line = [], [], [], 0
+            scores = process_lines(scores, [(growth.state.processors, len(growth.frontier)) for growth in growths])
+            seeds: list[int | None] = []
+            positions: list[int] = []
             for growth in growths:
-                state, block = growth.state, scores[line : line + len(growth.frontier)]
-                line += len(block)
-                for processor in state.processors:
-                    block = processor(None, block)
-                processed.append(block)
+                state = growth.state
                 seed = draft_seed(state.seed) if self.samples and state.seed is not None else state.seed
-                seeds += [seed] * len(block)
+                seeds += [seed] * len(growth.frontier)
                 depths = (growth.depths[node] if node >= 0 else 0 for node in growth.frontier)
                 positions += [state.num_generated + depth for depth in depths]
-            scores = torch.cat(processed)
             distributions = scores.softmax(dim=-1) if self.samples else None
             scores = add_gumbel_noise(scores, seeds, positions)
-        if width == 1:
-            tokens = torch.tensor(argmax(scores), device=scores.device)[:, None]
-        else:
-            tokens = top_tokens(scores, width)
-        # Cheaper than the two scores and a log-sum-exp: torch has one fused kernel for this.
-        probs = scores.softmax(dim=-1).gather(1, tokens)
-        return tokens.tolist(), probs.tolist(), distributions
+        return *likeliest_tokens(scores, width), distributions
 
     def _worth_growing(self, growths: list[_Growth], price: LevelPrice | None) -> list[_Growth]:
         """Those that get a further level, with the nodes that it hangs on."""

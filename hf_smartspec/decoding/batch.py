@@ -99,7 +99,7 @@ class DecodingBatch:
             request.stopped_at = request.num_generated
 
     def _meets_criterion(self, request: Request) -> bool:
-        ids = request.padded_ids()[None].to(self.device)
+        ids = request.padded_ids()[None]  # on the CPU, so that no device is waited for at every token
         return any(bool(item(ids, None)) for item in self._row_criteria)
 
     def ends_text(self, request: Request) -> bool:

@@ -16,6 +16,7 @@ from ..target.layout import CacheRow, RowInput
 from .batch import DecodingBatch
 from .request import Request
 from .statistics import GenerationStatistics
+from .verify import Place
 
 DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
 
@@ -47,7 +48,7 @@ class DecodingCall:
         forward (`ModelForward`): Runs the target model; calls may share one.
         batch (`DecodingBatch`): The rows and their ends.
         picker (`TokenPicker`): The target's logits processors.
-        pick (`Callable`): One of `verify.METHODS`: tokens `[rows]` from requests and processed scores.
+        pick (`Callable`): One of `verify.METHODS`: tokens `[places]` from places in drafts and processed scores.
         source (`TreeCandidateGenerator`): Proposes draft trees.
         max_nodes (`int`): Draft nodes per row and step, at most.
         keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
@@ -59,7 +60,7 @@ class DecodingCall:
     forward: ModelForward
     batch: DecodingBatch
     picker: TokenPicker
-    pick: Callable[[Sequence[Request], torch.Tensor], list[int]]
+    pick: Callable[[Sequence[Place], torch.Tensor], list[int]]
     source: TreeCandidateGenerator
     max_nodes: int
     keeps_cache: bool = False
@@ -83,6 +84,8 @@ class DecodingCall:
             and not self.batch.records
             and all(request.seed is None for request in self.batch.requests)
         )
+        # Where processors look at scores alone, the tokens behind all nodes may be picked without knowing the text.
+        self.may_pick_ahead = self.picker.score_only and not self.batch.records
         # Rows of calls that pick alike are picked for together.
         self.picks_like: Hashable = id(self)
         if self.picker.signature is not None and not self.batch.records:

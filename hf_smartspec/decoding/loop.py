@@ -15,7 +15,7 @@ from .committed import committed_steps, run_forward
 from .drafting import Drafting
 from .request import Request
 from .statistics import GenerationStatistics, Timed
-from .verify import accepted_path
+from .verify import Place, accepted_path, pick_ahead, picks_ahead
 
 
 class DecodingLoop:
@@ -155,10 +155,16 @@ class DecodingLoop:
         """Advances rows along their trees; returns those whose path has ended."""
         with self._timed("seconds_verify"):
             ready = [request for request in self.running if request.is_verifying]
-            ended = [request for request in ready if request.call.picks_greedily]
+            others = [request for request in ready if not request.call.picks_greedily]
+            for rows in alike(others):
+                if picks_ahead(rows):
+                    self._attempt(rows, pick_ahead, rows)
+            ended = [request for request in ready if request.picks]
             for request in ended:
                 self._follow_picks(request)
-            return ended + self._verify_in_rounds([request for request in ready if not request.call.picks_greedily])
+            alive = set(self.calls)  # others have failed meanwhile
+            others = [request for request in others if not request.picks and request.call in alive]
+            return ended + self._verify_in_rounds(others)
 
     def _follow_picks(self, request: Request) -> None:
         """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
@@ -201,7 +207,7 @@ class DecodingLoop:
                 request.raw_logits.append(raw)
             if batch.records_scores:
                 request.scores.append(line)
-        tokens = call.pick(rows, scores)
+        tokens = call.pick([Place.at_cursor(request) for request in rows], scores)
         return [batch.pad_token_id if batch.is_padding(request) else token for request, token in zip(rows, tokens)]
 
     def _advance(self, request: Request, token: int) -> bool:

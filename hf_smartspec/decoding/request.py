@@ -110,7 +110,7 @@ class Request:
     def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
         """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
         lines = slice(first, first + len(tree) + 1)
-        self.tree, self.cursor, self.path = tree, -1, []
+        self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
         if self.call.needs_more:
             self.verified = tree, logits[lines]
         if self.call.picks_greedily:

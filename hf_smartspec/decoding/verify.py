@@ -1,9 +1,12 @@
 """The accepted path: which token the target picks at each node, and whether the draft holds it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from ..device import to_device
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, gumbel_noise
 from ..sampling.top import argmax
@@ -11,6 +14,10 @@ from .request import Request
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
+
+# Entries of scores up to which processing all nodes' costs less than waiting for the device at every token: estimated,
+# as that of a few milliseconds, and of 100 MB of memory.
+_MOST_AHEAD = 2**24
 
 
 def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
@@ -27,47 +34,108 @@ def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
     return path
 
 
-def coupled_picks(requests: Sequence[Request], scores: torch.Tensor) -> list[int]:
+class Place(NamedTuple):
+    """Behind which node of a request's draft (-1: its last committed token) a token is picked, and its position."""
+
+    request: Request
+    node: int
+    position: int  # generated tokens before the one that is picked
+
+    @classmethod
+    def at_cursor(cls, request: Request) -> "Place":
+        return cls(request, request.cursor, request.num_generated)
+
+    @classmethod
+    def all_of(cls, request: Request) -> "list[Place]":
+        """Those of every node, of which some path will be the text."""
+        assert request.tree is not None, "the request has no draft under verification"
+        depths = [0, *request.tree.depths.tolist()]
+        return [cls(request, node - 1, request.num_generated + depth) for node, depth in enumerate(depths)]
+
+
+def coupled_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     """
-    The target's own tokens: arg max of processed scores (`[rows, vocab_size]`), plus each sampling row's Gumbel noise.
-    A draft node is accepted if it *is* the token, so the outcome cannot depend on the drafts.
+    The target's own tokens: arg max of processed scores (`[places, vocab_size]`), plus each sampling row's Gumbel
+    noise. A draft node is accepted if it *is* the token, so the outcome cannot depend on the drafts.
     """
-    seeds = [request.seed for request in requests]
+    seeds = [place.request.seed for place in places]
     if any(seed is not None for seed in seeds):
-        scores = add_gumbel_noise(scores, seeds, [request.num_generated for request in requests])
+        scores = add_gumbel_noise(scores, seeds, [place.position for place in places])
     return argmax(scores)
 
 
-def rejection_picks(requests: Sequence[Request], scores: torch.Tensor) -> list[int]:
+def rejection_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     """
     Speculative sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023) for chains with draft distributions
     q: the draft token x is kept with probability min(1, p(x) / q(x)), else a token is drawn from max(0, p - q). The
     output has the target's distribution, but which tokens come out depends on the drafts. Rows without a
     distribution, and greedy rows, are picked for as in `coupled_picks`.
     """
-    return [_rejection_pick(request, line) for request, line in zip(requests, scores)]
+    lines = [line for line, place in enumerate(places) if _has_distribution(place)]
+    if lines:
+        own = to_device(np.array(lines), scores.device)
+        residuals = _kept_or_residual([places[line] for line in lines], scores.index_select(0, own))
+        scores = scores.index_copy(0, own, residuals)
+    return coupled_picks(places, scores)
 
 
-def _rejection_pick(request: Request, scores: torch.Tensor) -> int:
-    tree, node = request.tree, request.cursor + 1
-    if request.seed is None or tree is None or tree.distributions is None or node >= len(tree):
-        return coupled_picks([request], scores[None])[0]
-    target = scores.softmax(dim=-1)
-    draft = tree.distributions[node].to(target.device)
-    token = int(tree.tokens[node])
-    uniform = _uniform(request.seed, request.num_generated)
-    if uniform * float(draft[token]) < float(target[token]):
-        return token
+def _has_distribution(place: Place) -> bool:
+    tree = place.request.tree
+    return (
+        place.request.seed is not None
+        and tree is not None
+        and tree.distributions is not None
+        and place.node + 1 < len(tree)
+    )
+
+
+def _kept_or_residual(places: Sequence[Place], scores: torch.Tensor) -> torch.Tensor:
+    """Scores `[places, vocab_size]`: where the draft's token is kept, of it alone, and of max(0, p - q) elsewhere."""
+    target, draft = scores.softmax(dim=-1), _draft_distributions(places).to(scores.device)
+    drafted = np.array([place.request.tree.tokens[place.node + 1] for place in places])  # type: ignore[union-attr]
+    tokens = to_device(drafted, scores.device)[:, None]
+    uniform = to_device(_uniform(places), scores.device)[:, None]
+    is_kept = uniform * draft.gather(1, tokens) < target.gather(1, tokens)  # in float64
     residual = (target - draft).clamp(min=0)
-    if float(residual.sum()) <= 0:  # p equals q up to rounding: then p itself is the right distribution
-        residual = target
-    return coupled_picks([request], residual.log()[None])[0]
+    # p equals q up to rounding: then p itself is the right distribution.
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target)
+    kept = torch.zeros_like(target).scatter(1, tokens, 1.0)
+    return torch.where(is_kept, kept, residual).log()
 
 
-def _uniform(seed: int, position: int) -> float:
-    """A uniform variate of its own stream, from the Gumbel noise by its distribution function exp(-exp(-g))."""
-    noise = gumbel_noise(seed ^ _ACCEPT_STREAM, position, torch.zeros(1, dtype=torch.long))
-    return float(torch.exp(-torch.exp(-noise.double())))
+def _draft_distributions(places: Sequence[Place]) -> torch.Tensor:
+    return torch.stack([place.request.tree.distributions[place.node + 1] for place in places])  # type: ignore
+
+
+def _uniform(places: Sequence[Place]) -> np.ndarray:
+    """
+    Uniform variates of a stream of their own, float64 `[places]`, from Gumbel noise by its distribution function
+    exp(-exp(-g)).
+    """
+    first = torch.zeros(1, dtype=torch.long)
+    seeds = [(place.request.seed or 0) ^ _ACCEPT_STREAM for place in places]
+    noise = [gumbel_noise(seed, place.position, first) for seed, place in zip(seeds, places)]
+    return torch.exp(-torch.exp(-torch.cat(noise).double())).numpy()
+
+
+def picks_ahead(rows: Sequence[Request]) -> bool:
+    """
+    Whether the tokens behind all nodes of rows that pick alike are picked at once, with one wait for the device in all.
+    On a CPU, where nobody waits, what lies behind rejected nodes would be processed in vain.
+    """
+    logits = [request.node_logits for request in rows]
+    on_cpu = logits[0].device.type == "cpu"
+    return rows[0].call.may_pick_ahead and not on_cpu and sum(lines.numel() for lines in logits) <= _MOST_AHEAD
+
+
+def pick_ahead(rows: Sequence[Request]) -> None:
+    """Leaves rows that pick alike with the target's tokens behind every node."""
+    call = rows[0].call
+    places = [place for request in rows for place in Place.all_of(request)]
+    logits = torch.cat([request.node_logits for request in rows]).to(torch.float32)
+    scores = call.picker.process([place.request for place in places], logits, call.batch)
+    for place, token in zip(places, call.pick(places, scores)):
+        place.request.picks.append(token)
 
 
 METHODS = {"coupled": coupled_picks, "rejection": rejection_picks}

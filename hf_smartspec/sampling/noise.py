@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
+from ..device import to_device
 from ..validate import check_seed
-from .device import to_device
 from .top import argmax
 
 # Noise of a uniform variate of 52 bits never exceeds this, -log(-log(1 - 2**-53)).
 _LARGEST_NOISE = 36.74
 
-_BLOCK = 2**16  # entries of scores that are worked on at a time on a CPU
+_CPU_BLOCK, _BLOCK = 2**16, 2**24  # entries of scores that are worked on at a time, on a CPU and elsewhere
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -91,40 +91,40 @@ def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], position
     if not pairs:
         return scores.clone()
     keys = _keys(*zip(*pairs))
-    noisy = _noisy_on_cpu if scores.device.type == "cpu" else _noisy
     if len(pairs) == len(scores):
-        return noisy(scores, keys)
-    result = scores.clone()
+        return _noisy(scores.clone(), keys)
     lines = to_device(np.array([line for line, seed in enumerate(seeds) if seed is not None]), scores.device)
-    return result.index_copy_(0, lines, noisy(scores.index_select(0, lines), keys))
+    return scores.index_copy(0, lines, _noisy(scores.index_select(0, lines), keys))
 
 
 def _noisy(scores: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """All tokens' noise at once, of which those take theirs that can win."""
+    """Adds noise in place, to a few lines at a time, so that what it takes stays in the cache or is soon free again."""
+    is_on_cpu = scores.device.type == "cpu"
+    add, num = (_add_sparsely, _CPU_BLOCK) if is_on_cpu else (_add_densely, _BLOCK)
+    num = max(num // scores.shape[1], 1)
+    for first in range(0, len(scores), num):
+        add(scores[first : first + num], keys[first : first + num, None])
+    return scores
+
+
+def _add_densely(scores: torch.Tensor, keys: np.ndarray) -> None:
+    """Makes all tokens' noise, of which those take theirs that can win."""
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    noise = _gumbel(_uniform_torch(to_device(keys.view(np.int64), scores.device)[:, None], tokens))
+    noise = _gumbel(_uniform_torch(to_device(keys.view(np.int64), scores.device), tokens))
     best = scores.argmax(dim=-1, keepdim=True)
     keep = _can_win(scores, scores.gather(1, best) + noise.gather(1, best))
-    return torch.where(keep, (scores + noise).to(scores.dtype), scores)
+    scores.copy_(torch.where(keep, scores + noise, scores))
 
 
-def _noisy_on_cpu(scores: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """The same, with noise made for what takes it, as few lines at a time as stay in the cache."""
-    result = scores.clone()
-    num = max(_BLOCK // scores.shape[1], 1)
-    for first in range(0, len(scores), num):
-        _add_in_place(result[first : first + num], keys[first : first + num, None])
-    return result
-
-
-def _add_in_place(scores: torch.Tensor, keys: np.ndarray) -> None:
+def _add_sparsely(scores: torch.Tensor, keys: np.ndarray) -> None:
+    """Finds out first which tokens can win; on a CPU nobody waits for that."""
     best = np.array(argmax(scores))[:, None]
     noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, best)))
     keep = _can_win(scores, scores.gather(1, torch.from_numpy(best)) + noise)
     places = keep.numpy().ravel().nonzero()[0]
     if 2 * len(places) > keep.numel():  # nearly all: picking them out costs more than it saves
         noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, np.arange(scores.shape[1]))))
-        torch.where(keep, (scores + noise).to(scores.dtype), scores, out=scores)
+        scores.copy_(torch.where(keep, scores + noise, scores))
     elif len(places):
         lines, tokens = np.divmod(places, scores.shape[1])
         noise = _gumbel(torch.from_numpy(_uniform_numpy(keys[lines, 0], tokens)))

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from ..device import to_device
 from .noise import SeededGumbelLogitsProcessor
 
 # Look at the scores alone: one call serves rows of different lengths.
@@ -101,7 +103,7 @@ class TokenPicker:
         if self._rows:
             scored = []
             for row, line in zip(rows, logits):
-                ids = row.padded_ids().to(logits.device)
+                ids = to_device(row.padded_ids().numpy(), logits.device)
                 scored.append(self._rows[row.index](ids[None], line[None].clone()))  # type: ignore[arg-type]
             return torch.cat(scored)
         return self._process_batch(rows, logits, batch)
@@ -137,3 +139,19 @@ def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_siz
 def score_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Those of the processors that look at scores alone, which a drafter can apply to its own scores as well."""
     return LogitsProcessorList([processor for processor in processors if type(processor) in _SCORE_ONLY])
+
+
+def process_lines(scores: torch.Tensor, owners: Sequence[tuple[LogitsProcessorList, int]]) -> torch.Tensor:
+    """
+    Scores `[lines, vocab_size]` of owners that have so many lines each, in order, after their own processors, which
+    look at scores alone. Neighbours with the same ones are processed together.
+    """
+    parts, first = [], 0
+    for _, group in groupby(owners, key=lambda owner: [id(processor) for processor in owner[0]]):
+        members = list(group)
+        end = first + sum(num for _, num in members)
+        part, first = scores[first:end], end
+        for processor in members[0][0]:
+            part = processor(None, part)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

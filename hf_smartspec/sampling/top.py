@@ -32,3 +32,21 @@ def top_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
     rest = torch.arange(num_blocks * _BLOCK, vocab_size).expand(num_rows, -1)
     tokens = torch.cat([tokens, rest], dim=1)
     return tokens.gather(1, scores.gather(1, tokens).topk(count, dim=-1).indices)
+
+
+def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """
+    The `count` best tokens of every line of `[rows, vocab_size]` (float32), best first, and their probabilities, both
+    `[rows][count]`: a device is waited for once.
+    """
+    on_cpu = scores.device.type == "cpu"
+    if count == 1:
+        tokens = torch.tensor(argmax(scores))[:, None] if on_cpu else scores.argmax(dim=-1, keepdim=True)
+    else:
+        tokens = top_tokens(scores, count)
+    # Cheaper than the best scores and a log-sum-exp: torch has one fused kernel for this.
+    probs = scores.softmax(dim=-1).gather(1, tokens)
+    if on_cpu:
+        return tokens.tolist(), probs.tolist()
+    both = torch.stack([tokens.to(torch.int32), probs.view(torch.int32)]).cpu()  # bits, not values
+    return both[0].tolist(), both[1].view(torch.float32).tolist()

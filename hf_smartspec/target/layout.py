@@ -7,6 +7,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
+from ..device import to_device
 from ..drafts.tree import DraftTree
 from .row_groups import split
 
@@ -308,4 +309,4 @@ def _lay_out_trees(
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)
+    return to_device(array.astype(np.int64, copy=False), device)

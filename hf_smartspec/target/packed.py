@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..device import to_device
 from ..sampling.top import argmax
 from .attention import attention_configs, tree_attention_step
 from .compat import shared_value
@@ -122,7 +123,7 @@ class PackedForward:
         device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
         layout = build_layout(groups, device)
         self.cache.layout = layout
-        index = None if keep is None else torch.from_numpy(np.array(keep)).to(device)
+        index = None if keep is None else to_device(np.array(keep), device)
         kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}
         with tree_attention_step(self._configs, layout), self._lengths_step(groups, layout):
             # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from ..device import to_device
 from .layout import CacheRow, StepLayout
 
 
@@ -105,8 +107,8 @@ class SlotCache(Cache):
     def lines(self, layout: StepLayout) -> torch.Tensor:
         """Flat index (slot * capacity + column) of every token of the step, `[N]`; computed once per step."""
         if self._lines is None or self._lines[0] is not layout:
-            lines = torch.from_numpy(layout.slots * self.capacity + layout.columns)
-            self._lines = (layout, lines.to(layout.tokens.device, non_blocking=True))
+            lines = layout.slots * self.capacity + layout.columns
+            self._lines = (layout, to_device(lines, layout.tokens.device))
         return self._lines[1]
 
     def add(self) -> CacheRow:
@@ -190,7 +192,7 @@ class SlotCache(Cache):
             row.length, row.num_nodes = row.length + len(path), 0
         if sources:
             device = self.layers[0].keys.device
-            index = torch.tensor([sources, targets], device=device)
+            index = to_device(np.array([sources, targets]), device)
             for layer in self.layers:
                 layer.move(index[0], index[1])
 

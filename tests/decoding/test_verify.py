@@ -19,7 +19,7 @@ from transformers.generation import logits_process as hf
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.decoding.request import Request
-from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection_picks
+from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 from hf_smartspec.sampling.top import argmax
 
@@ -36,6 +36,10 @@ def a_request(seed: int | None, num_generated: int = 0, tree: DraftTree | None =
         request.append(1)
     request.tree, request.cursor = tree, cursor
     return request
+
+
+def at_cursors(*requests: Request) -> list[Place]:
+    return [Place.at_cursor(request) for request in requests]
 
 
 def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -70,14 +74,14 @@ def test_greedy_rows_take_the_highest_score_and_sampling_rows_the_highest_with_n
     scores = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     requests = [a_request(None), a_request(7, num_generated=3), a_request(8)]
     noisy = add_gumbel_noise(scores, [None, 7, 8], [0, 3, 0])
-    assert coupled_picks(requests, scores) == argmax(noisy)
-    assert coupled_picks(requests, scores)[0] == int(scores[0].argmax())
+    assert coupled_picks(at_cursors(*requests), scores) == argmax(noisy)
+    assert coupled_picks(at_cursors(*requests), scores)[0] == int(scores[0].argmax())
 
 
 def test_a_coupled_pick_does_not_depend_on_the_draft():
     scores = torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
     trees = [None, DraftTree.chain([3]), DraftTree.chain([4, 5], distributions=torch.full((2, 20), 0.05))]
-    assert len({coupled_picks([a_request(5, 2, tree)], scores)[0] for tree in trees}) == 1
+    assert len({coupled_picks(at_cursors(a_request(5, 2, tree)), scores)[0] for tree in trees}) == 1
 
 
 def distribution(*weights: float) -> np.ndarray:
@@ -104,7 +108,7 @@ def test_rejection_picks_have_the_targets_distribution(name):
     for seed in range(num_draws):
         token = argmax(add_gumbel_noise(proposals[None], [draft_seed(seed)], [4]))[0]
         tree = DraftTree.chain([token], distributions=torch.from_numpy(draft).float()[None])
-        pick = rejection_picks([a_request(seed, 4, tree)], scores[None])[0]
+        pick = rejection_picks(at_cursors(a_request(seed, 4, tree)), scores[None])[0]
         counts[pick] += 1
         num_kept += pick == token
     assert fits(counts, target) > FALSE_ALARM
@@ -123,8 +127,8 @@ def test_rejection_without_distributions_is_coupled():
         (5, DraftTree.chain([1]), -1),
         (5, DraftTree.chain([1], distributions=torch.full((1, 6), 1 / 6)), 0),  # behind the draft's end
     ):
-        request = a_request(seed, 2, tree, cursor)
-        assert rejection_picks([request], scores) == coupled_picks([request], scores)
+        places = at_cursors(a_request(seed, 2, tree, cursor))
+        assert rejection_picks(places, scores) == coupled_picks(places, scores)
 
 
 # --- Whole generations ------------------------------------------------------------------------------------------------
