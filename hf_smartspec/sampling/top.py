@@ -13,6 +13,7 @@ def argmax(scores: torch.Tensor) -> list[int]:
         # at a time, so that what was converted is still in the cache.
         parts = [scores] if scores.dtype == torch.float32 else scores.split(_LINES)
         return [token for part in parts for token in part.float().numpy().argmax(axis=-1).tolist()]
+    scores = scores.float() if scores.dtype == torch.float64 else scores  # rounded, as plain decoding does
     return scores.argmax(dim=-1).tolist()
 
 

@@ -184,3 +184,21 @@ def test_drafters_are_told_of_score_processors_only():
     given = LogitsProcessorList([*processors("several"), *processors("top_k"), Stateful()])
     names = [type(item).__name__ for item in module.score_processors(given)]
     assert names == ["TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper"]
+
+
+def test_lines_are_processed_by_their_owners_processors_neighbours_with_the_same_ones_at_once():
+    first, second = processors("top_p"), processors("temperature")
+    calls = []
+
+    class Counting(hf.TemperatureLogitsWarper):
+        def __call__(self, input_ids, scores):
+            calls.append(len(scores))
+            return super().__call__(input_ids, scores)
+
+    counting = Counting(0.5)
+    owners = [(first, 1), (LogitsProcessorList([counting]), 2), (LogitsProcessorList([counting]), 1), (second, 2)]
+    owners += [(LogitsProcessorList(), 1)]
+    scores = torch.randn(7, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([first(None, scores[:1]), scores[1:4] / 0.5, second(None, scores[4:6]), scores[6:]])
+    assert torch.equal(module.process_lines(scores, owners), expected)
+    assert calls == [3]

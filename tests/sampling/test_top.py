@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.sampling.top import argmax, top_tokens
+from hf_smartspec.sampling.top import argmax, likeliest_tokens, top_tokens
 
 
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -30,3 +30,12 @@ def test_top_tokens_are_those_of_topk(vocab_size, count):
     scores[torch.rand_like(scores) < 0.3] = -torch.inf
     scores[:, -1] = torch.randn(50)  # behind the last whole block
     assert torch.equal(top_tokens(scores, count), scores.topk(count).indices)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 700])
+@pytest.mark.parametrize("count", [1, 3])
+def test_likeliest_tokens_come_with_their_probabilities(vocab_size, count):
+    scores = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(count))
+    expected = scores.softmax(dim=-1).topk(min(count, vocab_size))
+    tokens, probs = likeliest_tokens(scores, count)
+    assert tokens == expected.indices.tolist() and probs == expected.values.tolist()
