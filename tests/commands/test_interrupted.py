@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hf_smartspec.commands import main as cli
-from hf_smartspec.commands import overhead
+from hf_smartspec.commands.overhead import command as overhead
 from hf_smartspec.commands.verify import command as verify
 
 from ..folders import save_tiny_models
@@ -20,7 +20,8 @@ def test_overhead_shows_what_was_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(overhead, "forward_overhead", lambda *_: [row])
     monkeypatch.setattr(overhead, "step_overhead", interrupt)
     path = tmp_path / "overhead.json"
-    assert cli.main(["bench", "overhead", "--layers", "1", "--json", str(path)]) == cli.INTERRUPTED
+    settings = ["--parts", "forward", "step", "--layers", "1"]
+    assert cli.main(["bench", "overhead", *settings, "--json", str(path)]) == cli.INTERRUPTED
     assert "median packed / plain: 0.500" in capsys.readouterr().out
     assert json.loads(path.read_text())["forward"] == [row]
 

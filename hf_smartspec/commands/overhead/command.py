@@ -9,19 +9,21 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..drafts.tree import DraftTree
-from ..generate import enabled
-from ..prepare.config import SmartSpecConfig
-from ..target.layout import RowInput
-from ..target.packed import PackedForward
-from .common.arguments import positive
-from .common.console import make_console, table
-from .common.models import DTYPES, check_device
-from .common.outputs import check_output, write_json
-from .common.progress import track
-from .common.timing import Stopwatch, environment, side_by_side
+from ...drafts.tree import DraftTree
+from ...generate import enabled
+from ...prepare.config import SmartSpecConfig
+from ...target.layout import RowInput
+from ...target.packed import PackedForward
+from ..common.arguments import positive
+from ..common.console import make_console, table
+from ..common.models import DTYPES, check_device
+from ..common.outputs import check_output, write_json
+from ..common.progress import track
+from ..common.timing import Stopwatch, environment, side_by_side
+from .host import host_time, print_host_time
 
 CONTEXT = 256  # cached tokens per row before the measured forward
+PARTS = ("host", "forward", "step", "none")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=positive, default=15, metavar="N", help="15 layers make 205 M parameters (default: 15)"
     )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=PARTS,
+        choices=PARTS,
+        help="host: the host time of steps without a forward; forward: packed against plain forwards; step: the share "
+        "of steps outside the forwards; none: decoding without speculation (default: all)",
+    )
+    parser.add_argument(
+        "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
@@ -49,25 +62,33 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     console = make_console()
-    model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
-    draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
-    results: dict[str, Any] = {
-        "environment": environment(device, dtype),
-        "parameters": model.num_parameters(),
-        "context": CONTEXT,
-    }
+    results: dict[str, Any] = {"environment": environment(device, dtype), "context": CONTEXT}
     try:
-        results["forward"] = forward_overhead(model, args.batch_sizes, args.widths, args.repeats)
-        with track(desc="measuring steps of the engine"):
-            results["step"] = step_overhead(model, draft, batch_size=8, repeats=1)
-        # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
-        with track(desc="measuring without speculation"):
-            results["no_speculation"] = no_speculation(model.float(), batch_size=8, new_tokens=32)
+        if "host" in args.parts:
+            results["host"] = host_time(args.host_steps)
+        if set(args.parts) != {"host"}:
+            _measure_model(args, results, device, dtype)
     finally:  # interrupted, what was measured so far is still worth reading
         _print(console, results)
         if args.json:
             write_json(args.json, results)
     return 0
+
+
+def _measure_model(args: argparse.Namespace, results: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+    """The parts that run a model."""
+    model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    results["parameters"] = model.num_parameters()
+    if "forward" in args.parts:
+        results["forward"] = forward_overhead(model, args.batch_sizes, args.widths, args.repeats)
+    if "step" in args.parts:
+        draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
+        with track(desc="measuring steps of the engine"):
+            results["step"] = step_overhead(model, draft, batch_size=8, repeats=1)
+    if "none" in args.parts:
+        # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
+        with track(desc="measuring without speculation"):
+            results["no_speculation"] = no_speculation(model.float(), batch_size=8, new_tokens=32)
 
 
 def random_llama(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
@@ -192,6 +213,8 @@ def _ends(sequences: torch.Tensor, prompt_length: int) -> list[int]:
 
 def _print(console: Console, results: dict[str, Any]) -> None:
     """What has been measured."""
+    if "host" in results:
+        print_host_time(console, results["host"])
     if "forward" in results:
         _print_forward(console, results)
     if "step" in results:

@@ -1,0 +1,1 @@
+"""What the machinery costs by itself: around forwards, and between them."""
