@@ -20,3 +20,7 @@ class LevelPrice(NamedTuple):
     def least_probability(self) -> float:
         """What the source must give a path, so that its last node is worth verifying."""
         return max(self.node / self.trust, _LEAST_PROBABILITY)
+
+
+FREE = LevelPrice(0.0, 0.0, 0.0)
+"""Of nodes whose number is given: drafts that end before it, for lack of promise, would save nothing."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..drafts.price import LevelPrice
+from ..drafts.price import FREE, LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import DraftCost, StepSeconds
 from .stage import Stage
@@ -153,15 +153,21 @@ class FixedLength(LengthPolicy):
 
     Args:
         num_nodes (`int`): At least 0.
+        is_usual (`bool`): Whether that is just the size that drafts of the source usually have. They may then be
+            smaller, where the source finds nothing likely; else it is asked for as many as there can be.
     """
 
-    def __init__(self, num_nodes: int):
+    def __init__(self, num_nodes: int, is_usual: bool = False):
         if isinstance(num_nodes, bool) or not isinstance(num_nodes, (int, np.integer)) or num_nodes < 0:
             raise ValueError(f"`num_nodes` must be an integer of at least 0, got {num_nodes!r}.")
-        self.num_nodes = int(num_nodes)
+        self.num_nodes, self.is_usual = int(num_nodes), is_usual
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return stage.limits(self.num_nodes, trees)
+
+    def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
+        heeds = stage.cost.heeds_prices and not stage.cost.is_autoregressive
+        return FREE if heeds and not self.is_usual else None
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return [tree.most_likely(self.num_nodes) for tree in trees]

@@ -111,4 +111,6 @@ class SmartSpecConfig:
         return self.fixed_policy_for(source)
 
     def fixed_policy_for(self, source: TreeCandidateGenerator) -> FixedLength:
-        return FixedLength(source.default_num_nodes if self.num_nodes is None else self.num_nodes)
+        if self.num_nodes is None:
+            return FixedLength(source.default_num_nodes, is_usual=True)
+        return FixedLength(self.num_nodes)

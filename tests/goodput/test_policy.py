@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree, FixedLength, NoSpeculation
+from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import DraftCost, Stage, StepRows, StepSeconds
 
 from ..sources import random_tree
@@ -44,6 +45,14 @@ def test_fixed_length_asks_for_as_many_nodes_as_it_keeps(num_nodes):
     assert [len(tree) for tree in kept] == [min(num_nodes, len(tree)) for tree in trees]
     for tree, part in zip(trees, kept):
         assert part.path_probs.sum() == pytest.approx(tree.most_likely(num_nodes).path_probs.sum())
+
+
+def test_a_number_that_was_named_is_asked_for_whatever_is_likely():
+    rows, texts = rows_of([9]), Stage(DraftCost(heeds_prices=True), np.array([9]))
+    assert FixedLength(4).price(rows, texts) == LevelPrice(0.0, 0.0, 0.0)
+    assert FixedLength(4, is_usual=True).price(rows, texts) is None
+    model = Stage(DraftCost(heeds_prices=True, is_autoregressive=True), np.array([9]))
+    assert FixedLength(4).price(rows, model) is None, "its levels cost a forward each, and it drafts them all"
 
 
 def test_no_speculation_asks_for_nothing():

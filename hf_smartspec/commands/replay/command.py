@@ -136,9 +136,10 @@ def _report(results: Results, report: dict[str, Any], args: argparse.Namespace, 
     if results:
         console.print(
             "[dim]Tokens per request and step. ECE of draft probabilities in the second half of the requests: raw, "
-            "calibrated on the first half, and calibrated on all before. Microseconds: to draft, per step and draft "
-            f"token, and to take in a committed token and a token of the prompt; batch {args.batch_size} on "
-            f"{escape(str(report['environment']['device']))}.[/dim]",
+            "calibrated on the first half, and calibrated on all before. Microseconds are medians: to draft, per "
+            "request and step, and per draft token; to take in what a step committed, a token of the prompt, and the "
+            "end of a request, per token of the response; and all that together, of whole requests, per token of the "
+            f"response; batch {args.batch_size} on {escape(str(report['environment']['device']))}.[/dim]",
             highlight=False,
         )
     if args.json and (results or args.entropy):
@@ -157,10 +158,12 @@ _DRAFTS = (
     ("online", "ece_online", ".3f"),
 )
 _COSTS = (
-    ("propose a step", "propose_us_per_step", ".1f"),
+    ("propose a step", "propose_us_per_step_median", ".1f"),
     ("a draft token", "propose_us_per_drafted_token", ".1f"),
-    ("observe", "observe_us_per_token", ".1f"),
+    ("observe", "observe_us_per_step", ".1f"),
     ("prompt", "start_us_per_prompt_token", ".2f"),
+    ("stop", "stop_us_per_token", ".2f"),
+    ("all, a token", "us_per_token", ".1f"),
     ("bytes cached", "bytes_per_cached_token", ".0f"),
 )
 

@@ -13,11 +13,13 @@ import numpy as np
 
 from ...candidates import TreeCandidateGenerator
 from ...candidates.base import refuse_needs
+from ...drafts.price import FREE
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator, expected_calibration_error, outcomes
 from ..common.recordings import Recording, count_accepted
 
 _MICROSECONDS = 1e6
+_START, _PROPOSE, _OBSERVE, _STOP = range(4)  # columns of `Tally.seconds`
 
 
 class Nodes(NamedTuple):
@@ -36,22 +38,23 @@ class Tally:
 
     # Per request, in the data set's order: tokens, steps, drafted and accepted tokens.
     requests: np.ndarray
+    # Per request: seconds to start, propose (its share of the calls), observe and stop.
+    seconds: np.ndarray
+    prompt_lens: np.ndarray  # per request, tokens
     nodes: list[Nodes] = field(default_factory=list)
     propose_seconds: list[float] = field(default_factory=list)  # per call
-    observe_seconds: float = 0.0
-    start_seconds: float = 0.0
-    prompt_tokens: int = 0
+    rows: list[int] = field(default_factory=list)  # in each of these calls
+    observe_seconds: list[float] = field(default_factory=list)  # per call
     num_bytes: int | None = None
     num_cached_tokens: int | None = None
 
     @classmethod
     def of(cls, num_requests: int) -> "Tally":
-        return cls(np.zeros((num_requests, 4), np.int64))
+        return cls(np.zeros((num_requests, 4), np.int64), np.zeros((num_requests, 4)), np.zeros(num_requests, np.int64))
 
     def summary(self) -> dict[str, float | int | None]:
-        """Plain numbers, times in microseconds; None where nothing was measured."""
+        """Plain numbers; None where nothing was measured."""
         tokens, steps, drafted, accepted = (int(value) for value in self.requests.sum(axis=0))
-        propose = sum(self.propose_seconds)
         return {
             "requests": int((self.requests[:, 1] > 0).sum()),
             "generated_tokens": tokens,
@@ -62,14 +65,31 @@ class Tally:
             "accepted_per_step": _ratio(accepted, steps),
             "drafted_per_step": _ratio(drafted, steps),
             "acceptance_rate": _ratio(accepted, drafted),
-            "propose_us_per_step": _ratio(propose * _MICROSECONDS, steps),
+            "bytes_per_cached_token": _ratio(self.num_bytes or 0, self.num_cached_tokens or 0),
+            **self.times(),
+            **self.calibration(),
+        }
+
+    def times(self) -> dict[str, float | None]:
+        """
+        Microseconds: medians, which a stall of the machine does not move, and of calls to propose also the mean per
+        step, for sources of which some calls cost far more than others. `us_per_token` is all that a request took, from
+        its start to its stop, by its tokens.
+        """
+        done = self.requests[:, 1] > 0
+        _, steps, drafted, _ = self.requests.sum(axis=0)
+        lens, prompted = self.requests[done, 0], self.prompt_lens > 0
+        median = _quantile(np.divide(self.propose_seconds, self.rows), 0.5)
+        return {
+            "propose_us_per_step": _ratio(sum(self.propose_seconds) * _MICROSECONDS, steps),
+            "propose_us_per_step_median": median,
             "propose_us_per_call_median": _quantile(self.propose_seconds, 0.5),
             "propose_us_per_call_p99": _quantile(self.propose_seconds, 0.99),
-            "propose_us_per_drafted_token": _ratio(propose * _MICROSECONDS, drafted),
-            "observe_us_per_token": _ratio(self.observe_seconds * _MICROSECONDS, tokens),
-            "start_us_per_prompt_token": _ratio(self.start_seconds * _MICROSECONDS, self.prompt_tokens),
-            "bytes_per_cached_token": _ratio(self.num_bytes or 0, self.num_cached_tokens or 0),
-            **self.calibration(),
+            "propose_us_per_drafted_token": _ratio((median or 0.0) * steps, drafted),
+            "observe_us_per_step": _quantile(self.observe_seconds, 0.5),
+            "start_us_per_prompt_token": _quantile(self.seconds[prompted, _START] / self.prompt_lens[prompted], 0.5),
+            "stop_us_per_token": _quantile(self.seconds[done, _STOP] / lens, 0.5),
+            "us_per_token": _quantile(self.seconds[done].sum(axis=1) / lens, 0.5),
         }
 
     def calibration(self) -> dict[str, float | None]:
@@ -98,11 +118,11 @@ class Tally:
 
 
 def _ratio(value: float, number: float) -> float | None:
-    return value / number if number else None
+    return float(value / number) if number else None
 
 
-def _quantile(seconds: Sequence[float], quantile: float) -> float | None:
-    return float(np.quantile(seconds, quantile)) * _MICROSECONDS if seconds else None
+def _quantile(seconds: Sequence[float] | np.ndarray, quantile: float) -> float | None:
+    return float(np.quantile(seconds, quantile)) * _MICROSECONDS if len(seconds) else None
 
 
 def _joined(nodes: Sequence[Nodes]) -> Nodes | None:
@@ -124,7 +144,8 @@ class Replayer:
 
     Args:
         source (`TreeCandidateGenerator`): Anything that follows the contract.
-        num_nodes (`int`, *optional*): Nodes per row and step; the source's own default where not given.
+        num_nodes (`int`, *optional*): Nodes per row and step, as many as the source can name. Where not given, the
+            source's own default, or fewer, where it finds nothing likely.
         batch_size (`int`): Requests that run at once and are drafted for in one call.
 
     Raises:
@@ -135,6 +156,8 @@ class Replayer:
         refuse_needs(source, "a replay")
         self.source, self.batch_size = source, batch_size
         self.num_nodes = source.default_num_nodes if num_nodes is None else num_nodes
+        names_number = num_nodes is not None and source.heeds_prices and not source.is_autoregressive
+        self._price: dict[str, Any] = {"price": FREE} if names_number else {}
         self._ids = count()
 
     def run(self, recordings: Sequence[Recording], tally: Tally) -> Generator[None, None, None]:
@@ -144,8 +167,8 @@ class Replayer:
         try:
             while self._fill(rows, waiting, tally):
                 for finished in self._step(rows, tally):
-                    del rows[finished]
-                    self.source.stop(finished)
+                    _, seconds = _timed(self.source.stop, finished)
+                    tally.seconds[rows.pop(finished).index, _STOP] = seconds
                     yield
         finally:
             for request_id in rows:
@@ -159,15 +182,16 @@ class Replayer:
             request_id = next(self._ids)
             rows[request_id] = _Row(index, response)
             _, seconds = _timed(self.source.start, request_id, prompt)
-            tally.start_seconds += seconds
-            tally.prompt_tokens += len(prompt)
+            tally.seconds[index, _START] = seconds
+            tally.prompt_lens[index] = len(prompt)
         return bool(rows)
 
     def _step(self, rows: dict[int, _Row], tally: Tally) -> list[int]:
         """Drafts for all rows at once, commits what came true and one token more; the requests that are done."""
         ids = list(rows)
-        trees, seconds = _timed(self.source.propose, ids, [self.num_nodes] * len(ids))
-        tally.propose_seconds.append(seconds)
+        trees, drafting = _timed(self.source.propose, ids, [self.num_nodes] * len(ids), **self._price)
+        tally.propose_seconds.append(drafting)
+        tally.rows.append(len(ids))
         for request_id, tree in zip(ids, trees):
             row = rows[request_id]
             tree = tree.most_likely(self.num_nodes)
@@ -178,7 +202,8 @@ class Replayer:
                 tally.nodes.append(_judged(row.index, tree, rest))
             tally.requests[row.index] += (len(committed), 1, len(tree), num_accepted)
             _, seconds = _timed(self.source.observe, request_id, committed)
-            tally.observe_seconds += seconds
+            tally.observe_seconds.append(seconds)
+            tally.seconds[row.index, _PROPOSE : _OBSERVE + 1] += drafting / len(ids), seconds
             row.position += len(committed)
         return [request_id for request_id in ids if rows[request_id].position == len(rows[request_id].response)]
 
@@ -189,9 +214,9 @@ def _judged(request: int, tree: DraftTree, rest: np.ndarray) -> Nodes:
     return Nodes(request, tree.probs[nodes], tree.depths[nodes], match_lengths[nodes], hits)
 
 
-def _timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+def _timed(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, float]:
     start = time.perf_counter()
-    result = function(*args)
+    result = function(*args, **named)
     return result, time.perf_counter() - start
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...drafts.forest import Forest
-from ...drafts.price import LevelPrice
+from ...drafts.price import FREE, LevelPrice
 from ...drafts.tree import DraftTree
 from ..cost import CostModel, DraftTimer, StepSeconds
 from ..estimators import AcceptanceEstimator
@@ -243,7 +243,7 @@ class Oracle(LengthPolicy):
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """Sources propose whatever they can: what does not come true is not verified, and costs nothing."""
         cost = stage.cost
-        return None if cost.is_autoregressive or not cost.heeds_prices else LevelPrice(0.0, 0.0, 0.0)
+        return None if cost.is_autoregressive or not cost.heeds_prices else FREE
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         forest = Forest(trees)

@@ -1,14 +1,16 @@
 """The simulated verifier behind `smartspec replay`, and comparisons of what it counted."""
 
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec import DraftTree, PromptLookupCandidates, TreeCandidateGenerator
+from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.commands.common.recordings import Recording, count_accepted
+from hf_smartspec.commands.replay import loop
 from hf_smartspec.commands.replay.command import compare
 from hf_smartspec.commands.replay.curves import (
     Point,
@@ -79,7 +81,7 @@ def test_a_scripted_source_is_counted_exactly():
     assert numbers["tokens_per_step"] == 2 and numbers["acceptance_rate"] == pytest.approx(4 / 7)
     assert numbers["drafted_per_step"] == pytest.approx(7 / 3)
     assert numbers["bytes_per_cached_token"] is None
-    assert tally.prompt_tokens == 2 and len(tally.propose_seconds) == 3
+    assert tally.prompt_lens.tolist() == [2] and len(tally.propose_seconds) == 3
     # The node behind the end of the response is unknown, as is nothing else.
     assert [(nodes.depths.tolist(), nodes.hits.tolist()) for nodes in tally.nodes] == [
         ([1, 2, 3], [True, True, False]),
@@ -92,6 +94,61 @@ def test_no_more_nodes_are_verified_than_allowed():
     tally = run(source, [recording([], [1, 2, 3, 1, 2, 3])], num_nodes=2)
     assert source.calls[1] == ("propose", [0], [2])
     assert tally.requests.tolist() == [[6, 2, 4, 4]]
+
+
+class Clocked(PromptLookupCandidates):
+    """Every call takes a second that its name stands for."""
+
+    def __init__(self, clock, **seconds):
+        super().__init__()
+        for name, duration in seconds.items():
+            setattr(self, name, self._taking(clock, getattr(super(), name), duration))
+
+    def _taking(self, clock, method, duration):
+        def call(*args):
+            clock.now += duration
+            return method(*args)
+
+        return call
+
+
+def test_all_calls_are_timed_and_stalls_do_not_show(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    source = Clocked(clock, start=3e-6, propose=5e-6, observe=7e-6, stop=11e-6)
+    tally = run(source, [recording([1, 2, 3], [4, 5])] * 9)  # none of which repeats anything: a token a step
+    clock.now, stalled = 0.0, Clocked(clock, start=1.0, propose=1.0, observe=1.0, stop=1.0)
+    for _ in Replayer(stalled).run([recording([1, 2, 3], [4, 5])], stall := Tally.of(1)):
+        pass
+    tally.seconds[4] = stall.seconds[0]
+    tally.propose_seconds[8:10], tally.observe_seconds[8:10] = stall.propose_seconds, stall.observe_seconds
+    numbers = tally.summary()
+    assert numbers["start_us_per_prompt_token"] == pytest.approx(1)
+    assert numbers["propose_us_per_step_median"] == numbers["propose_us_per_call_median"] == pytest.approx(5)
+    assert numbers["propose_us_per_step"] == pytest.approx((16 * 5 + 2e6) / 18)
+    assert numbers["observe_us_per_step"] == pytest.approx(7)
+    assert numbers["stop_us_per_token"] == pytest.approx(11 / 2)
+    assert numbers["us_per_token"] == pytest.approx((3 + 2 * 5 + 2 * 7 + 11) / 2)
+
+
+def test_of_a_batch_every_request_takes_its_share(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    tally = run(Clocked(clock, propose=8e-6), [recording([1], [4, 5])] * 4, batch_size=4)
+    numbers = tally.summary()
+    assert numbers["propose_us_per_call_median"] == pytest.approx(8)
+    assert numbers["propose_us_per_step_median"] == numbers["us_per_token"] == pytest.approx(2)
+
+
+def test_a_number_that_is_named_is_drafted_in_full():
+    """By what is likely alone, drafts would end long before."""
+    rng = np.random.default_rng(0)
+    recordings = [recording(rng.integers(0, 6, 40), rng.integers(0, 6, 60)) for _ in range(4)]
+    usual = run(SuffixTreeCandidates(max_bytes=2**20), recordings).summary()
+    named = run(SuffixTreeCandidates(max_bytes=2**20), recordings, num_nodes=16).summary()
+    own_limit = run(SuffixTreeCandidates(max_bytes=2**20, min_probability=0.1), recordings, num_nodes=16).summary()
+    assert usual["drafted_per_step"] == own_limit["drafted_per_step"] < 10
+    assert named["drafted_per_step"] > 15 and named["accepted_per_step"] > usual["accepted_per_step"]
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
@@ -200,7 +257,8 @@ def test_comparison_of_results():
     tallies = {}
     for name, drafted, accepted in (("ours", 20, 15), ("ours", 40, 20), ("theirs", 30, 10)):
         spec = SourceSpec(f"{name}@{drafted}", name, PromptLookupCandidates, drafted)
-        tallies[spec] = Tally(np.array([[10 + accepted, 10, drafted, accepted]]))
+        tallies[spec] = Tally.of(1)
+        tallies[spec].requests[:] = [10 + accepted, 10, drafted, accepted]
     (row,) = compare({"data": tallies}, "theirs")
     assert row == {
         "data_set": "data",
