@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from ..device import to_device
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, draft_seed
@@ -238,7 +239,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         logits, offsets = self._forward.forward(inputs)
         lines = [offset + i for growth, offset in zip(growths, offsets) for i in range(len(growth.frontier))]
         if lines != list(range(len(logits))):  # also where rows have changed slots, and lines their order
-            logits = logits[torch.tensor(lines, device=logits.device)]
+            logits = logits[to_device(np.array(lines), logits.device)]
         width = self.width if price is None else self._widest
         tokens, probs, distributions = self._best_children(growths, logits, width)
         trust, least = (1.0, 0.0) if price is None else (price.trust, price.node)

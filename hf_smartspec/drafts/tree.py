@@ -140,7 +140,9 @@ class DraftTree:
         if nodes.all():
             return self
         index = np.append(np.cumsum(nodes) - 1, -1)  # the last entry serves parent -1
-        distributions = None if self.distributions is None else self.distributions[np.flatnonzero(nodes)]
+        distributions = self.distributions
+        if distributions is not None:  # of a chain, what is kept is its head: a view, for which no device is waited for
+            distributions = distributions[: nodes.sum()] if self.is_chain else distributions[np.flatnonzero(nodes)]
         lengths = self.match_lengths[nodes] if isinstance(self.match_lengths, np.ndarray) else self.match_lengths
         return DraftTree(self.tokens[nodes], index[self.parents[nodes]], self.probs[nodes], distributions, lengths)
 

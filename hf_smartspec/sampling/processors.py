@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
@@ -102,9 +103,8 @@ class TokenPicker:
             return logits
         if self._rows:
             scored = []
-            for row, line in zip(rows, logits):
-                ids = to_device(row.padded_ids().numpy(), logits.device)
-                scored.append(self._rows[row.index](ids[None], line[None].clone()))  # type: ignore[arg-type]
+            for row, ids, line in zip(rows, _texts(rows, logits.device), logits):
+                scored.append(self._rows[row.index](ids, line[None].clone()))  # type: ignore[arg-type]
             return torch.cat(scored)
         return self._process_batch(rows, logits, batch)
 
@@ -115,6 +115,19 @@ class TokenPicker:
         full = logits.new_zeros(self.batch_size, logits.shape[1])
         full[lines] = logits
         return self.processors(input_ids, full)[lines]  # type: ignore[arg-type]
+
+
+def _texts(rows: Sequence[PickedRow], device: torch.device) -> list[torch.Tensor]:
+    """Every row's text, `[1, t]` each, which are sent together."""
+    texts = [row.padded_ids()[None] for row in rows]
+    if device.type == "cpu":
+        return texts
+    lengths = [text.shape[1] for text in texts]
+    padded = np.zeros((len(texts), max(lengths)), np.int64)
+    for line, text, length in zip(padded, texts, lengths):
+        line[:length] = text[0]
+    sent = to_device(padded, device)
+    return [sent[line : line + 1, :length] for line, length in enumerate(lengths)]
 
 
 def _signature(processors: LogitsProcessorList) -> tuple | None:

@@ -30,9 +30,8 @@ frequency remembers, depth limit of the trees, whether drafts are ranked by coun
 offset their size follows the match."""
 
 # Fields of a grown node
-PLACES, PLACES_END, FIRST, END_OF, DRAFTED, LAST = range(6)
-"""Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1; its
-token."""
+PLACES, PLACES_END, FIRST, END_OF, DRAFTED = range(5)
+"""Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1."""
 NODE_FIELDS = 8
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
 NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
@@ -45,7 +44,7 @@ class Scratch(NamedTuple):
     Args:
         places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
         grown (`np.ndarray` of shape `[slots, MAX_NODES * 8]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 20]`, int32): See `suffix_model`.
+        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 16]`, int32): See `suffix_model`.
         probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
             their parents, and of the paths to those that were not drafted (-1: drafted).
     """
@@ -192,7 +191,7 @@ def _estimate(s, d, model, g, own_root, path):
         if entry >= 0:
             count = s.rows[entry + COUNT]
             occurrences = 1 + (count > 1) + (count > 3)
-        prob = estimate(model, d.candidates, c, c - first, g == 0, occurrences, d.grown[g + LAST])
+        prob = estimate(model, d.candidates, c, c - first, g == 0, occurrences)
         d.probs[c] = prob
         d.paths[c] = prob * path
 
@@ -207,7 +206,6 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
     grown = d.grown
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
-    grown[LAST] = s.text[end - 1] if end > start else -1
     grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
     _find_candidates(s, d, 0, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
@@ -224,7 +222,7 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
         kept, g = grown[g + PLACES_END], g + NODE_FIELDS
         grown[g + PLACES] = grown[g + PLACES_END] = kept
         grown[g + FIRST] = grown[g + END_OF] = behind
-        grown[g + DRAFTED], grown[g + LAST] = n, token
+        grown[g + DRAFTED] = n
         d.candidates[best * CANDIDATE + GROWN], d.paths[best] = g, -1
         n += 1
         if is_chain:

@@ -1,0 +1,203 @@
+"""
+The same tokens on an accelerator as on the CPU, and what a step asks of it: operations that are dispatched, uploads,
+and times that the host waits for it. `test_accelerator.py` runs this file in a process of its own.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import hf_smartspec
+from hf_smartspec import DraftModelCandidates, SmartSpecConfig
+from hf_smartspec.decoding import loop, verify
+from hf_smartspec.decoding.loop import DecodingLoop
+
+from .accelerator import DEVICE, Accelerator
+from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
+
+NUM_TOKENS = 14
+LENGTHS = (9, 5, 12, 5)  # of prompts
+CHAIN, WIDTH, TREE = 4, 3, 9
+
+SOURCES = {
+    "none": lambda draft: "none",
+    "lookup": lambda draft: SmartSpecConfig("prompt_lookup", num_nodes=CHAIN),
+    "suffix": lambda draft: SmartSpecConfig("suffix", num_nodes=8),
+    "auto": lambda draft: "auto",
+    "chain": lambda draft: SmartSpecConfig(draft, num_nodes=CHAIN),
+    "tree": lambda draft: SmartSpecConfig(DraftModelCandidates(draft, width=WIDTH), num_nodes=TREE),
+    "two": lambda draft: SmartSpecConfig(["prompt_lookup", draft], num_nodes=CHAIN),
+    "rejection": lambda draft: SmartSpecConfig(draft, num_nodes=CHAIN, verification="rejection"),
+}
+LEVELS = {"chain": CHAIN, "tree": TREE // WIDTH + 1, "two": CHAIN, "rejection": CHAIN}  # forwards of the draft model
+SAMPLING = {"do_sample": True, "seed": 5}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "stop strings": {"stop_strings": ["q", "ab"], "tokenizer": tiny_tokenizer()},
+    "sampled": SAMPLING | {"top_k": 0},
+    "warped": SAMPLING | {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+    # What depends on the text, or is kept, is picked token by token.
+    "penalty": {"repetition_penalty": 1.3},
+    "penalty, sampled": SAMPLING | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "scores": {"suppress_tokens": [5, 6], "output_scores": True},
+}
+AT_ONCE = ("greedy", "stop strings", "sampled", "warped")
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    target = tiny_llama(eos_token_id=None)
+    target.generation_config.eos_token_id = None
+    return target, noisy_copy(target, 0.03)
+
+
+@pytest.fixture(scope="module")
+def on_device(on_cpu):
+    with Accelerator():
+        return [noisy_copy(model, 0.0).to(DEVICE) for model in on_cpu]
+
+
+@pytest.fixture(scope="module")
+def expected(on_cpu):
+    """Of every kind of options, what the CPU generates without drafts."""
+    return {name: generate(on_cpu, "none", options) for name, options in OPTIONS.items()}
+
+
+@pytest.fixture
+def accelerator():
+    with Accelerator() as accelerator:
+        yield accelerator
+
+
+@pytest.fixture
+def steps(accelerator, monkeypatch):
+    """What is counted in every step of the decoding loop, and the length of its longest accepted path."""
+    counted: list[Counter] = []
+    step, commit = DecodingLoop.step, DecodingLoop.commit
+
+    def counting(loop):
+        with accelerator.counting() as counts:
+            ended = step(loop)
+        counted[-1].update(counts)
+        return ended
+
+    def noting(loop, rows):
+        counted.append(Counter(accepted=max(len(request.path) for request in rows)))
+        return commit(loop, rows)
+
+    monkeypatch.setattr(DecodingLoop, "step", counting)
+    monkeypatch.setattr(DecodingLoop, "commit", noting)
+    return counted
+
+
+def generate(models, source: str, options: dict[str, Any], lengths=LENGTHS):
+    target, draft = models
+    inputs = {name: values.to(target.device) for name, values in prompts(lengths).items()}
+    settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | options
+    with hf_smartspec.enabled(target):
+        return target.generate(**inputs, assistant=SOURCES[source](draft), **settings)
+
+
+def tokens_of(output) -> list[list[int]]:
+    return output.sequences.cpu().tolist()
+
+
+def check_counts(steps: list[Counter], source: str, name: str) -> None:
+    """One wait for the target's picks, whatever the number of rows, and one for each level of a draft model."""
+    levels, picks_at_once = LEVELS.get(source, 0), name in AT_ONCE
+    for counts in steps:
+        num_picks = 1 if picks_at_once else 1 + counts["accepted"]
+        assert counts["waits"] <= levels + num_picks
+        assert counts["uploads"] <= 8 * (1 + levels) + 2 * num_picks
+        if picks_at_once:
+            assert counts["dispatched"] <= 210 * (1 + levels)
+    assert sum(counts["waits"] for counts in steps) >= len(steps), "nothing was counted"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("source", [source for source in SOURCES if source != "rejection"])
+def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, source, name):
+    output = generate(on_device, source, OPTIONS[name])
+    assert output.sequences.device.type == DEVICE
+    assert tokens_of(output) == tokens_of(expected[name])
+    if source not in ("none", "auto"):
+        assert output.statistics.drafted_tokens > 0
+    if source in LEVELS:
+        assert output.statistics.accepted_tokens > 0
+    for own, others in zip(output.scores or (), expected[name].scores or ()):
+        torch.testing.assert_close(own.cpu(), others, rtol=1e-4, atol=1e-4)
+    check_counts(steps, source, name)
+
+
+def test_devices_agree_on_rejection(on_cpu, on_device, steps):
+    """What comes out depends on the drafts, but not on where they are verified."""
+    options = OPTIONS["sampled"]
+    reference = generate(on_cpu, "rejection", options)
+    steps.clear()
+    output = generate(on_device, "rejection", options)
+    assert tokens_of(output) == tokens_of(reference)
+    assert 0 < output.statistics.accepted_tokens < output.statistics.drafted_tokens
+    assert output.statistics.accepted_tokens == reference.statistics.accepted_tokens
+    check_counts(steps, "rejection", "sampled")
+
+
+@pytest.mark.parametrize("source", ["lookup", "chain"])
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
+    numbers = []
+    for num_rows in (1, 16):
+        steps.clear()
+        generate(on_device, source, OPTIONS[name], lengths=(7,) * num_rows)
+        numbers.append(max(counts["dispatched"] for counts in steps))
+        check_counts(steps, source, name)
+    assert numbers[1] <= 1.3 * numbers[0], "ragged drafts are padded and cut: that is all there is to more rows"
+
+
+@pytest.mark.parametrize("source", ["tree", "rejection"])
+def test_picking_token_by_token_comes_to_the_same(on_cpu, on_device, accelerator, monkeypatch, source):
+    """Where all nodes' scores would be too many for a device; and a CPU, which is not waited for, could do without."""
+    outputs = [generate(models, source, OPTIONS["warped"]) for models in (on_cpu, on_device)]
+    monkeypatch.setattr(verify, "_MOST_AHEAD", 0)
+    outputs.append(generate(on_device, source, OPTIONS["warped"]))
+    monkeypatch.setattr(loop, "picks_ahead", lambda rows: rows[0].call.may_pick_ahead)
+    outputs.append(generate(on_cpu, source, OPTIONS["warped"]))
+    assert all(tokens_of(output) == tokens_of(outputs[0]) for output in outputs)
+    assert len({output.statistics.accepted_tokens for output in outputs}) == 1
+    assert outputs[0].statistics.accepted_tokens > 0
+
+
+# --- The emulation itself --------------------------------------------------------------------------------------------
+
+
+def test_what_the_host_waits_for_is_counted(accelerator):
+    values = torch.arange(6.0).to(DEVICE)
+    waits = [
+        lambda: values.tolist(),
+        lambda: values.cpu(),
+        lambda: float(values[0]),
+        lambda: bool((values > 3).any()),
+        lambda: values.nonzero(),
+        lambda: values[values > 3],
+        lambda: torch.tensor([1, 2], device=DEVICE),
+        lambda: torch.arange(3).to(DEVICE),
+        lambda: values[torch.tensor([1, 2])],
+    ]
+    for function in waits:
+        with accelerator.counting() as counts:
+            function()
+        assert counts["waits"] == 1
+    with accelerator.counting() as counts:
+        torch.arange(3).to(DEVICE, non_blocking=True)
+        (values * 2).softmax(0).argmax().add_(torch.zeros(1, device=DEVICE).long()[0])
+    assert counts["waits"] == 0 and counts["uploads"] == 1 and counts["dispatched"] >= 5
+
+
+def test_devices_are_not_mixed(accelerator):
+    values = torch.arange(6.0).to(DEVICE)
+    assert (values + 1).tolist() == (torch.arange(6.0) + 1).tolist()
+    with pytest.raises(RuntimeError, match="tensors of the CPU"):
+        values + torch.arange(6.0)
+    with pytest.raises(RuntimeError):
+        values.numpy()
