@@ -71,36 +71,52 @@ def rejection_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     output has the target's distribution, but which tokens come out depends on the drafts. Rows without a
     distribution, and greedy rows, are picked for as in `coupled_picks`.
     """
+    if scores.device.type == "cpu":  # which nobody waits for: what is kept is not drawn in vain
+        return [_rejection_pick(place, line) for place, line in zip(places, scores)]
     lines = [line for line, place in enumerate(places) if _has_distribution(place)]
     if lines:
         own = to_device(np.array(lines), scores.device)
-        residuals = _kept_or_residual([places[line] for line in lines], scores.index_select(0, own))
-        scores = scores.index_copy(0, own, residuals)
+        certain = _kept_or_residual([places[line] for line in lines], scores.index_select(0, own))
+        scores = scores.index_copy(0, own, certain)
     return coupled_picks(places, scores)
 
 
 def _has_distribution(place: Place) -> bool:
-    tree = place.request.tree
-    return (
-        place.request.seed is not None
-        and tree is not None
-        and tree.distributions is not None
-        and place.node + 1 < len(tree)
-    )
+    request, tree = place.request, place.request.tree
+    has_some = request.seed is not None and tree is not None and tree.distributions is not None
+    return has_some and place.node + 1 < len(tree)  # type: ignore[arg-type]
+
+
+def _rejection_pick(place: Place, scores: torch.Tensor) -> int:
+    if not _has_distribution(place):
+        return coupled_picks([place], scores[None])[0]
+    tree, target = place.request.tree, scores.softmax(dim=-1)
+    draft = tree.distributions[place.node + 1].to(scores.device)  # type: ignore[union-attr]
+    token = int(_drafted([place])[0])
+    if float(_uniform([place])[0]) * float(draft[token]) < float(target[token]):
+        return token
+    return coupled_picks([place], _residual(target, draft).log()[None])[0]
 
 
 def _kept_or_residual(places: Sequence[Place], scores: torch.Tensor) -> torch.Tensor:
     """Scores `[places, vocab_size]`: where the draft's token is kept, of it alone, and of max(0, p - q) elsewhere."""
     target, draft = scores.softmax(dim=-1), _draft_distributions(places).to(scores.device)
-    drafted = np.array([place.request.tree.tokens[place.node + 1] for place in places])  # type: ignore[union-attr]
-    tokens = to_device(drafted, scores.device)[:, None]
+    tokens = to_device(_drafted(places), scores.device)[:, None]
     uniform = to_device(_uniform(places), scores.device)[:, None]
     is_kept = uniform * draft.gather(1, tokens) < target.gather(1, tokens)  # in float64
-    residual = (target - draft).clamp(min=0)
-    # p equals q up to rounding: then p itself is the right distribution.
-    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target)
     kept = torch.zeros_like(target).scatter(1, tokens, 1.0)
-    return torch.where(is_kept, kept, residual).log()
+    return torch.where(is_kept, kept, _residual(target, draft)).log()
+
+
+def _residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """max(0, p - q), not normalised; p itself where p equals q up to rounding."""
+    residual = (target - draft).clamp(min=0)
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target)
+
+
+def _drafted(places: Sequence[Place]) -> np.ndarray:
+    """The tokens that are kept or not, int64 `[places]`."""
+    return np.array([place.request.tree.tokens[place.node + 1] for place in places])  # type: ignore[union-attr]
 
 
 def _draft_distributions(places: Sequence[Place]) -> torch.Tensor:
