@@ -98,6 +98,16 @@ class DecodingBatch:
         ):
             request.stopped_at = request.num_generated
 
+    def goes_on_behind(self, request: Request, tokens: Sequence[int]) -> bool:
+        """Whether it is certain that no criterion of `check_stop` stops the row at one of these next tokens."""
+        left = request.num_remaining
+        return (
+            request.stopped_at is None
+            and not self._row_criteria
+            and (left is None or len(tokens) < left)
+            and self._eos.isdisjoint(tokens)
+        )
+
     def _meets_criterion(self, request: Request) -> bool:
         ids = request.padded_ids()[None]  # on the CPU, so that no device is waited for at every token
         return any(bool(item(ids, None)) for item in self._row_criteria)

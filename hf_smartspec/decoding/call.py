@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,7 +73,8 @@ class DecodingCall:
         for request in self.batch.requests:
             request.call = self
         self.stages = tuple(self.source.stages)
-        self.stage_costs = tuple(map(draft_cost, self.stages))
+        self.stage_costs = _shared(tuple(map(draft_cost, self.stages)))
+        self.watching = [item for item in enumerate(self.stages) if not item[1].needs]  # sources that see tokens alone
         # What the sources need beside tokens.
         asking = [stage for stage in self.stages if HIDDEN_STATES in stage.needs]
         self.hidden_layers = frozenset(layer for stage in asking for layer in stage.hidden_layers)
@@ -105,7 +107,9 @@ class DecodingCall:
 
     def most_nodes(self, num_remaining: int | None) -> int:
         """Nodes of a draft in a row that needs so many further tokens: wide ones are for those that need many."""
-        return self.max_nodes if num_remaining is None else min(self.max_nodes, num_remaining + self.draft_room)
+        if num_remaining is None or num_remaining >= self.max_nodes:
+            return self.max_nodes
+        return min(self.max_nodes, num_remaining + self.draft_room)
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -136,8 +140,18 @@ class StepDrafts(NamedTuple):
         return StepSeconds(*(after - before for before, after in zip(self.start, end)))
 
 
+@lru_cache(maxsize=64)
+def _shared(costs: tuple[DraftCost, ...]) -> tuple[DraftCost, ...]:
+    """Equal costs as one object, mostly: that rows of several calls draft alike is then seen at a glance."""
+    return costs
+
+
 def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]:
     """The rows of each forward: mostly there is one."""
+    requests = list(requests)
+    forward = requests[0].call.forward if requests else None
+    if forward is not None and all([request.call.forward is forward for request in requests]):
+        return {forward: requests}
     groups: dict[ModelForward, list[Request]] = {}
     for request in requests:
         groups.setdefault(request.call.forward, []).append(request)

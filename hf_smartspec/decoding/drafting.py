@@ -54,7 +54,9 @@ class Drafting:
             trees = self._with_stage(step, stage, rows, trees)
         with self._timed("seconds_select"):
             self.sources.count(dict(zip(rows, trees)))
-            proposed = [self._within_limits(request, tree) for request, tree in zip(rows, trees)]
+            proposed = [
+                self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
+            ]
             selected = self.policy.select(step, proposed)
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
         return StepDrafts(step, rows, proposed, selected, start)
@@ -78,7 +80,7 @@ class Drafting:
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
             drafted = self.policy.calibrated(step, stage, stage.proposed)
             _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
-            return join(trees, drafted, step.caps) if any(map(len, trees)) else drafted
+            return join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
 
     def observe(self, step: StepRows, tokens: Sequence[np.ndarray]) -> None:
         """How far the drafts of later stages came true, whether they were verified or not."""
@@ -94,22 +96,31 @@ class Drafting:
         return StepSeconds(counts.seconds_draft, counts.seconds_forward, counts.seconds_select + counts.seconds_verify)
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray], num_waiting: int) -> StepRows:
-        prompts = [(len(tokens), request.cache_row.length) for request, tokens in feeds.items() if len(tokens) > 1]
+        sizes = list(map(len, feeds.values()))
+        prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
         caps = np.array([_cap(request) for request in rows], np.int64)
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
             caps=caps,
-            num_prefill_tokens=sum(map(len, feeds.values())) - len(rows),
+            num_prefill_tokens=sum(sizes) - len(rows),
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=num_waiting,
             stages=self._stages(rows, caps),
-            padded_context=padded_context(request for request in rows if len(feeds[request]) == 1),
+            padded_context=padded_context(
+                [request for request in rows if len(feeds[request]) == 1] if prompts else rows
+            ),
         )
 
     def _stages(self, rows: Sequence[Request], caps: np.ndarray) -> list[Stage]:
         """Every kind of source with its rows, the first ones of all rows first."""
+        costs = rows[0].call.stage_costs if rows else ()
+        if all([request.call.stage_costs is costs and not request.dropped for request in rows]):
+            return [
+                Stage(cost, caps, position, self._threshold(rows[0], position, cost.source))
+                for position, cost in enumerate(costs)
+            ]
         kinds: dict[tuple[int, DraftCost], list[int]] = {}
         for index, request in enumerate(rows):
             for position, cost in enumerate(request.call.stage_costs):
@@ -131,17 +142,17 @@ class Drafting:
         return self._lengths[name].mean if given is None else given
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
-        if not len(tree.tokens):
-            return tree
         if not request.call.forward.trees:
             tree = tree.best_chain()
-        if request.num_remaining is not None and len(tree) >= request.num_remaining:
-            tree = tree.keep(tree.depths < request.num_remaining)
+        left = request.num_remaining
+        if left is not None and len(tree) >= left:
+            tree = tree.keep(tree.depths < left)
         # Learned position embeddings end somewhere, and plain decoding may stop just before.
         room = len(tree) if self.limits.num_positions is None else self.limits.num_positions - request.length
         if 0 <= room < len(tree):
             tree = tree.keep(tree.depths <= room)
-        depth = request.cache_row.room(request.length)
+        row = request.cache_row
+        depth = None if row.renewal is None else row.room(request.length)
         return tree if depth is None else tree.keep(tree.depths <= depth)
 
     def _timed(self, name: str) -> Timed:
@@ -156,7 +167,11 @@ def _cap(request: Request) -> int:
 
 def _apart(wanted: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
     """The drafts of rows that run on, on padding, which need no source; and the rows that do."""
-    padding = {request: limit for request, limit in wanted.items() if request.call.batch.is_padding(request)}
+    padding = {
+        request: limit
+        for request, limit in wanted.items()
+        if request.stopped_at is not None and request.call.batch.is_padding(request)
+    }
     if not padding:
         return {}, wanted
     drafts = {request: DraftTree.chain([request.call.batch.pad_token_id] * limit) for request, limit in padding.items()}

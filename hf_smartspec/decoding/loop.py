@@ -15,7 +15,7 @@ from .committed import committed_steps, run_forward
 from .drafting import Drafting
 from .request import Request
 from .statistics import GenerationStatistics, Timed
-from .verify import Place, accepted_path, pick_ahead, picks_ahead
+from .verify import Place, accepted_paths, pick_ahead, picks_ahead
 
 
 class DecodingLoop:
@@ -116,10 +116,11 @@ class DecodingLoop:
         """The next tokens of every row that waits for logits; prompts share what the step has room for."""
         feeds, room = {}, self.max_prefill_tokens
         for request in self.running:
-            if request.is_verifying:
+            if request.tree is not None:  # is under verification
                 continue
-            if request.cache_row.is_due(request.length):
-                request.cache_row.renew()
+            row = request.cache_row
+            if row.renewal is not None and row.is_due(request.length):
+                row.renew()
             tokens = request.uncached()
             if room is not None and len(tokens) > 1:
                 tokens = tokens[: max(room, 0)]
@@ -143,40 +144,30 @@ class DecodingLoop:
                     if request in drafts:
                         request.begin_verifying(drafts[request], offset, logits, picks)
             self.statistics.forwards += 1
-        self.statistics.steps += len(drafts)
         for request, tree in drafts.items():
-            self.statistics.drafted_tokens += len(tree)
-            request.call.statistics.steps += 1
-            request.call.statistics.drafted_tokens += len(tree)
+            counts, num_nodes = request.call.statistics, len(tree.tokens)
+            counts.steps += 1
+            counts.drafted_tokens += num_nodes
+            self.statistics.drafted_tokens += num_nodes
+        self.statistics.steps += len(drafts)
 
     # 3. verify
 
     def verify(self) -> list[Request]:
         """Advances rows along their trees; returns those whose path has ended."""
         with self._timed("seconds_verify"):
-            ready = [request for request in self.running if request.is_verifying]
+            ready = [request for request in self.running if request.tree is not None]
             others = [request for request in ready if not request.call.picks_greedily]
             for rows in alike(others):
                 if picks_ahead(rows):
                     self._attempt(rows, pick_ahead, rows)
             ended = [request for request in ready if request.picks]
-            for request in ended:
-                self._follow_picks(request)
+            paths = accepted_paths([request.draft for request in ended], [request.picks for request in ended])
+            for request, path in zip(ended, paths):
+                _follow(request, path)
             alive = set(self.calls)  # others have failed meanwhile
             others = [request for request in others if not request.picks and request.call in alive]
             return ended + self._verify_in_rounds(others)
-
-    def _follow_picks(self, request: Request) -> None:
-        """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
-        assert request.tree is not None, "the request has no draft under verification"
-        batch, picks, path = request.call.batch, request.picks, accepted_path(request.tree, request.picks)
-        for num_accepted, node in enumerate([-1, *path]):
-            request.append(picks[node + 1])
-            batch.check_stop(request)
-            if not batch.is_active(request):
-                path = path[:num_accepted]
-                break
-        request.path = path
 
     def _verify_in_rounds(self, ready: list[Request]) -> list[Request]:
         """One token of every row at a time, so that the processors see many rows in one call."""
@@ -232,8 +223,9 @@ class DecodingLoop:
             for forward, group in by_forward(rows).items():
                 forward.commit([request.cache_row for request in group], [request.path for request in group])
             for request in rows:
-                self.statistics.accepted_tokens += len(request.path)
-                request.call.statistics.accepted_tokens += len(request.path)
+                if request.path:
+                    self.statistics.accepted_tokens += len(request.path)
+                    request.call.statistics.accepted_tokens += len(request.path)
                 request.tree = request.logits = None
 
     # 5. observe
@@ -320,6 +312,23 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
+
+
+def _follow(request: Request, path: list[int]) -> None:
+    """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
+    batch, picks = request.call.batch, request.picks
+    tokens = [picks[0], *[picks[node + 1] for node in path]]
+    if batch.goes_on_behind(request, tokens):
+        request.extend(tokens)
+        request.path = path
+        return
+    for num_accepted, token in enumerate(tokens):
+        request.append(token)
+        batch.check_stop(request)
+        if not batch.is_active(request):
+            path = path[:num_accepted]
+            break
+    request.path = path
 
 
 def _remove(request: Request) -> None:

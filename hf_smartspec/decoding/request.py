@@ -1,6 +1,6 @@
 """A request, and what it has generated so far."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,12 @@ class Request:
         return self.row
 
     @property
+    def draft(self) -> DraftTree:
+        """The draft under verification."""
+        assert self.tree is not None, "the request has no draft under verification"
+        return self.tree
+
+    @property
     def node_logits(self) -> torch.Tensor:
         """The logits of the draft under verification, `[1 + nodes, vocab_size]`."""
         assert self.logits is not None, "the request has no draft under verification"
@@ -109,11 +115,11 @@ class Request:
 
     def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
         """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
-        lines = slice(first, first + len(tree) + 1)
+        lines, call = slice(first, first + len(tree.tokens) + 1), self.call
         self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
-        if self.call.needs_more:
+        if call.needs_more:
             self.verified = tree, logits[lines]
-        if self.call.picks_greedily:
+        if call.picks_greedily:
             self.picks = picks[lines]
         else:
             self.logits = logits[lines]
@@ -124,6 +130,17 @@ class Request:
             self._padded = np.concatenate([self._padded, np.empty_like(self._padded)])
         self._padded[end] = token
         self.tokens.append(token)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """`append` for several tokens."""
+        if len(tokens) == 1:
+            self.append(tokens[0])
+            return
+        start = self._start + len(self.tokens)
+        while start + len(tokens) > len(self._padded):
+            self._padded = np.concatenate([self._padded, np.empty_like(self._padded)])
+        self._padded[start : start + len(tokens)] = tokens
+        self.tokens.extend(tokens)
 
     def padded_ids(self, num_generated: int | None = None) -> torch.Tensor:
         """The padded prompt and the generated tokens (all, or the first `num_generated`), `[t]`."""
@@ -138,7 +155,7 @@ class Request:
         """Committed tokens whose keys and values are not in the cache yet; at least one."""
         prompt, first = self.prompt, self.cache_row.length - len(self.prompt)
         if first >= 0:
-            return self.generated(first)
+            return self._padded[self._start + first : self._start + len(self.tokens)]
         return np.concatenate([prompt[first:], self.generated(0)]) if self.tokens else prompt[first:]
 
     def text(self) -> np.ndarray:

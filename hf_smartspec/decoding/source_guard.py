@@ -8,7 +8,7 @@ import numpy as np
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import HIDDEN_STATES, Committed
 from ..drafts.price import LevelPrice
-from ..drafts.tree import DraftTree
+from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
 from ..log import get_logger
 from .request import Request
@@ -78,9 +78,14 @@ class GuardedSources:
 
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         """Tokens were committed; sources that need more are told by `show`."""
-        for position, source in self._serving(request):
-            if not source.needs:
-                self._guarded(request, position, source.observe, request.request_id, tokens)
+        if not request.is_drafting:
+            return
+        for position, source in request.call.watching:
+            if position not in request.dropped:
+                try:
+                    source.observe(request.request_id, tokens)
+                except Exception as error:
+                    self._drop(request, position, error)
 
     def show(self, request: Request, step: Committed) -> None:
         """`observe` for sources with needs."""
@@ -121,9 +126,8 @@ class GuardedSources:
             trees = source.propose([request.request_id for request in wanted], list(wanted.values()), **arguments)
             if len(trees) != len(wanted):
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
-            for tree in trees:
-                tree.check_integrity(self.vocab_size)
-            return {request: _sealed(tree.most_likely(limit)) for (request, limit), tree in zip(wanted.items(), trees)}
+            check_trees(trees, self.vocab_size)
+            return {request: _fitting(tree, limit) for (request, limit), tree in zip(wanted.items(), trees)}
         except Exception as error:
             first_error = first_error or error
             if len(wanted) == 1:
@@ -163,13 +167,18 @@ class GuardedSources:
         self._has_warned = True
 
 
+def _fitting(tree: DraftTree, limit: int) -> DraftTree:
+    """At most so many nodes of a draft, sealed."""
+    if len(tree.tokens) > limit:
+        tree = tree.most_likely(limit)
+    return tree if tree.distributions is None else _sealed(tree)
+
+
 def _sealed(tree: DraftTree) -> DraftTree:
     """
     A sampled draft without the probabilities of what was drawn: verification by rejection is exact only where these do
     not decide how much of it is verified. What such drafts are worth is learnt from what came true of them.
     """
-    if tree.distributions is None:
-        return tree
     return tree.with_probs(np.full(len(tree), _SAMPLED, np.float32))
 
 

@@ -1,6 +1,7 @@
 """The accepted path: which token the target picks at each node, and whether the draft holds it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from .request import Request
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
 
+_FEW_NODES = 256  # up to here a loop over all nodes finds paths faster than numpy
+
 # Entries of scores up to which processing all nodes' costs less than waiting for the device at every token: estimated,
 # as that of a few milliseconds, and of 100 MB of memory.
 _MOST_AHEAD = 2**24
@@ -25,9 +28,36 @@ def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
     The nodes that hold the target's tokens, from the root on: `picks[n + 1]` is its token behind node n, and `picks[0]`
     that behind the last committed token.
     """
+    return _along(range(len(tree)), tree.parents.tolist(), tree.tokens.tolist(), picks)
+
+
+def accepted_paths(trees: Sequence[DraftTree], picks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """`accepted_path` of every row; of many nodes, those that hold their parent's pick are found all at once."""
+    sizes = [len(tree.tokens) for tree in trees]
+    if sum(sizes) <= _FEW_NODES:
+        return [accepted_path(tree, row) if size else [] for tree, row, size in zip(trees, picks, sizes)]
+    starts = np.cumsum(sizes) - sizes
+    parents, tokens = (np.concatenate([getattr(tree, name) for tree in trees]) for name in ("parents", "tokens"))
+    # Of rows end to end: row r has one pick more than nodes, so that its first pick is number starts[r] + r.
+    numbers = np.fromiter(chain.from_iterable(picks), np.int64, sum(sizes) + len(sizes))
+    first_picks = np.repeat(starts + np.arange(len(sizes)), sizes)
+    hits = np.flatnonzero(numbers[first_picks + parents + 1] == tokens)
+    nodes = (hits - np.repeat(starts, sizes)[hits]).tolist()
+    of_node, of_parent = tokens[hits].tolist(), parents[hits].tolist()
+    ends = np.searchsorted(hits, starts + sizes).tolist()
+    paths, first = [], 0
+    for row, end in zip(picks, ends):
+        part = slice(first, end)
+        paths.append(_along(nodes[part], of_parent[part], of_node[part], row) if end > first else [])
+        first = end
+    return paths
+
+
+def _along(nodes: Iterable[int], parents: Iterable[int], tokens: Iterable[int], picks: Sequence[int]) -> list[int]:
+    """The path through the given nodes of a tree."""
     path: list[int] = []
     last = -1
-    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist())):
+    for node, parent, token in zip(nodes, parents, tokens):
         if parent == last and token == picks[last + 1]:  # parents stand before their children
             path.append(node)
             last = node

@@ -187,4 +187,38 @@ class DraftTree:
             raise ValueError(f"Draft tokens must lie in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}.")
 
 
+def check_trees(trees: Sequence[DraftTree], vocab_size: int) -> None:
+    """`check_integrity` of all trees, at once where they are in order."""
+    trees = [tree for tree in trees if tree is not _EMPTY]
+    if not (all(map(_has_arrays, trees)) and _are_trees(trees, vocab_size)):
+        for tree in trees:
+            tree.check_integrity(vocab_size)
+
+
+def _has_arrays(tree: DraftTree) -> bool:
+    """Whether the arrays of a tree certainly are of the right kinds and of one length."""
+    tokens, parents, probs, lengths = tree.tokens, tree.parents, tree.probs, tree.match_lengths
+    is_sound = (
+        type(tokens) is type(parents) is type(probs) is np.ndarray
+        and tokens.ndim == 1
+        and tokens.shape == parents.shape == probs.shape
+        and tokens.dtype.kind == parents.dtype.kind == "i"
+        and probs.dtype.kind == "f"
+    )
+    if type(lengths) is np.ndarray:
+        return is_sound and lengths.shape == tokens.shape and lengths.dtype.kind == "i"
+    return is_sound and type(lengths) is int
+
+
+def _are_trees(trees: Sequence[DraftTree], vocab_size: int) -> bool:
+    """Whether all parents stand before their children, and all tokens lie in the vocabulary."""
+    sizes = [len(tree.tokens) for tree in trees]
+    if not any(sizes):
+        return True
+    tokens, parents = (np.concatenate([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
+    numbers = np.arange(len(tokens)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of every node in its tree
+    in_order = parents.min() >= -1 and (parents < numbers).all()
+    return bool(in_order and tokens.min() >= 0 and tokens.max() < vocab_size)
+
+
 _EMPTY = DraftTree.chain([])

@@ -144,6 +144,9 @@ class _KnownRequest(Request):
     def append(self, token: int) -> None:
         self.tokens.append(token)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens.extend(tokens)
+
     def uncached(self) -> np.ndarray:
         return self._padded[self.cache_row.length : self.length]
 

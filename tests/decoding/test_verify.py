@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
+from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.request import Request
 from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
@@ -56,6 +57,16 @@ def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 # --- The accepted path ------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(trees(vocab_size=3), st.lists(st.integers(0, 2), min_size=20, max_size=20)), max_size=9))
+def test_paths_of_many_rows_are_those_of_each(rows):
+    drafts, picks = [tree for tree, _ in rows], [line[: len(tree) + 1] for tree, line in rows]
+    expected = [accepted_path(tree, line) for tree, line in zip(drafts, picks)]
+    for least in (0, 10**9):  # all at once, and one by one
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verify, "_FEW_NODES", least)
+            assert verify.accepted_paths(drafts, picks) == expected
 
 
 @given(trees(vocab_size=3), st.data())

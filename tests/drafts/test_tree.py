@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
+from hf_smartspec.drafts.tree import check_trees
 
 from ..strategies import path_to, trees
 
@@ -167,6 +168,9 @@ def test_empty_tree_has_all_properties():
 def test_check_integrity_refuses_what_is_no_tree(tree, match):
     with pytest.raises(ValueError, match=match):
         tree.check_integrity(vocab_size=10)
+    sound = DraftTree.chain([1, 2])
+    with pytest.raises(ValueError, match=match):
+        check_trees([sound, DraftTree.empty(), tree, sound], vocab_size=10)
 
 
 @given(trees())
@@ -192,3 +196,10 @@ def test_other_probabilities_change_nothing_else(tree):
     other = tree.with_probs(np.full(len(tree), 0.5, np.float32))
     assert other.path_probs.tolist() == pytest.approx((0.5**tree.depths).tolist())
     assert other.tokens is tree.tokens and other.parents is tree.parents and tree.path_probs.tolist() == before.tolist()
+
+
+@given(st.lists(trees(), max_size=6))
+def test_trees_that_are_in_order_are_passed_at_once(drafts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftTree, "check_integrity", lambda *_: pytest.fail("looked at one by one"))
+        check_trees([*drafts, DraftTree.empty()], vocab_size=4)
