@@ -273,6 +273,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         """Those that get a further level, with the nodes that it hangs on."""
         if price is None:
             return [growth for growth in growths if self._choose_frontier(growth)]
+        price = price.beyond(growths[0].depths[-1])  # they grow together
         going_on, profit = [], -price.call
         for growth in growths:
             newest = range(growth.depths.index(growth.depths[-1]), len(growth.depths))

@@ -25,6 +25,7 @@ _WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
 _NARROW = 4  # up to here every bound is tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _TYPICAL_NODES = 4  # of a row, for what a further one costs
+_DEPTHS = 8  # of a draft, for what a further level costs
 _NODE_COUNTS = np.array([8, 16, 32, 64])  # of a row, among which a further one is cheapest
 _UNPROMISING = 0.3  # tokens that a draft may promise at most where another source is tried beside it
 _LEAST_RATE = 0.1  # of levels that come true
@@ -116,16 +117,20 @@ class GoodputAuction(LengthPolicy):
     def _levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """`max_nodes` of a source that is asked for as many levels as pay."""
         best = self._best_levels(rows, stage, caps, before)
+        if not best.any():
+            best = self._best_levels(rows, stage, caps, before, in_doubt=True)
         levels = self._with_probes(stage, best, (caps > 0) & (before.promises < _UNPROMISING))
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
         # One that heeds prices sees better than averages do how deep the draft should be.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
 
-    def _best_levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
+    def _best_levels(
+        self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False
+    ) -> np.ndarray:
         """The depth of each row's draft, `[rows]` int64, by the same maximum; all 0 if no draft pays."""
         cost, record = stage.cost, self.records[stage.cost]
-        gains = self._gains(rows, stage, caps, before)
+        gains = self._gains(rows, stage, caps, before, in_doubt)
         depths = np.arange(1, gains.shape[1] + 1)
         row, depth = np.divmod(np.argsort(-gains, axis=None, kind="stable"), len(depths))
         is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
@@ -145,10 +150,10 @@ class GoodputAuction(LengthPolicy):
         chosen = is_in[level] & (np.arange(len(row)) <= last)
         return np.bincount(row[chosen], minlength=len(rows))
 
-    def _gains(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
+    def _gains(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
         """Tokens that each level of an autoregressive draft adds, `[rows, depths]` float64; 0 beyond the caps."""
         most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
-        gains = self.records[stage.cost].gains(rows.request_ids, before.promises, int(most.max()))
+        gains = self.records[stage.cost].gains(rows.request_ids, before.promises, int(most.max()), in_doubt)
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
         return gains
 
@@ -176,10 +181,25 @@ class GoodputAuction(LengthPolicy):
         trust = 1.0 if self.trust is None else self.trust.of_source(stage.name)
         if not cost.is_autoregressive:
             return LevelPrice(0.0, 0.0, self._least_node_price(rows), trust)
-        price, (per_call, per_row) = self._price(rows), self.records[cost].timer.seconds(cost)
-        node, rate = self._plan.node_price, max(self.records[cost].acceptance.rate, _LEAST_RATE)
-        # A level that is drafted has to be verified, and yet to come true.
-        return LevelPrice(price * per_call / rate, (price * per_row + node) / rate, node, trust)
+        deeper = self._deeper(rows, self.records[cost], cost)
+        return LevelPrice(*deeper[0], self._plan.node_price, trust, deeper)
+
+    def _deeper(self, rows: StepRows, record: StageRecord, cost: DraftCost) -> tuple[tuple[float, float], ...]:
+        """
+        What a path must promise, for all rows together and for each, so that a level behind it pays: it has to be
+        drafted and verified, and yet to come true. Where forwards cost in steps, the levels behind that one may make it
+        worth while: as many are looked at together as are best.
+        """
+        price, (per_call, per_row) = self._price(rows), record.timer.seconds(cost)
+        rate = max(record.acceptance.rate, _LEAST_RATE)
+        depths, more = np.arange(1, _DEPTHS + 1)[:, None], np.arange(1, _DEPTHS + 1)
+        num = np.arange(2 * _DEPTHS + 1)
+        seconds = np.asarray(self.cost.seconds(*rows.forward_size(num * len(rows), 1 + num)))
+        verify = np.maximum(seconds[depths + more] - seconds[depths], 0.0) / len(rows)
+        promise = np.cumsum(rate**more)  # of the levels behind a path, by its own
+        call, row = price * per_call * more / promise, price * (per_row * more + verify) / promise
+        best = (call / len(rows) + row).argmin(axis=1)
+        return tuple(zip(call[best].tolist(), row[np.arange(_DEPTHS), best].tolist()))
 
     def _price(self, rows: StepRows) -> float:
         """lambda, what a second yields in this step, in tokens."""

@@ -5,6 +5,10 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 _CERTAIN = 0.995  # no rate is estimated above: a perfect record proves little
+_NUM_DEPTHS = 8  # that are told apart in what is kept of a request; deeper levels count as the last
+_DOUBT = (
+    12.0  # tried levels that are added where the doubt in a rate is estimated, so that little is not taken for none
+)
 
 
 class AcceptanceEstimator:
@@ -13,7 +17,8 @@ class AcceptanceEstimator:
 
     A level of a draft is tried if all levels above it came true, and succeeds if one of its nodes does. Counts decay,
     so that the averages follow the text. What was seen little is drawn to what is known in general: a depth to the
-    level above it, a request to the average of all.
+    level above it, a request to the average of all. What a request has that the average has not is reckoned with
+    today's average: where it is the only one, the two are the same, and its luck does not count twice.
 
     Args:
         half_life (`float`): Tried levels after which one counts half in the averages over all requests. The paper finds
@@ -22,7 +27,10 @@ class AcceptanceEstimator:
         prior (`float`): The rate before anything is known. Optimistic: it takes a try to find out.
     """
 
-    _STRENGTH = 4.0  # of the general knowledge, in tried levels
+    # Of what is known in general, in tried levels:
+    _PRIOR_STRENGTH = 4.0  # of the prior
+    _DEPTH_STRENGTH = 12.0  # of the level above, where a depth is judged
+    _REQUEST_STRENGTH = 12.0  # of all requests, where one of them is judged
 
     def __init__(self, half_life: float = 300.0, request_half_life: float = 30.0, prior: float = 0.7):
         for name, value in (("half_life", half_life), ("request_half_life", request_half_life)):
@@ -32,7 +40,10 @@ class AcceptanceEstimator:
             raise ValueError(f"`prior` must lie in [0, 1], got {prior!r}.")
         self.half_life, self.request_half_life, self.prior = half_life, request_half_life, prior
         self._tried, self._succeeded = np.zeros(1), np.zeros(1)  # per depth
-        self._requests: dict[Hashable, tuple[float, float]] = {}  # expected and observed successes, decayed
+        self._requests: dict[Hashable, int] = {}  # their lines in the two arrays below
+        self._free: list[int] = []  # lines of requests that have ended
+        self._request_tried = np.zeros((0, _NUM_DEPTHS))  # per request and depth, decayed
+        self._request_succeeded = np.zeros(0)
 
     def update(self, request_ids: Sequence[Hashable], tried: np.ndarray, succeeded: np.ndarray) -> None:
         """
@@ -41,34 +52,59 @@ class AcceptanceEstimator:
             tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool): Which levels of each row's draft could be
                 judged, and which of them came true.
         """
-        num_depths = tried.shape[1]
-        rates = self.by_depth(num_depths)
-        expected, observed = tried @ rates, succeeded.sum(axis=1)
         numbers = tried.sum(axis=1)
-        for name, num, more_expected, more in zip(request_ids, numbers.tolist(), expected.tolist(), observed.tolist()):
-            if num:
-                old_expected, old = self._requests.get(name, (0.0, 0.0))
-                decay = 0.5 ** (num / self.request_half_life)
-                self._requests[name] = (old_expected * decay + more_expected, old * decay + more)
-        missing = num_depths - len(self._tried)
+        judged = np.flatnonzero(numbers)
+        if not len(judged):
+            return
+        lines = np.array([self._line(request_ids[row]) for row in judged.tolist()])
+        decay = 0.5 ** (numbers[judged] / self.request_half_life)
+        by_depth = _folded(tried[judged])
+        self._request_tried[lines] = self._request_tried[lines] * decay[:, None] + by_depth
+        self._request_succeeded[lines] = self._request_succeeded[lines] * decay + succeeded[judged].sum(axis=1)
+        missing = tried.shape[1] - len(self._tried)
         if missing > 0:
             self._tried, self._succeeded = (np.append(old, np.zeros(missing)) for old in (self._tried, self._succeeded))
-        decay = 0.5 ** (numbers.sum() / self.half_life)
-        self._tried *= decay
-        self._succeeded *= decay
-        self._tried[:num_depths] += tried.sum(axis=0)
-        self._succeeded[:num_depths] += succeeded.sum(axis=0)
+        general_decay = 0.5 ** (numbers.sum() / self.half_life)
+        self._tried *= general_decay
+        self._succeeded *= general_decay
+        self._tried[: tried.shape[1]] += tried.sum(axis=0)
+        self._succeeded[: tried.shape[1]] += succeeded.sum(axis=0)
+
+    def _line(self, request_id: Hashable) -> int:
+        """Where a request's counts are; a new one's are 0."""
+        line = self._requests.get(request_id)
+        if line is None:
+            if not self._free:
+                self._grow()
+            line = self._requests[request_id] = self._free.pop()
+        return line
+
+    def _grow(self) -> None:
+        num = len(self._request_succeeded)
+        more = max(num, 8)
+        self._free += range(num + more - 1, num - 1, -1)
+        self._request_tried = np.concatenate([self._request_tried, np.zeros((more, _NUM_DEPTHS))])
+        self._request_succeeded = np.append(self._request_succeeded, np.zeros(more))
 
     @property
     def rate(self) -> float:
         """alpha over all requests and depths."""
-        return self._drawn(self._succeeded.sum(), self._tried.sum(), self.prior)
+        return _drawn(self._succeeded.sum(), self._tried.sum(), self.prior, self._PRIOR_STRENGTH)
+
+    @property
+    def doubt(self) -> float:
+        """
+        By how much the rate may well be higher than it seems, one standard deviation. Drafts that were out of luck at
+        first are given up for long, those that were in luck show soon what they are: the doubt is theirs.
+        """
+        rate = self.rate
+        return float(np.sqrt(rate * (1 - rate) / (self._tried.sum() + _DOUBT)))
 
     def by_depth(self, num_depths: int) -> np.ndarray:
         """The rate at depths 1 to `num_depths`, given that the levels above came true; `[num_depths]` float64."""
         rates, rate = [], self.rate
         for tried, succeeded in zip(self._tried[:num_depths].tolist(), self._succeeded[:num_depths].tolist()):
-            rate = self._drawn(succeeded, tried, rate)
+            rate = _drawn(succeeded, tried, rate, self._DEPTH_STRENGTH)
             rates.append(rate)
         return np.array(rates + [rate] * (num_depths - len(rates)))
 
@@ -81,15 +117,32 @@ class AcceptanceEstimator:
         return np.minimum(self.rate * self._ratios(request_ids), _CERTAIN)
 
     def _ratios(self, request_ids: Sequence[Hashable]) -> np.ndarray:
-        """Observed successes by expected ones."""
-        sums = [self._requests.get(name, (0.0, 0.0)) for name in request_ids]
-        expected, observed = np.array(sums).reshape(-1, 2).T
-        prior = self._STRENGTH * self.rate
-        return (observed + prior) / np.maximum(expected + prior, 1e-9)
-
-    def _drawn(self, succeeded: float, tried: float, general: float) -> float:
-        return min(float((succeeded + self._STRENGTH * general) / (tried + self._STRENGTH)), _CERTAIN)
+        """Observed successes by those that the averages over all requests expect."""
+        lines = np.array([self._requests.get(name, -1) for name in request_ids], np.int64)
+        prior = max(self._REQUEST_STRENGTH * self.rate, 1e-9)
+        if not self._requests:
+            return np.ones(len(lines))
+        expected = self._request_tried[lines] @ self.by_depth(_NUM_DEPTHS)
+        ratios = (self._request_succeeded[lines] + prior) / (expected + prior)
+        return np.where(lines < 0, 1.0, ratios)
 
     def forget(self, request_id: Hashable) -> None:
         """The request has ended. Unknown ids are ignored."""
-        self._requests.pop(request_id, None)
+        line = self._requests.pop(request_id, None)
+        if line is not None:
+            self._request_tried[line], self._request_succeeded[line] = 0.0, 0.0
+            self._free.append(line)
+
+
+def _drawn(succeeded: float, tried: float, general: float, strength: float) -> float:
+    """A rate that is drawn to the general one."""
+    return min(float((succeeded + strength * general) / (tried + strength)), _CERTAIN)
+
+
+def _folded(tried: np.ndarray) -> np.ndarray:
+    """`[rows, _NUM_DEPTHS]` of `[rows, depths]`: deeper levels are added to the last."""
+    result = np.zeros((len(tried), _NUM_DEPTHS))
+    num = min(tried.shape[1], _NUM_DEPTHS)
+    result[:, :num] = tried[:, :num]
+    result[:, -1] += tried[:, _NUM_DEPTHS:].sum(axis=1)
+    return result

@@ -14,6 +14,7 @@ _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  #
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # of the share: where much is promised, little is left to add
 _HALF_LIFE = 300.0  # of a level that came true, in such levels of its bin
 _STRENGTH = 4.0  # of what is known in general, in levels
+_LIKELIEST = 0.995  # of a level
 _MOST_LEFT_OUT = 8  # drafts in a row with prompts among them
 
 
@@ -34,12 +35,18 @@ class StageRecord:
         calls, in_calls = cost.calls(levels)
         return per_call * calls + per_row * in_calls
 
-    def gains(self, request_ids: Sequence[Hashable], promises: np.ndarray, num_levels: int) -> np.ndarray:
+    def gains(
+        self, request_ids: Sequence[Hashable], promises: np.ndarray, num_levels: int, in_doubt: bool = False
+    ) -> np.ndarray:
         """
         How likely each level of a draft brings a token that the trees which promise so much (`[rows]`, in tokens) do
-        not hold, `[rows, num_levels]` float64.
+        not hold, `[rows, num_levels]` float64; `in_doubt`, as likely as it may well be.
         """
-        acceptance = np.cumprod(self.acceptance.of_requests(request_ids, num_levels), axis=1)
+        known = self.acceptance
+        rates = known.of_requests(request_ids, num_levels)
+        if in_doubt:
+            rates = np.minimum(rates * (1 + known.doubt / known.rate), _LIKELIEST)
+        acceptance = np.cumprod(rates, axis=1)
         return acceptance * self.novelty.share(promises)[:, None]
 
     def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> None:

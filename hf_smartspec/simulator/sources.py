@@ -98,10 +98,11 @@ def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
     depths = [min(len(chain), 1) for chain in chains]
     depth, growing = 1, [row for row, chain in enumerate(chains) if len(chain)]
     while growing:
+        level = price.beyond(depth)
         growing = [
-            row for row in growing if paths[row][depth - 1] > max(price.node, price.row) and depth < len(paths[row])
+            row for row in growing if paths[row][depth - 1] > max(level.node, level.row) and depth < len(paths[row])
         ]
-        if sum(paths[row][depth - 1] - price.row for row in growing) <= price.call:
+        if sum(paths[row][depth - 1] - level.row for row in growing) <= level.call:
             break
         depth += 1
         for row in growing:

@@ -187,6 +187,8 @@ def test_drafts_are_as_deep_as_levels_are_worth_their_price():
     names = list(start(shared))
     trees = shared.propose(names, [24] * 3, LevelPrice(0.6, 0.0, 0.01))
     assert max(int(tree.depths.max()) for tree in trees) > depths[3], "they share the price"
+    steps, _ = priced(model, LevelPrice(5.0, 0.0, 0.01, deeper=((0.0, 0.0), (0.0, 0.0), (5.0, 0.0))), limit=400)
+    assert steps.depths.max() == 3, "every level has its own"
 
 
 @pytest.mark.parametrize("trust", [0.5, 1.0, 1.5])

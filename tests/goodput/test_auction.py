@@ -286,6 +286,31 @@ def test_a_further_level_must_be_worth_verifying_as_well_as_drafting():
     assert policy.price(rows, Stage(dear, rows.caps)).row == pytest.approx(price.row + per_row / float(seconds) / rate)
 
 
+def test_levels_are_priced_where_they_stand_on_the_steps_of_a_forwards_cost():
+    """From 1 token to 2 forwards become dearer; up to 4 there is nothing more to pay; then a wall of 1 up to 5."""
+    cost = CostModel(0.0, 0.0, 0.0, knots=(1, 2, 4, 5, 40), curve=(0.01, 0.014, 0.014, 0.024, 0.025))
+    draft = DraftCost(1e-3, 0.0, is_autoregressive=True, heeds_prices=True)
+    policy, rows = GoodputAuction(cost), of_cost(draft, 1, 16, 0)
+    price, rate = policy.price(rows, rows.stages[0]), policy.records[draft].acceptance.rate
+    totals = [sum(price.deeper[depth]) for depth in range(4)]
+    assert totals[0] == totals[1] == pytest.approx(0.1 / rate), "the call alone"
+    assert totals[2] > 0.5 > totals[3], "the wall, and behind it"
+    assert totals[2] < (1.0 + 0.1) / rate, "several levels share the wall"
+    assert price.beyond(1) == price and sum(price.beyond(3)[:2]) == totals[2]
+    assert price.beyond(99)[:2] == price.deeper[-1]
+
+
+def test_a_draft_model_is_not_given_up_before_its_bad_luck_is_proven():
+    draft = DraftCost(2e-3, 0.0, is_autoregressive=True)
+    policy, tried = GoodputAuction(line()), []
+    for _ in range(31):
+        rows = of_cost(draft, 1, 8, 100)
+        tried.append(int(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()])[0]))
+        policy.records[draft].timer.observe(1, 1, 2e-3)
+        policy.records[draft].acceptance.update([0], np.ones((1, 1), bool), np.zeros((1, 1), bool))
+    assert tried[0] > 1 and min(tried[:8]) >= 1 and tried[-1] == 0
+
+
 def test_rows_of_one_batch_get_different_depths():
     cost = DraftCost(1e-3, 3e-4, is_autoregressive=True)
     drafters = [Drafter(accuracy, claimed=0.8, cost=cost) for accuracy in (0.95, 0.95, 0.05, 0.05)]

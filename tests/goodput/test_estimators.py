@@ -44,6 +44,37 @@ def test_follows_a_change():
     assert estimator.rate < 0.2 and estimator.rates([0])[0] < 0.2
 
 
+def test_the_luck_of_the_only_request_counts_once():
+    estimator = AcceptanceEstimator()
+    for is_hit in (True, True, False, False, False, False, False, True):
+        estimator.update([0], np.ones((1, 1), bool), np.full((1, 1), is_hit))
+    assert estimator.rate == pytest.approx((3 + 4 * 0.7) / 12, abs=0.01), "the prior counts as four levels"
+    assert estimator.rates([0])[0] > (3 + 0.5) / 8, "and is not lost where the request is judged"
+
+
+def test_the_less_was_seen_the_more_is_in_doubt():
+    estimator, doubts = AcceptanceEstimator(half_life=1e5), []
+    for _ in range(3):
+        doubts.append(estimator.doubt)
+        watch(estimator, [0.6], steps=150)
+    assert doubts == sorted(doubts, reverse=True) and doubts[0] > 0.1 and doubts[-1] < 0.03
+    watch(estimator, [0.0], steps=5000)
+    assert estimator.doubt < 0.01, "what never comes true is in no doubt"
+
+
+def test_requests_come_and_go():
+    estimator = AcceptanceEstimator(half_life=1e5)
+    for name in range(100):
+        succeeded = np.full((1, 4), name % 2 == 0)
+        estimator.update([name], np.ones((1, 4), bool), succeeded)
+        if name >= 10:
+            estimator.forget(name - 10)
+    rates = estimator.rates(range(90, 100))
+    assert len(estimator._requests) == 10 and len(estimator._request_succeeded) <= 16, "places are used again"
+    assert (rates[::2] > estimator.rate).all() and (rates[1::2] < estimator.rate).all()
+    assert estimator.rates([5])[0] == pytest.approx(estimator.rate)
+
+
 def test_a_forgotten_request_is_like_any_other():
     estimator = AcceptanceEstimator()
     watch(estimator, [0.9, 0.1], steps=100)

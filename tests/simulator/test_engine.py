@@ -189,6 +189,8 @@ def test_chains_of_a_table_end_where_a_level_is_not_worth_its_price():
     assert depths(LevelPrice(0.5, 0.1, 0.0)) == [5, 4]
     assert depths(LevelPrice(0.0, 0.0, 0.2)) == [9, 3], "nor is a node that costs more to verify than it promises"
     assert depths(LevelPrice(9.0, 0.0, 0.0)) == [1, 1] and depths(LevelPrice(0.0, 0.0, 0.0), (4, 0)) == [4, 0]
+    steps = ((0.0, 0.0), (0.0, 0.0), (0.0, 0.6))  # two more levels for nothing, and all behind them at a price
+    assert depths(LevelPrice(0.0, 0.0, 0.0, deeper=steps)) == [5, 3]
 
 
 def test_drafting_and_the_rest_of_a_step_take_their_time():
