@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -115,8 +117,8 @@ class PaddedPart:
         tokens (`slice`): The rows' tokens in the packed sequence.
         first_slot, num_rows, width, num_columns: The first row's slot, R, S and K.
         limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
-        tree_pairs (`torch.Tensor` of shape `[3, P]`): ... and the (row, query, column) triples listed here.
-        query_positions (`np.ndarray` of shape `[R, S]`, *optional*), key_positions (`[R, K]`): Positions, for sliding
+        tree_pairs (`torch.Tensor` of shape `[P]`): ... and what these numbers name in `[R, S, K]`: its ancestors.
+        query_positions (`np.ndarray` of shape `[R, S]`, *optional*), nodes (`TreeNodes`): Positions, for sliding
             windows; None where all drafts are chains, whose tokens stand in the column of their position.
         gather (`torch.Tensor` of shape `[R * S]`, *optional*): Index of every padded query among the part's tokens;
             None where these already are the padded batch.
@@ -132,7 +134,7 @@ class PaddedPart:
     limits: torch.Tensor
     tree_pairs: torch.Tensor | None
     query_positions: np.ndarray | None
-    key_positions: np.ndarray | None
+    nodes: "TreeNodes | None"
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
     sees_all: bool
@@ -156,12 +158,14 @@ class PaddedPart:
         columns = torch.arange(self.num_columns, device=self.limits.device)
         visible = columns < self.limits[:, :, None]
         if self.tree_pairs is not None:
-            visible[tuple(self.tree_pairs)] = True
+            visible.view(-1)[self.tree_pairs] = True
         if window is not None:
-            if self.key_positions is None or self.query_positions is None:
+            if self.nodes is None or self.query_positions is None:
                 visible &= columns >= self.limits[:, :, None] - window
             else:
-                seen = self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
+                positions = np.tile(np.arange(self.num_columns), (self.num_rows, 1))
+                positions[self.nodes.rows, self.nodes.columns] = self.nodes.positions
+                seen = positions[:, None, :] > self.query_positions[:, :, None] - window
                 visible &= torch.from_numpy(seen).to(visible.device)
         if num_groups > 1:
             visible = visible.repeat_interleave(num_groups, dim=1)
@@ -172,9 +176,31 @@ class PaddedPart:
 _slot = attrgetter("slot")
 
 
+class TreeNodes(NamedTuple):
+    """All nodes of a part's trees, `[nodes]` int64 each: row and column of their keys, and their position."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    positions: np.ndarray
+
+
+class _Tokens(NamedTuple):
+    """The tokens of some rows end to end, `[N]` int64 each."""
+
+    slots: np.ndarray
+    query: np.ndarray  # index within the row
+    columns: np.ndarray
+    positions: np.ndarray  # the same array as `columns` where all drafts are chains
+
+    def of(self, part: slice) -> "_Tokens":
+        return _Tokens(*[array[part] for array in self])
+
+
 def arrange(rows: Sequence[RowInput], call: int) -> list[list[RowInput]]:
     """The rows of each part, in ascending order of their slots; `call` is what one more part costs (`call_columns`)."""
-    rows = sorted(rows, key=lambda item: item.row.slot)
+    if len(rows) == 1:
+        return [list(rows)]
+    rows = sorted(rows, key=attrgetter("row.slot"))
     columns = [item.row.length + item.first_node + item.num_tokens for item in rows]
     runs = split([item.row.slot for item in rows], columns, [item.num_tokens for item in rows], call)
     return [rows[run] for run in runs]
@@ -199,63 +225,80 @@ def padded_context(rows: Sequence[CacheRow], call: int) -> int:
 def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> StepLayout:
     """Lays out one packed forward of the given rows, as `arrange` orders them."""
     rows = [item for group in groups for item in group]
-    counts = np.array([row.num_tokens for row in rows])
-    slots = np.repeat([row.row.slot for row in rows], counts)
-    query = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)  # index within the row
-    columns = np.repeat([row.row.length + row.first_node for row in rows], counts) + query
-    tokens = np.concatenate([part for row in rows for part in (row.feed, row.tree.tokens[row.first_node :])])
-    # In chains, a token's column is its position.
-    positions = columns if all(row.tree.is_chain for row in rows) else columns.copy()
-    parts, start = [], 0
+    counts = np.array([item.num_tokens for item in rows])
+    places, has_tree = _places(rows, counts), _has_tree(rows)
+    tokens = np.concatenate([part for item in rows for part in _tokens(item)])
+    if any(has_tree):
+        places = places._replace(positions=places.columns.copy())
+    parts, start, first = [], 0, 0
     for group in groups:
-        end = start + sum(row.num_tokens for row in group)
-        parts.append(_build_part(group, slice(start, end), slots, query, columns, positions, device))
-        start = end
-    if any(row.row.position_offset for row in rows):  # rotary positions only: windows and masks count tokens
-        positions = positions + np.repeat([row.row.position_offset for row in rows], counts)
+        end, last = start + sum([item.num_tokens for item in group]), first + len(group)
+        parts.append(_build_part(group, slice(start, end), places, has_tree[first:last], device))
+        start, first = end, last
+    positions = places.positions
+    if any([item.row.position_offset for item in rows]):  # rotary positions only: windows and masks count tokens
+        positions = positions + np.repeat([item.row.position_offset for item in rows], counts)
     packed = _tensor(np.stack([tokens, positions]), device)
     return StepLayout(
         tokens=packed[:1],
         positions=packed[1:],
-        slots=slots,
-        columns=columns,
-        num_rows=int(slots.max()) + 1,
-        num_columns=int(columns.max()) + 1,
+        slots=places.slots,
+        columns=places.columns,
+        num_rows=rows[-1].row.slot + 1,
+        num_columns=max([part.num_columns for part in parts]),
         parts=parts,
     )
 
 
-def _build_part(
-    rows: Sequence[RowInput],
-    tokens: slice,
-    slots: np.ndarray,
-    query: np.ndarray,
-    columns: np.ndarray,
-    positions: np.ndarray,
-    device: torch.device,
-) -> PaddedPart:
-    """One part, from where its tokens stand (`[N]` each); corrects the positions of nodes of trees."""
-    first_slot = rows[0].row.slot
-    slots, query, columns, positions = slots[tokens] - first_slot, query[tokens], columns[tokens], positions[tokens]
-    is_chain = all(row.tree.is_chain for row in rows)
-    num_rows, num_columns = int(slots[-1]) + 1, int(columns.max()) + 1
-    width = max([row.num_tokens for row in rows])
-    limits = columns + 1  # every token sees all columns up to its own
-    tree_pairs = query_positions = key_positions = None
-    if not is_chain:
-        key_positions = np.tile(np.arange(num_columns), (num_rows, 1))
-        tree_pairs = _lay_out_trees(rows, first_slot, positions, limits, key_positions)
-        query_positions = np.zeros((num_rows, width), np.int64)
-        query_positions[slots, query] = positions
+def _tokens(item: RowInput) -> list[np.ndarray]:
+    """What the row runs, without what is nothing."""
+    return [item.feed, item.tree.tokens[item.first_node :]] if item.num_nodes else [item.feed]
 
-    padded_limits = np.ones((num_rows, width), np.int64)  # padding queries see column 0: a softmax over nothing is NaN
-    padded_limits[slots, query] = limits
-    gather = scatter = None
-    if len(slots) != num_rows * width:
-        flat = slots * width + query
-        index = np.zeros(num_rows * width, np.int64)
-        index[flat] = np.arange(len(slots))
-        gather, scatter = _tensor(index, device), _tensor(flat, device)
+
+def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
+    """Where every token stands if all drafts are chains: in the column of its position."""
+    slots = np.array([item.row.slot for item in rows])
+    columns = np.array([item.row.length + item.first_node for item in rows])
+    num = int(counts.sum())
+    if num == len(rows):
+        return _Tokens(slots, np.zeros_like(slots), columns, columns)
+    query = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = np.repeat(columns, counts) + query
+    return _Tokens(np.repeat(slots, counts), query, columns, columns)
+
+
+def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
+    """Whether each row's draft is more than a chain."""
+    drafts = [(number, item.tree.parents) for number, item in enumerate(rows) if len(item.tree.tokens)]
+    has_tree = [False] * len(rows)
+    if drafts:
+        sizes = [len(parents) for _, parents in drafts]
+        starts = np.cumsum(sizes) - sizes
+        parents = np.concatenate([parents for _, parents in drafts]) + np.repeat(starts, sizes)
+        branches = parents != np.arange(-1, len(parents) - 1)
+        for (number, _), is_tree in zip(drafts, np.logical_or.reduceat(branches, starts).tolist()):
+            has_tree[number] = is_tree
+    return has_tree
+
+
+def _build_part(
+    rows: Sequence[RowInput], tokens: slice, places: _Tokens, has_tree: Sequence[bool], device: torch.device
+) -> PaddedPart:
+    """One part, from where all tokens stand; corrects the positions of nodes of trees."""
+    first_slot = rows[0].row.slot
+    slots, query, columns, positions = places.of(tokens)
+    num_rows, width = rows[-1].row.slot - first_slot + 1, max([item.num_tokens for item in rows])
+    num_columns = max([item.row.length + item.first_node + item.num_tokens for item in rows])
+    limits = columns + 1  # every token sees all columns up to its own
+    lines = (slots - first_slot) * width + query  # of the padded batch
+    is_padded = len(slots) != num_rows * width
+    query_positions = tree_pairs = nodes = None
+    if any(has_tree):
+        shape = num_rows, width, num_columns
+        tree_pairs, nodes = _lay_out_trees(rows, has_tree, shape, positions, limits)
+        query_positions = _padded(positions, lines, num_rows, width) if is_padded else positions.reshape(-1, width)
+    # Padding queries see column 0: a softmax over nothing is NaN.
+    padded_limits = _padded(limits, lines, num_rows, width, padding=1) if is_padded else limits.reshape(-1, width)
     return PaddedPart(
         tokens=tokens,
         first_slot=first_slot,
@@ -265,47 +308,71 @@ def _build_part(
         limits=_tensor(padded_limits, device),
         tree_pairs=None if tree_pairs is None else _tensor(tree_pairs, device),
         query_positions=query_positions,
-        key_positions=key_positions,
-        gather=gather,
-        scatter=scatter,
-        sees_all=is_chain and bool((padded_limits == num_columns).all()),
+        nodes=nodes,
+        gather=_tensor(_padded(np.arange(len(lines)), lines, num_rows * width), device) if is_padded else None,
+        scatter=_tensor(lines, device) if is_padded else None,
+        sees_all=tree_pairs is None and int(padded_limits.min()) == num_columns,
     )
 
 
+def _padded(values: np.ndarray, lines: np.ndarray, *shape: int, padding: int = 0) -> np.ndarray:
+    """Values of tokens (`[N]`) in the padded batch."""
+    batch = np.full(shape, padding, np.int64)
+    batch.reshape(-1)[lines] = values
+    return batch
+
+
 def _lay_out_trees(
-    rows: Sequence[RowInput], first_slot: int, positions: np.ndarray, limits: np.ndarray, key_positions: np.ndarray
-) -> np.ndarray:
-    """Corrects the positions and limits of all nodes of trees; returns `PaddedPart.tree_pairs`."""
-    ends = np.cumsum([row.num_tokens for row in rows]).tolist()
-    trees = [(row, end) for row, end in zip(rows, ends) if not row.tree.is_chain]
-    sizes = np.array([len(row.tree) for row, _ in trees])
+    rows: Sequence[RowInput],
+    has_tree: Sequence[bool],
+    shape: tuple[int, int, int],
+    positions: np.ndarray,
+    limits: np.ndarray,
+) -> tuple[np.ndarray, TreeNodes]:
+    """
+    Corrects the positions and limits of all nodes of trees in a part of `shape` `[R, S, K]`; returns
+    `PaddedPart.tree_pairs` and all nodes.
+    """
+    first_slot, (_, width, num_columns) = rows[0].row.slot, shape
+    ends = accumulate([item.num_tokens for item in rows])
+    trees = [(item, end) for item, end, is_tree in zip(rows, ends, has_tree) if is_tree]
+    sizes = np.array([len(item.tree.tokens) for item, _ in trees])
     starts = np.cumsum(sizes) - sizes
-    # Of every node: its tree's slot, first column, first token in the part, number of fed tokens, first new node
-    facts = [
-        (row.row.slot - first_slot, row.row.length + len(row.feed), end - len(row.tree), len(row.feed), row.first_node)
-        for row, end in trees
-    ]
-    start, line, base, token, num_fed, first_node = np.repeat(np.column_stack([starts, facts]), sizes, axis=0).T
+    start = np.repeat(starts, sizes)
     number = np.arange(len(start)) - start  # of every node within its tree
-    parents = np.concatenate([row.tree.parents for row, _ in trees])
+    parents = np.concatenate([item.tree.parents for item, _ in trees])
     parents = np.where(parents < 0, -1, parents + start)
+    # Of every tree: its row, its first column, and the first of its nodes in the part and in its row, run or not.
+    facts = [
+        (
+            item.row.slot - first_slot,
+            item.row.length + len(item.feed),
+            end - len(item.tree.tokens),
+            len(item.feed) - item.first_node,
+        )
+        for item, end in trees
+    ]
+    lines, base, token, query = np.repeat(np.array(facts), sizes, axis=0).T
+    columns, is_new = base + number, None
+    if any([item.first_node for item, _ in trees]):
+        is_new = number >= np.repeat([item.first_node for item, _ in trees], sizes)
+    own = (lines * width + query + number) * num_columns  # of every node's query in `[R, S, K]`
 
     depths, pairs = np.zeros_like(start), []
     nodes = ancestors = np.arange(len(start))
     while len(nodes):  # one level further up each time
         depths[nodes] += 1
-        pairs.append((nodes, ancestors))
+        seen = own[nodes] + columns[ancestors]
+        pairs.append(seen if is_new is None else seen[is_new[nodes]])
         ancestors = parents[ancestors]
-        nodes, ancestors = nodes[ancestors >= 0], ancestors[ancestors >= 0]
+        has_more = ancestors >= 0
+        nodes, ancestors = nodes[has_more], ancestors[has_more]
 
-    columns, depths = base + number, depths + base - 1
-    key_positions[line, columns] = depths
-    is_new = number >= first_node
-    tokens = (token + number)[is_new]
-    positions[tokens], limits[tokens] = depths[is_new], base[is_new]
-    nodes, ancestors = np.concatenate(pairs, axis=1)
-    nodes, ancestors = nodes[is_new[nodes]], ancestors[is_new[nodes]]
-    return np.stack([line[nodes], (num_fed + number - first_node)[nodes], columns[ancestors]])
+    depths += base - 1
+    new = slice(None) if is_new is None else is_new
+    at = (token + number)[new]
+    positions[at], limits[at] = depths[new], base[new]
+    return np.concatenate(pairs), TreeNodes(lines, columns, depths)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -83,14 +83,16 @@ class PackedForward:
 
         keep: list[int] = []
         first_line: dict[int, int] = {}
-        offset = 0
+        offset = num_kept = 0
+        keeps_all = all([len(item.feed) < 2 for item in order])
         for item in order:
             num_lines = item.num_nodes + bool(len(item.feed))
-            first_line[id(item.row)] = len(keep)
-            end = offset + item.num_tokens
-            keep += range(end - num_lines, end)
-            offset = end
-        logits = self._run(groups, None if len(keep) == offset else keep)
+            first_line[id(item.row)] = num_kept
+            num_kept += num_lines
+            offset += item.num_tokens
+            if not keeps_all:
+                keep += range(offset - num_lines, offset)
+        logits = self._run(groups, None if keeps_all else keep)
         self.taps.note(order)
         for item in order:
             item.row.length += len(item.feed)
