@@ -63,7 +63,7 @@ class Setting(NamedTuple):
 def host_time(num_steps: int, num_rows: Sequence[int] = ROWS) -> list[dict[str, Any]]:
     """
     A step's milliseconds of one thread, its calls of Python functions and its nodes, by kind of drafts and number of
-    rows. Only what the thread computes is counted, so that other programs matter little.
+    rows. What other programs take shows in the median, and hardly in the least.
     """
     settings = [(drafts, num) for drafts in DRAFTS for num in num_rows]
     threads = torch.get_num_threads()
@@ -81,9 +81,9 @@ def _measured(drafts: str, num_rows: int, num_steps: int) -> dict[str, Any]:
         setting.loop.step()
     before, times = setting.loop.statistics.drafted_tokens, []
     for _ in range(num_steps):
-        start, apart = time.thread_time(), setting.seconds_apart
+        start, apart = time.perf_counter(), setting.seconds_apart
         setting.loop.step()
-        times.append(time.thread_time() - start - (setting.seconds_apart - apart))
+        times.append(time.perf_counter() - start - (setting.seconds_apart - apart))
     nodes = setting.loop.statistics.drafted_tokens - before
     limit, milliseconds = LIMITS.get((drafts, num_rows)), median(times) * 1e3
     return {

@@ -80,17 +80,17 @@ class StubForward(PackedForward):
         return self._texts[row]
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
-        start = time.thread_time()
+        start = time.perf_counter()
         self.clock.advance(float(self.cost.seconds(*ForwardSize.of(inputs, CALL))))
-        self.seconds += time.thread_time() - start
+        self.seconds += time.perf_counter() - start
         logits, offsets = super().forward(inputs)
-        start = time.thread_time()
+        start = time.perf_counter()
         self._picks = [0] * len(logits)
         for item, offset in zip(inputs, offsets):
             line = self._texts[item.row][item.row.length :]
             depths = [0, *item.tree.depths.tolist()] if len(item.tree) else [0]
             self._picks[offset : offset + len(depths)] = [line[depth] for depth in depths]
-        self.seconds += time.thread_time() - start
+        self.seconds += time.perf_counter() - start
         return logits, offsets
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
@@ -122,9 +122,9 @@ class DrawnTrees(TreeCandidateGenerator):
         pass
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
-        start = time.thread_time()
+        start = time.perf_counter()
         trees = [self._tree(name).most_likely(limit) for name, limit in zip(request_ids, max_nodes)]
-        self.seconds += time.thread_time() - start
+        self.seconds += time.perf_counter() - start
         return trees
 
     def _tree(self, request_id: Hashable) -> DraftTree:
