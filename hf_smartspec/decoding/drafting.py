@@ -161,8 +161,10 @@ class Drafting:
 
 def _cap(request: Request) -> int:
     # The last token needs no draft: the target's own pick comes free.
+    if not request.is_drafting:
+        return 0
     left = request.num_remaining
-    return request.call.most_nodes(left) if request.is_drafting and left != 1 else 0
+    return request.call.most_nodes(left) if left != 1 else 0
 
 
 def _apart(wanted: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:

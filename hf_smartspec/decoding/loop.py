@@ -162,7 +162,8 @@ class DecodingLoop:
                 if picks_ahead(rows):
                     self._attempt(rows, pick_ahead, rows)
             ended = [request for request in ready if request.picks]
-            paths = accepted_paths([request.draft for request in ended], [request.picks for request in ended])
+            trees = [request.tree for request in ended if request.tree is not None]
+            paths = accepted_paths(trees, [request.picks for request in ended])
             for request, path in zip(ended, paths):
                 _follow(request, path)
             alive = set(self.calls)  # others have failed meanwhile
@@ -243,7 +244,7 @@ class DecodingLoop:
                     self.drafting.sources.observe(request, new)
             if self._shows_more:
                 self._show(committed)
-            if all(request in committed for request in step.rows):  # else some wait for others' logits
+            if all([request in committed for request in step.rows]):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]
                 seconds = step.seconds_until(self.drafting.seconds())
@@ -263,7 +264,7 @@ class DecodingLoop:
         """Criteria and streamers are called; calls that have ended, and rows that need no further tokens, leave."""
         for call in [call for call in self.calls if call.batch.reports]:
             self._attempt(call.requests, call.batch.report)
-        if self.running and all(request.stopped_at is None for request in self.running):
+        if self.running and all([request.stopped_at is None for request in self.running]):
             return []
         ended = [call for call in self.calls if call.batch.is_reported]
         for call in ended:

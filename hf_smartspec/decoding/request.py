@@ -102,12 +102,6 @@ class Request:
         return self.row
 
     @property
-    def draft(self) -> DraftTree:
-        """The draft under verification."""
-        assert self.tree is not None, "the request has no draft under verification"
-        return self.tree
-
-    @property
     def node_logits(self) -> torch.Tensor:
         """The logits of the draft under verification, `[1 + nodes, vocab_size]`."""
         assert self.logits is not None, "the request has no draft under verification"
@@ -133,9 +127,6 @@ class Request:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """`append` for several tokens."""
-        if len(tokens) == 1:
-            self.append(tokens[0])
-            return
         start = self._start + len(self.tokens)
         while start + len(tokens) > len(self._padded):
             self._padded = np.concatenate([self._padded, np.empty_like(self._padded)])
@@ -164,7 +155,7 @@ class Request:
 
     @property
     def num_uncached(self) -> int:
-        return self.length - self.cache_row.length
+        return len(self.prompt) + len(self.tokens) - self.cache_row.length
 
     def columns(self, total_length: int) -> torch.Tensor:
         """Where the row's unpadded tokens stand among the first `total_length` columns of the padded batch."""

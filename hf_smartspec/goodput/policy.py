@@ -170,7 +170,8 @@ class FixedLength(LengthPolicy):
         return FREE if heeds and not self.is_usual else None
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        return [tree.most_likely(self.num_nodes) for tree in trees]
+        most = self.num_nodes
+        return [tree if len(tree.tokens) <= most else tree.most_likely(most) for tree in trees]
 
 
 class NoSpeculation(FixedLength):

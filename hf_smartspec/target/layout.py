@@ -272,7 +272,7 @@ def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
     drafts = [(number, item.tree.parents) for number, item in enumerate(rows) if len(item.tree.tokens)]
     has_tree = [False] * len(rows)
     if drafts:
-        sizes = [len(parents) for _, parents in drafts]
+        sizes = np.array([len(parents) for _, parents in drafts])
         starts = np.cumsum(sizes) - sizes
         parents = np.concatenate([parents for _, parents in drafts]) + np.repeat(starts, sizes)
         branches = parents != np.arange(-1, len(parents) - 1)

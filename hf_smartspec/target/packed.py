@@ -79,7 +79,7 @@ class PackedForward:
         """
         groups = arrange(self._run_long_feeds(list(inputs)), self._call)
         order = [item for group in groups for item in group]
-        self.cache.reserve(max(item.row.length + len(item.feed) + len(item.tree) for item in order))
+        self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in order]))
 
         keep: list[int] = []
         first_line: dict[int, int] = {}
@@ -96,12 +96,12 @@ class PackedForward:
         self.taps.note(order)
         for item in order:
             item.row.length += len(item.feed)
-            item.row.num_nodes = len(item.tree)
+            item.row.num_nodes = len(item.tree.tokens)
         return logits, [first_line[id(item.row)] for item in inputs]
 
     def _run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
         chunk = self._chunk(inputs)
-        while any(len(item.feed) > chunk for item in inputs):
+        while any([len(item.feed) > chunk for item in inputs]):
             long = [item for item in inputs if len(item.feed) > chunk]
             chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
             self.cache.reserve(max(item.row.length for item in chunks) + chunk)
@@ -117,8 +117,8 @@ class PackedForward:
 
     def _chunk(self, inputs: list[RowInput]) -> int:
         """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
-        longest = max(item.row.length + len(item.feed) for item in inputs)
-        rows = max(item.row.slot for item in inputs) + 1
+        longest = max([item.row.length + len(item.feed) for item in inputs])
+        rows = max([item.row.slot for item in inputs]) + 1
         return min(self.prefill_chunk, max(_MASK_SIZE // (rows * longest * self._groups), 16))
 
     def _run(self, groups: Sequence[Sequence[RowInput]], keep: list[int] | None) -> torch.Tensor:
