@@ -26,7 +26,7 @@ from .slots import SuffixSlots
 LEAST_PROBABILITY = 0.1
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _MOST_BYTES = 2**32
-_LEARNING = (0.02, 255)  # rate of the weights, observations that a frequency remembers
+_LEARNING = (0.01, 255)  # rate of the weights, observations that a frequency remembers
 
 
 @dataclass
@@ -63,7 +63,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
 
     Args:
         max_bytes (`int`): Bound on the memory of all trees, at most 2**32; the outputs unused for longest are forgotten
-            first. What was learnt takes 50 kB per namespace besides.
+            first. What was learnt takes 150 kB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 16,

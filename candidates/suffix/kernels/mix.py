@@ -14,19 +14,21 @@ from ...jit import inner
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
 """The token; the grown node it follows; the grown node it became itself, or -1."""
-CELLS, MIX = 3, 9  # six cells of the model's tables (-1: none); set of weights that mixes them
-OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST = range(10, 15)
+CELLS, MIX = 3, 10  # seven cells of the model's tables (-1: none); set of weights that mixes them
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST = range(11, 16)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
 follower of the context is more recent."""
 CANDIDATE = 16
 
-_NUM_TABLES = 6
+_NUM_TABLES = 7
 NUM_FEATURES = _NUM_TABLES + 1
 _ORDERS, _GAPS, _COUNTS, _SHARES = 8, 3, 7, 9
 _CONTEXT_CELLS = _ORDERS * _GAPS * _COUNTS * _SHARES  # per kind of tree: the request's own, or earlier outputs
 _JOINT = 2 * _CONTEXT_CELLS  # order and share in both kinds
 _ROUGH = _JOINT + 6 * 6 * 5 * 5  # order, occurrences in the request, rank, recency
-NUM_CELLS = _ROUGH + 6 * 4 * 5 * 2 * 2
+_TOKENS = _ROUGH + 6 * 4 * 5 * 2 * 2  # the token, hashed: known apart by depth it gains less
+_HASH_BITS = 13
+NUM_CELLS = _TOKENS + (1 << _HASH_BITS)
 NUM_SETS = 16 * 2
 _BIAS = 0.3
 _MIN_PROB, _MAX_PROB = 0.001, 0.998
@@ -43,7 +45,7 @@ class Model(NamedTuple):
         cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
             observations behind it.
         odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
-        weights (`np.ndarray` of shape `[namespaces, sets, 7]`, float32): Mixing weights of the tables and a bias.
+        weights (`np.ndarray` of shape `[namespaces, sets, 8]`, float32): Mixing weights of the tables and a bias.
     """
 
     cells: np.ndarray
@@ -60,15 +62,16 @@ def new_model(num_namespaces: int = 1) -> Model:
     seen = np.array([0.8, 0.5, 0.25, 0.1, 0.03])
     own, earlier, own_share, earlier_share = np.meshgrid(np.arange(6), np.arange(6), seen, seen, indexing="ij")
     joint = np.maximum(np.maximum(own_share * (own > 0), earlier_share * (earlier > 0)), 0.02).ravel()
-    probs = np.concatenate([contexts, contexts, joint, np.full(NUM_CELLS - _ROUGH, 0.3)])
+    rough, hashed = np.full(_TOKENS - _ROUGH, 0.3), np.full(NUM_CELLS - _TOKENS, 0.5)
+    probs = np.concatenate([contexts, contexts, joint, rough, hashed])
     cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
-    cells[:, :, 1] = 2
+    cells[:, :_TOKENS, 1], cells[:, _TOKENS:, 1] = 2, 1
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
     for known in range(16):
         present = np.array([known >> table & 1 for table in range(4)])
         weights[:, 2 * known : 2 * known + 2, :4] = 0.8 * present / max(present.sum(), 1)
-    weights[:, :, 4:6] = 0.3
+    weights[:, :, 4:6], weights[:, :, 6] = 0.3, 0.1
     return Model(cells, log_odds(cells), weights)
 
 
@@ -126,6 +129,12 @@ def describe(candidates, c, kind, gap, depth, count, total, is_newest):
 
 
 @inner
+def _hashed(token):
+    """Fibonacci hashing."""
+    return ((token * 2654435761) & 0xFFFFFFFF) >> (32 - _HASH_BITS)
+
+
+@inner
 def estimate(model, candidates, c, rank, is_first_node, occurrences):
     """
     Probability of a candidate that all contexts have described: the `rank`-th of its node, which hangs on the last
@@ -137,6 +146,7 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     candidates[at + CELLS + 4] = _JOINT + (own * 6 + others) * 25 + shares
     rough = (max(own, others) * 4 + occurrences) * 5 + min(rank, 4)
     candidates[at + CELLS + 5] = _ROUGH + (rough * 2 + candidates[at + NEWEST]) * 2 + (not is_first_node)
+    candidates[at + CELLS + 6] = _TOKENS + _hashed(np.int64(candidates[at + TOKEN]))
     present = 0
     for table in range(4):
         present |= (candidates[at + CELLS + table] >= 0) << table

@@ -142,6 +142,25 @@ def test_probabilities_are_learnt():
     assert len(hits) > 800 and abs(np.mean(probs) - np.mean(hits)) < 0.05
 
 
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_tokens_are_known_by_what_became_of_them_elsewhere(is_deep):
+    """Of two followers that contexts know alike, one always comes true; so it does in contexts that are new."""
+    source, right, wrong, probs = small(min_probability=0.0), 7, 8, []
+    before = [90] if is_deep else []  # drafted as well, in front of the two
+    for k in range(60):
+        followers = [right, wrong] if k % 2 else [wrong, right]  # neither is always the newest
+        text = [1000 + k, 2000 + k]
+        source.add_outputs([[*text, *before, follower, 3000 + k] for follower in followers], progress=False)
+        source.start(k, np.array(text))
+        (tree,) = source.propose([k], [8])
+        parent = tree.child(-1, 90) if is_deep else -1
+        probs.append([float(tree.probs[tree.child(parent, token)]) for token in (right, wrong)])
+        source.observe(k, np.array([*before, right]))
+        source.stop(k)
+    first, last = np.mean(probs[:2], axis=0), np.mean(probs[-10:], axis=0)
+    assert first[0] < 1.5 * first[1] and last[0] > 3 * last[1]
+
+
 def expand(outputs, pattern, size):
     """EXPANDSPECULATIONTREE by counting in the texts: path probabilities of the likeliest nodes, best first."""
 
