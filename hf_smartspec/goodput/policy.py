@@ -89,6 +89,8 @@ class StepRows:
 
     def without_prefill(self) -> "StepRows":
         """The same step without the prompts that ride in it."""
+        if not (self.num_prefill_tokens or self.prefill_context or self.prefill_pairs):
+            return self
         return replace(self, num_prefill_tokens=0, prefill_context=0, prefill_pairs=0)
 
 
