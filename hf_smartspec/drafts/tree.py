@@ -187,10 +187,13 @@ class DraftTree:
             raise ValueError(f"Draft tokens must lie in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}.")
 
 
+_FEW_TREES = 4  # up to here, trees are looked at faster one by one
+
+
 def check_trees(trees: Sequence[DraftTree], vocab_size: int) -> None:
     """`check_integrity` of all trees, at once where they are in order."""
     trees = [tree for tree in trees if tree is not _EMPTY]
-    if not (all(map(_has_arrays, trees)) and _are_trees(trees, vocab_size)):
+    if len(trees) <= _FEW_TREES or not (all(map(_has_arrays, trees)) and _are_trees(trees, vocab_size)):
         for tree in trees:
             tree.check_integrity(vocab_size)
 

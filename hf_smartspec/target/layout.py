@@ -176,6 +176,9 @@ class PaddedPart:
 _slot = attrgetter("slot")
 
 
+_FEW_DRAFTS = 4  # up to here, drafts are looked at faster one by one
+
+
 class TreeNodes(NamedTuple):
     """All nodes of a part's trees, `[nodes]` int64 each: row and column of their keys, and their position."""
 
@@ -270,14 +273,15 @@ def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
 def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
     """Whether each row's draft is more than a chain."""
     drafts = [(number, item.tree.parents) for number, item in enumerate(rows) if len(item.tree.tokens)]
+    if len(drafts) <= _FEW_DRAFTS:
+        return [not item.tree.is_chain for item in rows]
     has_tree = [False] * len(rows)
-    if drafts:
-        sizes = np.array([len(parents) for _, parents in drafts])
-        starts = np.cumsum(sizes) - sizes
-        parents = np.concatenate([parents for _, parents in drafts]) + np.repeat(starts, sizes)
-        branches = parents != np.arange(-1, len(parents) - 1)
-        for (number, _), is_tree in zip(drafts, np.logical_or.reduceat(branches, starts).tolist()):
-            has_tree[number] = is_tree
+    sizes = np.array([len(parents) for _, parents in drafts])
+    starts = np.cumsum(sizes) - sizes
+    parents = np.concatenate([parents for _, parents in drafts]) + np.repeat(starts, sizes)
+    branches = parents != np.arange(-1, len(parents) - 1)
+    for (number, _), is_tree in zip(drafts, np.logical_or.reduceat(branches, starts).tolist()):
+        has_tree[number] = is_tree
     return has_tree
 
 

@@ -171,6 +171,8 @@ def test_check_integrity_refuses_what_is_no_tree(tree, match):
     sound = DraftTree.chain([1, 2])
     with pytest.raises(ValueError, match=match):
         check_trees([sound, DraftTree.empty(), tree, sound], vocab_size=10)
+    with pytest.raises(ValueError, match=match):
+        check_trees([*[sound] * 5, tree], vocab_size=10)
 
 
 @given(trees())
@@ -198,7 +200,7 @@ def test_other_probabilities_change_nothing_else(tree):
     assert other.tokens is tree.tokens and other.parents is tree.parents and tree.path_probs.tolist() == before.tolist()
 
 
-@given(st.lists(trees(), max_size=6))
+@given(st.lists(trees(), min_size=5, max_size=8))
 def test_trees_that_are_in_order_are_passed_at_once(drafts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftTree, "check_integrity", lambda *_: pytest.fail("looked at one by one"))
