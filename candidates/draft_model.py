@@ -18,6 +18,7 @@ from ..target.chains import ChainForward
 from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
 from ..target.support import can_pack
+from ..target.written import packed_forward
 from ..validate import is_integer
 from .base import TreeCandidateGenerator
 
@@ -176,7 +177,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._states[request_id] = _DraftState(self._forward.add(), prompt.tolist(), processors, seed)
 
     def _new_forward(self) -> PackedForward | ChainForward:
-        return (PackedForward if self._draws_trees else ChainForward)(self.model)
+        return packed_forward(self.model) if self._draws_trees else ChainForward(self.model)
 
     def stop(self, request_id: Hashable) -> None:
         self._coupling.pop(request_id, None)

@@ -20,6 +20,7 @@ from ..sampling.processors import TokenPicker
 from ..target.compat import renewal_length
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
+from ..target.written import packed_forward
 from ..validate import check_seed
 from .checks import check_mask, check_settings, check_token_ids
 from .media import read_media, without_empty_media
@@ -178,7 +179,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
         return RowwiseForward(model, input_ids, without_empty_media(model_kwargs), prepared.generation_config)
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = prepared.generation_config.prefill_chunk_size or 512
-    forward = PackedForward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
+    forward = packed_forward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
     if prepared.route.reads_media:
         read_media(forward, requests, prepared)
         return forward

@@ -12,8 +12,8 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.source_guard import forget
 from ..target.layout import CacheRow, RowInput
-from ..target.packed import PackedForward
 from ..target.slot_cache import SlotCache
+from ..target.written import packed_forward
 from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import MemoryShape, Scheduler
@@ -37,7 +37,7 @@ class EngineMemory:
     """
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
-        self.forward = PackedForward(model, _FIRST_SLOTS, _FIRST_CAPACITY)
+        self.forward = packed_forward(model, _FIRST_SLOTS, _FIRST_CAPACITY)
         self.bytes_per_token = self._measure()
         max_bytes = _default_bytes(model.device) if max_bytes is None else max_bytes
         self.scheduler: Scheduler[Ticket] = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)

@@ -60,27 +60,56 @@ def tree_attention(
     if unsupported:
         raise NotImplementedError(f"Tree attention does not know the attention arguments {unsupported}.")
 
-    num_heads, kv_heads = query.shape[1], key.shape[1]
-    groups = num_heads // kv_heads
-    window = _window(module, sliding_window)
+    window = layer_window(module, sliding_window)
     packed = query[0].transpose(0, 1)  # [N, heads, head_dim]
+    output = packed_attention(packed, key, value, layout, window, scaling, softcap, dropout)
+    return output[None], None
+
+
+def packed_attention(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: StepLayout,
+    window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """
+    Args:
+        packed (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries of all rows.
+        key, value (`torch.Tensor` of shape `[rows, kv_heads, columns, head_dim]`): As `SlotLayer.write` returns them.
+        window (`int`, *optional*): Of sliding attention.
+
+    Returns:
+        `torch.Tensor` of shape `[N, heads, head_dim]`.
+    """
+    num_heads, kv_heads = packed.shape[1], key.shape[1]
+    groups = num_heads // kv_heads
     outputs = []
     for part in layout.parts:
         num_rows, width = part.num_rows, part.width
-        padded = _pad(packed[part.tokens], part)  # [rows * width, heads, head_dim]
-        # Grouped heads become further queries of their key/value head: nothing is repeated.
-        folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
-        folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
-        rows = slice(part.first_slot, part.first_slot + num_rows)
-        keys, values = key[rows, :, : part.num_columns], value[rows, :, : part.num_columns]
-        mask = part.mask(window, groups, query.dtype)
+        padded = _pad(packed if len(layout.parts) == 1 else packed[part.tokens], part)
+        if width == 1:
+            folded = padded.view(num_rows, kv_heads, groups, -1)
+        else:
+            # Grouped heads become further queries of their key/value head: nothing is repeated.
+            folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
+            folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
+        keys, values = key, value
+        if len(layout.parts) > 1:
+            rows = slice(part.first_slot, part.first_slot + num_rows)
+            keys, values = key[rows, :, : part.num_columns], value[rows, :, : part.num_columns]
+        mask = part.mask(window, groups, packed.dtype)
         if softcap is None:
             output = _attention(folded, keys, values, mask, dropout, scaling)
         else:
             output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
-        output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
+        if width > 1:
+            output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
         outputs.append(_unpad(output.reshape(num_rows * width, num_heads, -1), part))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attention(
@@ -99,7 +128,7 @@ def _attention(
     return output[:, :, :1] if is_slow else output
 
 
-def _window(module: torch.nn.Module, argument: int | None) -> int | None:
+def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     """
     The layer's sliding window. Where the config knows every layer's type, models go by that when they build their
     masks, and need not hand the window to the attention function as well (Qwen2-MoE does not).

@@ -1,4 +1,4 @@
-"""Hidden states of a target, taken out of its forwards by hooks that are there only while somebody asks."""
+"""Hidden states of a target, taken out of its forwards: by hooks that are there only while somebody asks."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -125,13 +125,29 @@ class HiddenStateTaps:
         Without `layers`, nothing is done at all.
         """
         self._layers, self._states, self._fed = frozenset(layers), {}, {}
-        handles = self._install() if self._layers else []
         try:
             yield self._fed
         finally:
+            self._layers, self._states, self._fed = frozenset(), {}, {}
+
+    @property
+    def is_taking(self) -> bool:
+        return bool(self._layers)
+
+    def keep(self, layer: int, states: torch.Tensor) -> None:
+        """Takes a layer's hidden states `[N, hidden_size]` from whoever runs the model without its modules."""
+        if layer in self._layers:
+            self._states[layer] = states
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the context, the model's own forward leaves its hidden states here."""
+        handles = self._install() if self._layers else []
+        try:
+            yield
+        finally:
             for handle in handles:
                 handle.remove()
-            self._layers, self._states, self._fed = frozenset(), {}, {}
 
     def _install(self) -> list[RemovableHandle]:
         decoder, layers = self._decoder()

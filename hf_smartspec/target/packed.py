@@ -1,8 +1,9 @@
 """One forward of all rows: tokens packed as one sequence, keys and values in a `SlotCache`."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from .rotary import LengthwiseRotary, seen_lengths
 from .row_groups import call_columns
 from .slot_cache import SlotCache
 
+if TYPE_CHECKING:
+    from .written.decoder import WrittenDecoder
+
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
 
 
@@ -30,14 +34,23 @@ class PackedForward:
         num_rows, capacity (`int`): Rows and tokens per row to make room for; both grow on demand.
         prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row, which bounds the memory of
             attention masks and activations.
+        choose (`Callable`, *optional*): Says before every forward which written-out decoder computes it; the model's
+            own forward, where it gives None. The model's own forward always, where not given.
     """
 
-    def __init__(self, model: PreTrainedModel, num_rows: int = 1, capacity: int = 256, prefill_chunk: int = 512):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_rows: int = 1,
+        capacity: int = 256,
+        prefill_chunk: int = 512,
+        choose: "Callable[[], WrittenDecoder | None] | None" = None,
+    ):
         self.model = model
         self.trees = True
         self.cache = SlotCache(num_rows, capacity)
         self.taps = HiddenStateTaps(model)
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self._choose = prefill_chunk, choose
         self._configs = attention_configs(model)
         self.rotary = LengthwiseRotary(model)
         config = model.config.get_text_config(decoder=True)
@@ -126,8 +139,12 @@ class PackedForward:
         layout = build_layout(groups, device)
         self.cache.layout = layout
         index = None if keep is None else to_device(np.array(keep), device)
-        kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}
-        with tree_attention_step(self._configs, layout), self._lengths_step(groups, layout):
+        decoder = None if self._choose is None else self._choose()
+        if decoder is not None:
+            with self._lengths_step(groups, layout):
+                return decoder(layout, self.cache, index, self.taps.keep if self.taps.is_taking else None)
+        with tree_attention_step(self._configs, layout), self._lengths_step(groups, layout), self.taps.installed():
+            kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}
             # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
             output = self.model(
                 input_ids=layout.tokens,

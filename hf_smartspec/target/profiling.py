@@ -26,6 +26,7 @@ from ..goodput.cost import CostModel, CostPoint
 from ..log import get_logger
 from .layout import CacheRow, RowInput
 from .packed import PackedForward
+from .written import packed_forward
 
 logger = get_logger(__name__)
 
@@ -82,7 +83,7 @@ def measure(model: PreTrainedModel, designs: Sequence[Design], progress: bool = 
         raise ValueError(f"A model of {longest} positions is too short to be measured.")
     with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
         num_rows = max(item.rows for item in designs)
-        forward = PackedForward(model, num_rows, max(item.context + item.width for item in designs))
+        forward = packed_forward(model, num_rows, max(item.context + item.width for item in designs))
         rows = [forward.add() for _ in range(num_rows)]
         tokens = np.arange(max(item.width for item in designs)) % config.vocab_size
         _run(forward, rows, Design(num_rows, 0, 1), tokens, model.device)  # allocates the cache

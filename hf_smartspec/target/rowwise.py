@@ -156,7 +156,7 @@ class RowwiseForward:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = num_nodes + 1
-        with self._lengths_step(row, model_inputs):
+        with self._lengths_step(row, model_inputs), self.taps.installed():
             output = self.model(**model_inputs, return_dict=True)
         row.kwargs["past_key_values"] = output.past_key_values
         self.taps.note([item], self._prompt_lines(row, num_nodes) if is_first else None)

@@ -35,20 +35,27 @@ class SlotLayer(CacheLayerMixin):
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         # Zeros, not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
         shape = (self.cache.num_slots, self.cache.capacity, states.shape[1], states.shape[3])
-        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+        with torch.inference_mode(False):  # others write to it outside
+            return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatters packed states `[1, heads, N, head_dim]`; returns views `[rows, heads, columns, head_dim]`."""
+        """Writes packed states `[1, heads, N, head_dim]`; as `write` otherwise."""
+        return self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatters packed states `[N, heads, head_dim]`; returns views `[rows, heads, columns, head_dim]`."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
         layout = self.cache.layout
         assert layout is not None, "a slot cache is written by a packed forward only"
         lines = self.cache.lines(layout)
         views = []
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            memory.flatten(0, 1).index_copy_(0, lines, states[0].transpose(0, 1).to(memory.dtype))
+            if states.dtype != memory.dtype:
+                states = states.to(memory.dtype)
+            memory.flatten(0, 1).index_copy_(0, lines, states)
             views.append(memory[: layout.num_rows, : layout.num_columns].transpose(1, 2))
         return views[0], views[1]
 
@@ -100,9 +107,13 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        while len(self.layers) <= layer_idx:
+        return self.layer(layer_idx).update(key_states, value_states)
+
+    def layer(self, index: int) -> SlotLayer:
+        """A layer's memory, which its first states allocate."""
+        while len(self.layers) <= index:
             self.layers.append(SlotLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self.layers[index]
 
     def lines(self, layout: StepLayout) -> torch.Tensor:
         """Flat index (slot * capacity + column) of every token of the step, `[N]`; computed once per step."""

@@ -22,7 +22,7 @@ def test_all_architectures(architecture):
         name, encoder = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(input_ids=torch.tensor([TEXT]))}
     taps, row = HiddenStateTaps(model), CacheRow(0)
     taps.check([-1, 0, 1, 2])
-    with torch.no_grad(), taps.taking([-1, 0, 1, 2]) as fed:
+    with torch.no_grad(), taps.taking([-1, 0, 1, 2]) as fed, taps.installed():
         model(**{name: torch.tensor([TEXT])}, **encoder)
         taps.note([RowInput(row, np.array(TEXT))])
     (taken,) = select([(fed[row], [], len(TEXT))])
@@ -53,7 +53,7 @@ def test_committed_lines_of_ragged_rows_and_pieces():
     taps, long, short = HiddenStateTaps(model), CacheRow(0), CacheRow(1, length=40)
     tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3]), np.ones(5, np.float32))
     lines = torch.arange(100.0)[None, :, None]
-    with taps.taking([0, -1]) as fed:
+    with taps.taking([0, -1]) as fed, taps.installed():
         model(lines[:, :6])
         taps.note([RowInput(long, np.arange(6))])
         long.length += 6
@@ -74,7 +74,7 @@ def test_committed_lines_of_ragged_rows_and_pieces():
 def test_one_selection_for_all_rows(monkeypatch):
     model = _Model()
     taps, rows = HiddenStateTaps(model), [CacheRow(slot) for slot in range(20)]
-    with taps.taking([0, -1]) as fed:
+    with taps.taking([0, -1]) as fed, taps.installed():
         model(torch.arange(40.0)[None, :, None])
         taps.note([RowInput(row, np.arange(2)) for row in rows])
     calls, take = [], torch.Tensor.__getitem__
@@ -87,7 +87,7 @@ def test_states_of_another_shape_are_not_taken():
     model, row = _Model(), CacheRow(0)
     taps = HiddenStateTaps(model)
     for states in (torch.zeros(2, 1, 7, 4), torch.zeros(1, 6, 4)):  # several streams, or fewer tokens than were fed
-        with taps.taking([-1]) as fed:
+        with taps.taking([-1]) as fed, taps.installed():
             model(states)
             taps.note([RowInput(row, np.arange(7))])
         assert not fed

@@ -13,7 +13,7 @@ from ...drafts.tree import DraftTree
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
 from ...target.layout import RowInput
-from ...target.packed import PackedForward
+from ...target.written import packed_forward
 from ..common.arguments import positive
 from ..common.console import make_console, table
 from ..common.models import DTYPES, check_device
@@ -139,7 +139,7 @@ def _plain_forward(model, ids, width):
 
 def _packed_forward(model, ids, width):
     tokens = ids.cpu().numpy()
-    packed = PackedForward(model, len(tokens), CONTEXT + width)
+    packed = packed_forward(model, len(tokens), CONTEXT + width)
     rows = [packed.add() for _ in tokens]
     packed.forward([RowInput(row, line[:CONTEXT]) for row, line in zip(rows, tokens)])
     trees = [DraftTree.chain(line[CONTEXT + 1 :]) for line in tokens]

@@ -1,0 +1,174 @@
+"""The parts of a written-out layer: norms, linear maps side by side, activations and rotary embeddings."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm, linear, silu
+
+Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
+
+_EPS = ("variance_epsilon", "eps")  # what RMS norms call it
+_DIM = 8  # of heads with which functions are tried out
+
+
+class RMSNorm:
+    """
+    `x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, rounded where the model's own norm rounds.
+
+    Args:
+        module (`nn.Module`): The norm, whose weight is read anew each time.
+        eps (`float`): What it adds.
+        is_shifted (`bool`): It multiplies by `1 + weight`, in float32 (Gemma).
+    """
+
+    def __init__(self, module: nn.Module, eps: float, is_shifted: bool):
+        self._parameters, self.eps, self.is_shifted = module._parameters, eps, is_shifted
+        self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self._parameters["weight"]
+        if self.is_shifted:
+            return torch.rms_norm(x.float(), self.shape, weight.float() + 1.0, self.eps).to(x.dtype)
+        return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
+
+
+class LayerNorm:
+    """`nn.LayerNorm` without the module around it."""
+
+    def __init__(self, module: nn.LayerNorm):
+        self._parameters, self.shape, self.eps = module._parameters, module.normalized_shape, module.eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.shape, self._parameters["weight"], self._parameters["bias"], self.eps)
+
+
+def written_norm(module: nn.Module) -> Map:
+    """A norm in as few calls as compute what it does, found out by trying; the module itself where none do."""
+    if type(module) is nn.LayerNorm:
+        return LayerNorm(module)
+    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+    weight = module._parameters.get("weight")
+    if eps is None or weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
+        return module
+    # Small numbers, so that eps counts.
+    x = torch.linspace(-1, 1, 3 * len(weight), device=weight.device).view(3, -1).to(weight.dtype) * eps**0.5
+    expected = module(x)
+    for is_shifted in (False, True):
+        norm = RMSNorm(module, eps, is_shifted)
+        if torch.equal(norm(x), expected):
+            return norm
+    return module
+
+
+class Fused:
+    """
+    Linear maps of the same input, side by side: one product in place of several. Their weights become neighbouring
+    rows of one tensor, of which the parameters are views from then on: nothing is held twice.
+
+    Args:
+        modules (sequence of `nn.Linear`): In the order of their outputs.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear]):
+        self.weight = _side_by_side([module.weight for module in modules])
+        biases = [module.bias for module in modules if module.bias is not None]
+        self.bias = _side_by_side(biases) if biases else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def _side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all rows, of which the parameters become views."""
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters])):
+            parameter.data = part
+    return whole
+
+
+def can_fuse(modules: Sequence[nn.Module]) -> bool:
+    """Whether these are plain linear maps of one kind."""
+    if not all(type(module) is nn.Linear for module in modules):
+        return False
+    weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
+    kinds = {(weight.dtype, weight.device, module.bias is None) for weight, module in zip(weights, modules)}
+    addresses = {weight.data_ptr() for weight in weights}
+    return (
+        all(type(weight) is nn.Parameter for weight in weights) and len(kinds) == 1 and len(addresses) == len(weights)
+    )
+
+
+def written_map(modules: Sequence[nn.Module]) -> Map:
+    """Maps of the same input; modules that are no plain linear maps are called as they are."""
+    if can_fuse(modules):
+        return Fused(modules)  # type: ignore[arg-type]
+    if len(modules) == 1:
+        return modules[0]
+    return lambda x: torch.cat([module(x) for module in modules], dim=-1)
+
+
+def written_activation(module: nn.Module | Callable) -> Map:
+    """An activation, which may write to its input."""
+    if type(module).__name__ in ("SiLU", "SiLUActivation"):
+        return _silu
+    return module
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return silu(x, inplace=True)
+
+
+class Halves:
+    """
+    Rotary embeddings as most models apply them: `x * cos + rotate_half(x) * sin`, products and sum rounded as those of
+    transformers, in place.
+    """
+
+    @staticmethod
+    def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What heads are multiplied with, `[N, 1, dim]` each, from embeddings `[1, N, dim]`."""
+        first, second = sin.chunk(2, dim=-1)
+        return cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1)
+
+    @staticmethod
+    def rotate(x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Rotates queries and keys `[N, heads + kv_heads, dim]`."""
+        rotated = x.roll(x.shape[-1] // 2, -1).mul_(tables[1])
+        x.mul_(tables[0]).add_(rotated)
+
+
+class OwnRotation:
+    """The function of a model's own file (interleaved dimensions, ...)."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    @staticmethod
+    def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cos, sin
+
+    def rotate(self, x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+        heads = x.transpose(0, 1)[None]
+        query, key = self.function(heads[:, :num_heads], heads[:, num_heads:], *tables)
+        x.copy_(torch.cat([query, key], dim=1)[0].transpose(0, 1))
+
+
+def written_rotation(attention: nn.Module) -> Halves | OwnRotation | None:
+    """How an attention module applies rotary embeddings, found out by trying; None if its file has no such function."""
+    own: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if own is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
+    x = torch.randn(3, 5, _DIM, generator=generator)
+    results = []
+    for rotation in (Halves(), OwnRotation(own)):
+        results.append(x.clone())
+        rotation.rotate(results[-1], 3, rotation.tables(angles.cos(), angles.sin()))
+    return Halves() if torch.equal(*results) else OwnRotation(own)

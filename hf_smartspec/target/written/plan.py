@@ -1,0 +1,262 @@
+"""The plan of a decoder: which of a model's modules do what, recognised by their names and shapes."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..attention import layer_window
+from ..compat import shared_value
+from .parts import Halves, Map, OwnRotation, written_activation, written_map, written_norm, written_rotation
+
+# What layers call their norms: before attention, behind it, before the MLP, behind it. The first row that fits counts.
+_NORMS = (
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+    ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
+)
+_QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_ATTENTION_OUTPUT = ("o_proj", "dense")
+_QUERY_NORM, _KEY_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
+_MLP = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+)
+_ACTIVATION = ("act_fn", "activation_fn", "act")
+_FINAL_NORM = ("norm", "final_layernorm")
+
+
+class UnknownStructureError(Exception):
+    """The model has parts that a plan does not know."""
+
+
+@dataclass(eq=False)
+class LayerPlan:
+    """
+    One layer. Norms are None where it has none; a layer without any norm before its MLP runs attention and MLP side by
+    side.
+    """
+
+    before_attention: Map | None
+    after_attention: Map | None
+    before_mlp: Map | None
+    after_mlp: Map | None
+    query_key_value: Map
+    query_norm: Map | None
+    key_norm: Map | None
+    norms_heads: bool  # each on its own, rather than all together
+    attention_output: Map
+    mlp_input: Map
+    is_gated: bool
+    activation: Map
+    mlp_output: Map
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    softcap: float | None
+    window: int | None
+    rotation: Halves | OwnRotation | None
+    layer_type: str | None  # whose rotary embeddings it takes, where these differ
+    is_parallel: bool = False
+    multiplier: float = 1.0  # of what attention and MLP add
+
+
+@dataclass(eq=False)
+class DecoderPlan:
+    """
+    A causal language model.
+
+    Args:
+        has_dropout (`bool`): Something is dropped in training mode.
+    """
+
+    embedding: nn.Module
+    embedding_multiplier: float
+    rotary: nn.Module
+    rotary_types: tuple[str | None, ...]
+    layers: list[LayerPlan]
+    final_norm: Map
+    head: Map
+    logits_divisor: float
+    logits_multiplier: float
+    logits_softcap: float | None
+    has_dropout: bool = False
+
+
+def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
+    """
+    Returns:
+        `DecoderPlan`, and the modules below the model itself whose own forward is not called.
+
+    Raises:
+        UnknownStructureError: where something of the decoder is of an unknown kind.
+    """
+    recognition = _Recognition(model)
+    return recognition.plan(), list(dict.fromkeys(recognition.bypassed))
+
+
+class _Recognition:
+    """Goes through a model once, and remembers whose forward the plan bypasses and which parameters it knows."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model: Any = model
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.bypassed: list[nn.Module] = []
+        self.known: set[int] = set()  # parameters, by id
+        self.has_dropout = False
+
+    def plan(self) -> DecoderPlan:
+        decoder: Any = self.model.get_decoder()
+        if decoder is None or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise UnknownStructureError("no list of layers")
+        self._bypass(decoder)
+        rotary, embedding = self._child(decoder, "rotary_emb"), self._called(decoder, "embed_tokens")
+        layers = [self._layer(layer) for layer in decoder.layers[: self.config.num_hidden_layers]]
+        takes_types = "layer_type" in inspect.signature(type(rotary).forward).parameters
+        if not takes_types:
+            for layer in layers:
+                layer.layer_type = None
+        norm, head = self._first(decoder, _FINAL_NORM), self.model.get_output_embeddings()
+        if head is None:
+            raise UnknownStructureError("no head")
+        plan = DecoderPlan(
+            embedding=embedding,
+            embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
+            rotary=rotary,
+            rotary_types=tuple(dict.fromkeys(layer.layer_type for layer in layers if layer.rotation is not None)),
+            layers=layers,
+            final_norm=self._norm(norm),
+            head=self._map([head]),
+            logits_divisor=float(shared_value(self.config, "logits_scaling") or 1.0),
+            logits_multiplier=float(getattr(self.model, "logit_scale", None) or 1.0),
+            logits_softcap=shared_value(self.config, "final_logit_softcapping"),
+            has_dropout=self.has_dropout,
+        )
+        self._check_parameters(decoder, decoder.layers[len(layers) :])
+        return plan
+
+    def _layer(self, layer: Any) -> LayerPlan:
+        attention, mlp = self._child(layer, "self_attn"), self._child(layer, "mlp")
+        self._bypass(layer, attention, mlp)
+        names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
+        if names is None:
+            raise UnknownStructureError("norms")
+        norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
+        inputs, output = self._mlp_names(mlp)
+        maps = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
+        if maps is None:
+            raise UnknownStructureError("attention")
+        query, key = self._optional(attention, _QUERY_NORM), self._optional(attention, _KEY_NORM)
+        heads = self._heads(attention)
+        dropout = getattr(attention, "attention_dropout", 0.0) or 0.0
+        self.has_dropout |= (dropout if isinstance(dropout, float) else 1.0) > 0
+        self.has_dropout |= any(module.p > 0 for module in layer.modules() if isinstance(module, nn.Dropout))
+        config = getattr(attention, "config", self.config)
+        window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
+        types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
+        return LayerPlan(
+            before_attention=norms[0],
+            after_attention=norms[1],
+            before_mlp=norms[2],
+            after_mlp=norms[3],
+            query_key_value=self._map([self._child(attention, name) for name in maps]),
+            query_norm=None if query is None else self._norm(query),
+            key_norm=None if key is None else self._norm(key),
+            norms_heads=query is not None and query.weight.numel() == heads[2],
+            attention_output=self._map([self._first(attention, _ATTENTION_OUTPUT)]),
+            mlp_input=self._map([self._child(mlp, name) for name in inputs]),
+            is_gated=inputs[0] in ("gate_proj", "gate_up_proj"),
+            activation=written_activation(self._first(mlp, _ACTIVATION)),
+            mlp_output=self._map([self._child(mlp, output)]),
+            num_heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=heads[2],
+            scaling=float(getattr(attention, "scaling", heads[2] ** -0.5)),
+            softcap=getattr(attention, "attn_logit_softcapping", None),
+            window=layer_window(attention, window),
+            rotation=written_rotation(attention) if getattr(attention, "use_rope", True) else None,
+            layer_type=types[index] if types and index is not None else None,
+            is_parallel=names[1:] == (None, None, None),
+            multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+        )
+
+    def _heads(self, attention: Any) -> tuple[int, int, int]:
+        """Heads, key/value heads, and dimensions of each."""
+        config = getattr(attention, "config", self.config)
+        num_heads, size = config.num_attention_heads, getattr(attention, "head_dim", None)
+        kv_heads = shared_value(config, "num_key_value_heads") or num_heads
+        if not isinstance(size, int):
+            raise UnknownStructureError("heads")
+        return num_heads, kv_heads, size
+
+    @staticmethod
+    def _mlp_names(mlp: nn.Module) -> tuple[tuple[str, ...], str]:
+        for inputs, output in _MLP:
+            if all(name in mlp._modules for name in (*inputs, output)):
+                return inputs, output
+        raise UnknownStructureError("MLP")
+
+    # What is found is noted
+
+    def _bypass(self, *modules: nn.Module) -> None:
+        self.bypassed += modules
+
+    def _know(self, module: nn.Module) -> None:
+        self.known |= {id(parameter) for parameter in module.parameters()}
+
+    def _norm(self, module: nn.Module) -> Map:
+        self._know(module)
+        norm = written_norm(module)
+        if norm is not module:
+            self._bypass(module)
+        return norm
+
+    def _map(self, modules: Sequence[nn.Module]) -> Map:
+        for module in modules:
+            self._know(module)
+        self._bypass(*(module for module in modules if type(module) is nn.Linear))
+        return written_map(modules)
+
+    def _child(self, module: nn.Module, name: str) -> nn.Module:
+        child = module._modules.get(name)
+        if child is None:
+            raise UnknownStructureError(name)
+        return child
+
+    def _called(self, module: nn.Module, name: str) -> nn.Module:
+        self._know(self._child(module, name))
+        return self._child(module, name)
+
+    def _first(self, module: nn.Module, names: Sequence[str]) -> Any:
+        found = self._optional(module, names)
+        if found is None:
+            raise UnknownStructureError(" or ".join(names))
+        return found
+
+    @staticmethod
+    def _optional(module: nn.Module, names: Sequence[str]) -> Any:
+        return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
+
+    def _check_parameters(self, decoder: nn.Module, unused: Sequence[nn.Module]) -> None:
+        """Nothing that has weights may have been overlooked."""
+        left = {id(parameter) for parameter in decoder.parameters()} - self.known
+        left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
+        if left or any(True for _ in _own_parameters([self.model, *self.bypassed])):
+            raise UnknownStructureError("further parameters")
+
+
+def _own_parameters(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters that stand in modules with children themselves (scales, sinks, ...)."""
+    for module in modules:
+        if module._modules:
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
