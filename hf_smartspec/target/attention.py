@@ -98,7 +98,7 @@ def packed_attention(
             folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
             folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
         keys, values = key, value
-        if len(layout.parts) > 1:
+        if (num_rows, part.num_columns) != (key.shape[0], key.shape[2]):
             rows = slice(part.first_slot, part.first_slot + num_rows)
             keys, values = key[rows, :, : part.num_columns], value[rows, :, : part.num_columns]
         mask = part.mask(window, groups, packed.dtype)

@@ -95,7 +95,8 @@ def test_states_of_another_shape_are_not_taken():
 
 def test_hooks_go_with_errors():
     model = _Model()
-    with pytest.raises(AttributeError), HiddenStateTaps(model).taking([0, -1, 1]):
+    taps = HiddenStateTaps(model)
+    with pytest.raises(AttributeError), taps.taking([0, -1, 1]), taps.installed():
         assert len(model.layers[0]._forward_pre_hooks) == len(model.layers[0]._forward_hooks) == 1
         model(None).nonsense  # noqa: B018
     assert not model.layers[0]._forward_pre_hooks and not model.layers[0]._forward_hooks and not model._forward_hooks

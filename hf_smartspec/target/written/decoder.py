@@ -91,9 +91,9 @@ def _run_layer(
     if plan.after_attention is not None:
         attended = plan.after_attention(attended)
     if plan.is_parallel:
-        return attended.add_(_mlp(plan, normed)).add_(x)
+        return attended.add_(plan.mlp(normed)).add_(x)
     x = _add(plan, x, attended)
-    out = _mlp(plan, x if plan.before_mlp is None else plan.before_mlp(x))
+    out = plan.mlp(x if plan.before_mlp is None else plan.before_mlp(x))
     return _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))
 
 
@@ -127,11 +127,3 @@ def _normed(plan: LayerPlan, states: torch.Tensor) -> torch.Tensor:
         parts = parts[0].flatten(1), parts[1].flatten(1)
     normed = [norm(part) for norm, part in zip((plan.query_norm, plan.key_norm), parts) if norm is not None]
     return torch.cat(normed, dim=1).view(states.shape)
-
-
-def _mlp(plan: LayerPlan, x: torch.Tensor) -> torch.Tensor:
-    hidden = plan.mlp_input(x)
-    if not plan.is_gated:
-        return plan.mlp_output(plan.activation(hidden))
-    gate, up = hidden.chunk(2, dim=-1)
-    return plan.mlp_output(plan.activation(gate).mul_(up))

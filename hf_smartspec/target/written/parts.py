@@ -124,6 +124,36 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return silu(x, inplace=True)
 
 
+class MLP:
+    """
+    `output(activation(gate) * up)`, or without a gate `output(activation(input))`.
+
+    Args:
+        inputs (`Callable`): Gives gate and up side by side.
+    """
+
+    def __init__(self, inputs: Map, activation: Map, output: Map, is_gated: bool):
+        self.inputs, self.activation, self.output, self.is_gated = inputs, activation, output, is_gated
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inputs(x)
+        if not self.is_gated:
+            return self.output(self.activation(hidden))
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.output(self.activation(gate).mul_(up))
+
+
+class CalledMLP:
+    """A module that is called as it is: a mixture of experts, ..."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.module(x[None])
+        return (output if isinstance(output, torch.Tensor) else output[0])[0]
+
+
 class Halves:
     """
     Rotary embeddings as most models apply them: `x * cos + rotate_half(x) * sin`, products and sum rounded as those of

@@ -11,7 +11,17 @@ from transformers import PreTrainedModel
 
 from ..attention import layer_window
 from ..compat import shared_value
-from .parts import Halves, Map, OwnRotation, written_activation, written_map, written_norm, written_rotation
+from .parts import (
+    MLP,
+    CalledMLP,
+    Halves,
+    Map,
+    OwnRotation,
+    written_activation,
+    written_map,
+    written_norm,
+    written_rotation,
+)
 
 # What layers call their norms: before attention, behind it, before the MLP, behind it. The first row that fits counts.
 _NORMS = (
@@ -31,6 +41,7 @@ _MLP = (
     (("c_fc",), "c_proj"),
     (("fc1",), "fc2"),
 )
+_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 _ACTIVATION = ("act_fn", "activation_fn", "act")
 _FINAL_NORM = ("norm", "final_layernorm")
 
@@ -55,10 +66,7 @@ class LayerPlan:
     key_norm: Map | None
     norms_heads: bool  # each on its own, rather than all together
     attention_output: Map
-    mlp_input: Map
-    is_gated: bool
-    activation: Map
-    mlp_output: Map
+    mlp: Map
     num_heads: int
     kv_heads: int
     head_dim: int
@@ -146,13 +154,12 @@ class _Recognition:
         return plan
 
     def _layer(self, layer: Any) -> LayerPlan:
-        attention, mlp = self._child(layer, "self_attn"), self._child(layer, "mlp")
-        self._bypass(layer, attention, mlp)
+        attention, mlp = self._child(layer, "self_attn"), self._first(layer, _MLPS)
+        self._bypass(layer, attention)
         names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None:
             raise UnknownStructureError("norms")
         norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
-        inputs, output = self._mlp_names(mlp)
         maps = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
         if maps is None:
             raise UnknownStructureError("attention")
@@ -174,10 +181,7 @@ class _Recognition:
             key_norm=None if key is None else self._norm(key),
             norms_heads=query is not None and query.weight.numel() == heads[2],
             attention_output=self._map([self._first(attention, _ATTENTION_OUTPUT)]),
-            mlp_input=self._map([self._child(mlp, name) for name in inputs]),
-            is_gated=inputs[0] in ("gate_proj", "gate_up_proj"),
-            activation=written_activation(self._first(mlp, _ACTIVATION)),
-            mlp_output=self._map([self._child(mlp, output)]),
+            mlp=self._mlp(mlp),
             num_heads=heads[0],
             kv_heads=heads[1],
             head_dim=heads[2],
@@ -199,12 +203,18 @@ class _Recognition:
             raise UnknownStructureError("heads")
         return num_heads, kv_heads, size
 
-    @staticmethod
-    def _mlp_names(mlp: nn.Module) -> tuple[tuple[str, ...], str]:
-        for inputs, output in _MLP:
-            if all(name in mlp._modules for name in (*inputs, output)):
-                return inputs, output
-        raise UnknownStructureError("MLP")
+    def _mlp(self, mlp: nn.Module) -> Map:
+        """An MLP of a known kind; others, such as mixtures of experts, are called as they are."""
+        names = next((row for row in _MLP if {*row[0], row[1]} <= set(mlp._modules)), None)
+        activation = self._optional(mlp, _ACTIVATION)
+        if names is None or activation is None or len(list(mlp.children())) > len(names[0]) + 2:
+            self._know(mlp)
+            return CalledMLP(mlp)
+        inputs, output = names
+        self._bypass(mlp)
+        fused = self._map([self._child(mlp, name) for name in inputs])
+        is_gated = inputs[0] in ("gate_proj", "gate_up_proj")
+        return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
 
     # What is found is noted
 
