@@ -14,6 +14,7 @@ from hf_smartspec import PromptLookupCandidates, SeededGumbelLogitsProcessor
 from hf_smartspec.target.compat import TESTED_ROWWISE_TYPES
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.support import can_pack, rowwise_obstacle
+from hf_smartspec.target.written import written_decoder
 
 from ..cases import Case, left_padded, settings
 from ..comparison import Tally, compare, run_cases
@@ -182,10 +183,10 @@ def test_the_user_is_told_that_nothing_is_speculated(architecture, caplog):
 @pytest.mark.parametrize("architecture", PACKED)
 def test_packed_models_are_served_packed_with_padding_as_well(architecture, monkeypatch):
     """They must not slip into the slow path unnoticed, for want of positions say."""
-    calls = []
+    calls, model = [], shared_model(architecture)
+    written_decoder(model)  # is tried out in packed forwards of its own
     run = PackedForward._run
     monkeypatch.setattr(PackedForward, "_run", lambda self, *args: calls.append(self.model) or run(self, *args))
-    model = shared_model(architecture)
     with hf_smartspec.enabled(model):
         model.generate(**left_padded([[3, 4, 5], [6]]), max_new_tokens=4, assistant="prompt_lookup")
     assert calls and all(called is model for called in calls)
