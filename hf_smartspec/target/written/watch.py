@@ -24,7 +24,9 @@ class Watch:
         self._model, self._has_dropout = weakref.ref(model), has_dropout
         hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in (model, *modules)]
         self._hooks = [entries for pair in hooks for entries in pair]
+        # The model itself is not among them: a function of its own may hold on to it.
         self._attributes = [module.__dict__ for module in modules]
+        self._kinds = [type(module) for module in modules]
         children = [(module._modules, name) for module in (model, *modules) for name in module._modules]
         weights = [(module._parameters, name) for module in modules for name in module._parameters]
         self._places: list[tuple[dict[str, Any], str]] = children + weights
@@ -42,9 +44,7 @@ class Watch:
         model = self._model()
         if model is None or (self._has_dropout and model.training):
             return False
-        if any("forward" in attributes for attributes in self._attributes) or "forward" in model.__dict__:
-            return False
-        if model._compiled_call_impl is not None or any("_compiled_call_impl" in item for item in self._attributes):
+        if _is_replaced(model.__dict__, type(model)) or any(map(_is_replaced, self._attributes, self._kinds)):
             return False
         return not torch.is_autocast_enabled(self._tensors[0].device.type)
 
@@ -52,3 +52,11 @@ class Watch:
         """Whether all modules and weights stand where they stood; what is written to them is seen anyway."""
         contents = [entries.get(name) for entries, name in self._places]
         return all(map(is_, contents, self._contents)) and self._look() == self._addresses
+
+
+def _is_replaced(attributes: dict[str, Any], kind: type[nn.Module]) -> bool:
+    """Whether a module runs something else than its class does: another function, or what a compiler made of it."""
+    own = attributes.get("forward")
+    if own is not None and getattr(own, "__func__", None) is not kind.forward:  # it may hold the very same
+        return True
+    return attributes.get("_compiled_call_impl") is not None
