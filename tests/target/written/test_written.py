@@ -139,6 +139,14 @@ def test_hooks_are_called_while_they_are_there():
 
 
 @torch.no_grad()
+def test_hooks_that_transformers_leaves_behind_sleep():
+    model = new_model("llama")
+    model(torch.tensor([[3, 4]]), output_hidden_states=True)
+    assert model.model.layers[0]._forward_hooks
+    assert is_written(model)
+
+
+@torch.no_grad()
 def test_a_replaced_forward_is_called():
     model = new_model("llama")
     assert is_written(model)
