@@ -93,6 +93,7 @@ def test_demo_measures_an_enlarged_target(demo, folder, prompts, capsys):
 def test_demo_fails_where_ours_differ(demo, folder, prompts, monkeypatch, capsys):
     append = Request.append
     monkeypatch.setattr(Request, "append", lambda row, token: append(row, 7 if row.num_generated == 4 else token))
+    monkeypatch.setattr(Request, "extend", lambda row, tokens: [row.append(token) for token in tokens])
     assert demo.main(["--models", str(folder), "--prompts", str(prompts), *SHORT]) == 1
     out = capsys.readouterr().out
     # A row may hold the planted token anyway: which rows differ depends on the random weights.
