@@ -183,7 +183,7 @@ def test_one_draft_model_is_one_source(model):
 
 def test_handed_out_statistics_stay_as_they_were(model):
     with Engine(model, suffix()) as engine:
-        name = engine.add_request([3, 4, 5], streaming=True, max_new_tokens=40, eos_token_id=None)
+        name = engine.add_request([3, 4, 5], streaming=True, max_new_tokens=400, eos_token_id=None)
         outputs = list(engine.request_id_iter(name))
     assert len(outputs) > 1
     for output in outputs:  # every step yields its accepted tokens and one more
