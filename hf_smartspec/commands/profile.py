@@ -12,7 +12,8 @@ from rich.markup import escape
 from transformers import PreTrainedModel
 
 from ..goodput import CostModel, CostPoint, Roofline, free_tokens
-from ..target.profiling import DESIGN, HELD_OUT, measure, profile_path, read_profile, write_profile
+from ..target.measuring import DESIGN, HELD_OUT, measure
+from ..target.profiling import profile_path, read_profile, write_profile
 from ..target.support import can_pack
 from .common.arguments import number, positive
 from .common.console import make_console, table
@@ -47,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = _load(args)
-    measured = measure(model, DESIGN + HELD_OUT)
-    num_design = sum(item.context + item.width <= _num_positions(model) for item in DESIGN)
-    points = {"design": measured[:num_design], "held out": measured[num_design:]}
+    measured = measure(model, DESIGN, HELD_OUT)
+    points = {"design": measured.designs, "held out": measured.held_out}
     cost = None if args.refresh else read_profile(model)
     is_new = cost is None
     if cost is None:
@@ -74,10 +74,6 @@ def _load(args: argparse.Namespace) -> PreTrainedModel:
     if not can_pack(model):
         raise UsageError(f"{type(model).__name__} is served by transformers' own loop: there is nothing to profile")
     return model
-
-
-def _num_positions(model: PreTrainedModel) -> float:
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or float("inf")
 
 
 def _report(
@@ -149,9 +145,11 @@ def _print_cost(report: dict[str, Any], console: Console) -> None:
     if cost["knots"]:
         pairs = zip(cost["knots"], cost["curve"])
         tokens = "a curve over tokens (" + ", ".join(f"{x:.0f}: {y * 1e3:.2f}" for x, y in pairs) + " ms)"
+    device = f"({cost['alpha'] * 1e6:.3f} + {cost['beta'] * 1e6:.3f} * width) us * context + {tokens}"
+    if cost["host"]:
+        device = f"{device}, and at least {cost['host'] * 1e3:.2f} ms to launch it"
     console.print(
-        f"T = ({cost['alpha'] * 1e6:.3f} + {cost['beta'] * 1e6:.3f} * width) us * context + {tokens}\n"
-        "context: cached tokens read, over all rows; width: tokens of the row that has most\n",
+        f"T = {device}\ncontext: cached tokens read, over all rows; width: tokens of the row that has most\n",
         highlight=False,
     )
 

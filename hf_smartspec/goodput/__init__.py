@@ -2,7 +2,8 @@
 
 from .acceptance import Calibrator, expected_calibration_error, outcomes
 from .auction import GoodputAuction, Prediction
-from .cost import CostModel, CostPoint, DraftCost, DraftTimer, StepSeconds
+from .cost import CostModel, CostPoint, StepSeconds
+from .draft_cost import DraftCost, DraftTimer
 from .estimators import AcceptanceEstimator
 from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length

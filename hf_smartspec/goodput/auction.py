@@ -10,7 +10,8 @@ import numpy as np
 from ..drafts.forest import Forest, ranks_in_rows
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from .cost import CostModel, DraftCost, StepSeconds
+from .cost import CostModel, StepSeconds
+from .draft_cost import DraftCost
 from .plan import Before, Plan, known_continuation
 from .policy import LengthPolicy, StepRows
 from .running import Speedup

@@ -3,20 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .least_squares import nonnegative_least_squares
+from .cost_fit import Measurements, fit_coefficients
 
-_BEND = 0.05  # median relative error above which the straight line gives way to a curve
 _NUM_BINS = 21  # of the running correction, at 1, 2, 4, ... tokens per forward
 _TRUST = 3.0  # in a profile before any observation, in observations
 _MIN_GAIN = 0.1  # weight of the newest observation of a size that is seen at every step ...
 _STALENESS = 0.99  # ... and more where the earlier ones are old: what they count after every step
 _RELAXATION = 0.001  # by which all sizes follow the one that was seen: the machine as a whole may have become slower
 _LARGEST_STEP = 0.4  # of one observation's log ratio: a hiccup of the machine is no news
+_WRONG = 1.5  # factor by which corrections of two sizes differ where the profile is not this machine's
+_PROOF = 24.0  # observations of each of the two, by then
 
 
 class CostPoint(NamedTuple):
@@ -39,13 +39,17 @@ class StepSeconds(NamedTuple):
 @dataclass
 class CostModel:
     """
-    Seconds of one forward (SmartSpec, Eq. 7, with a term for attention):
+    Seconds of one forward (SmartSpec, Eq. 7, with terms for attention and for the host):
 
-        T = alpha * N_context + beta * N_context * width + f(N_batched)
+        T = max(host, alpha * N_context + beta * N_context * width + f(N_batched))
 
-    f is the line gamma * N_batched + delta, or where that misses, a monotone piecewise-linear curve through `curve`.
-    `alpha` is what reading keys and values costs, `beta` what each query costs per column. Attention is padded to the
-    row with most queries, `width`; Eq. 7 leaves this out, and CPUs notice it.
+    f is the line gamma * N_batched + delta, or where that misses some sizes, a monotone curve of straight
+    pieces: through the jump from 1 token to 2, where CPUs turn from matrix-vector to matrix products, and the knee
+    behind which a GPU waits for its multipliers and no longer for its memory. `alpha` is what reading keys and values
+    costs, `beta` what each query costs per column. Attention is padded to the row with most queries, `width`; Eq. 7
+    leaves this out, and CPUs notice it. `host` is the time that launching a forward's kernels takes: a GPU works
+    meanwhile, and whatever it does in less time costs nothing. Forwards that are padded to `buckets`, as CUDA graphs
+    are, cost what their bucket does.
 
     `observe` corrects the prediction while serving: a factor per size of the forward, learnt from measured steps.
 
@@ -53,6 +57,8 @@ class CostModel:
         alpha, beta, gamma (`float`): Seconds per context token, per query and column, per batched token.
         delta (`float`): Seconds of any forward.
         knots, curve (sequences of `float`): f at rising numbers of tokens; both empty for the line.
+        host (`float`): Seconds that a forward takes at least.
+        buckets (sequence of `float`): Rising numbers of tokens that forwards are padded to. Larger ones are not.
     """
 
     alpha: float
@@ -61,11 +67,14 @@ class CostModel:
     beta: float = 0.0
     knots: Sequence[float] = ()
     curve: Sequence[float] = ()
+    host: float = 0.0
+    buckets: Sequence[float] = ()
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
     _num_seen: np.ndarray = field(default_factory=lambda: np.full(_NUM_BINS, _TRUST), repr=False, compare=False)
+    _num_observed: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "gamma", "delta"):
+        for name in ("alpha", "beta", "gamma", "delta", "host"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
@@ -76,8 +85,11 @@ class CostModel:
             )
         if (np.diff(self.knots) <= 0).any() or (np.diff(self.curve) < 0).any() or min(self.curve, default=0) < 0:
             raise ValueError(f"`knots` must rise and `curve` must not fall, got {self.knots} and {self.curve}.")
+        if (np.diff(self.buckets) <= 0).any() or min(self.buckets, default=1) < 1:
+            raise ValueError(f"`buckets` must rise from at least 1, got {self.buckets}.")
         self.knots, self.curve = tuple(map(float, self.knots)), tuple(map(float, self.curve))
-        if self._tokens_seconds(1) <= 0:
+        self.buckets = tuple(map(float, self.buckets))
+        if self.profiled(0, 1) <= 0:
             raise ValueError("A forward must cost something: `gamma`, `delta` and `curve` say that it costs nothing.")
 
     def seconds(self, context: Any, batched: Any, width: Any = 1) -> Any:
@@ -106,16 +118,33 @@ class CostModel:
             gain = max(_MIN_GAIN, 1 / (1 + self._num_seen[index]))
             self._log_factors[index] += gain * weight * error
             self._num_seen[index] += weight
+            self._num_observed[index] += weight
         self._log_factors += _RELAXATION * (self._log_factor(batched) - self._log_factors)
 
     def correction(self, batched: float) -> float:
         """The factor by which steps of this size have lately differed from the profile."""
         return float(np.exp(self._log_factor(batched)))
 
+    @property
+    def is_wrong(self) -> bool:
+        """
+        Whether steps of some sizes have lately differed from the profile much more than others, and that was seen often
+        enough: then it was measured while the machine did other things, say. A machine that is slower as a whole is no
+        sign of that.
+        """
+        proven = self._log_factors[self._num_observed >= _PROOF]
+        return len(proven) > 1 and float(np.ptp(proven)) > math.log(_WRONG)
+
     def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """`seconds` before any correction: never less for larger forwards."""
-        attention = (self.alpha + self.beta * width) * context
-        return attention + self._tokens_seconds(batched)
+        device = (self.alpha + self.beta * width) * context + self._tokens_seconds(self._padded(batched))
+        return np.maximum(device, self.host) if self.host else device
+
+    def _padded(self, batched: Any) -> Any:
+        """Tokens with those that fill the bucket."""
+        if not self.buckets:
+            return batched
+        return np.maximum(np.append(self.buckets, 0.0)[np.searchsorted(self.buckets, batched)], batched)
 
     def _tokens_seconds(self, batched: Any) -> Any:
         if not self.knots:
@@ -140,10 +169,13 @@ class CostModel:
         return self._log_factors[low] * (1 - share) + self._log_factors[low + 1] * share
 
     @classmethod
-    def fit(cls, points: Sequence[CostPoint]) -> "CostModel":
+    def fit(cls, points: Sequence[CostPoint], buckets: Sequence[float] = ()) -> "CostModel":
         """
-        Fits measured forwards by least squares of the relative error, all coefficients at least 0. The line is taken
-        where its median error is at most 5 %, otherwise the curve.
+        Fits measured forwards by least squares of the relative error, all coefficients at least 0. The curve is taken
+        in place of the line, and a time of the host's, where this explains more than noise would.
+
+        Args:
+            buckets (sequence of `float`): Numbers of tokens that the forwards were padded to.
 
         Raises:
             ValueError: for fewer than four points, or seconds that are not positive.
@@ -153,17 +185,8 @@ class CostModel:
         context, batched, width, seconds = np.array(points, np.float64).T
         if not (seconds > 0).all():
             raise ValueError(f"`points` must have positive seconds, got {float(seconds.min())}.")
-        attention = np.stack([context, context * width])
-        constant = np.ones_like(batched)
-        alpha, beta, gamma, delta = _fit_relative(np.stack([*attention, batched, constant]), seconds)
-        line = cls(alpha, gamma, delta, beta)
-        knots = np.unique(batched)
-        if line.median_error(points) <= _BEND or len(knots) < 3:
-            return line
-        # The curve's value at its first knot and its rises, all at least 0: it cannot fall.
-        rises = [np.clip((batched - low) / (high - low), 0, 1) for low, high in pairwise(knots)]
-        alpha, beta, *steps = _fit_relative(np.stack([*attention, constant, *rises]), seconds)
-        return cls(alpha, gamma, delta, beta, tuple(knots), tuple(np.cumsum(steps)))
+        padded = cls(0.0, 0.0, 1.0, buckets=buckets)._padded(batched)
+        return cls(**fit_coefficients(Measurements(context, padded, width, seconds)), buckets=tuple(buckets))
 
     def errors(self, points: Sequence[CostPoint]) -> np.ndarray:
         """Relative errors of the prediction, `[n]` float64: above 0 where it is too high."""
@@ -188,87 +211,3 @@ class CostModel:
             return cls(**numbers)
         except TypeError as error:
             raise ValueError(f"Not a cost model: {error}") from error
-
-
-def _fit_relative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Coefficients >= 0 of `features` (`[k, n]`) that minimise the squared relative error."""
-    scaled = (features / seconds).T
-    return nonnegative_least_squares(scaled, np.ones(len(seconds))).tolist()
-
-
-@dataclass(frozen=True)
-class DraftCost:
-    """
-    What drafting costs (SmartSpec, Eq. 4 and 5). An autoregressive drafter runs once per level of the deepest draft,
-    with the rows that reach that level; any other source takes one call.
-
-    Args:
-        per_call, per_row (`float`): Seconds of one call (of one level), and of each row in it. 0 where unknown: what
-            was measured at earlier steps takes their place.
-        is_autoregressive (`bool`): Whether every level is a call.
-        width (`int`): Nodes per level and row of the drafts.
-        source (`str`): Whose probabilities they are: sources are calibrated apart.
-        heeds_prices (`bool`): Whether the source ends drafts by itself where a further level, or node, costs more than
-            it promises.
-    """
-
-    per_call: float = 0.0
-    per_row: float = 0.0
-    is_autoregressive: bool = False
-    width: int = 1
-    source: str = ""
-    heeds_prices: bool = False
-
-    @classmethod
-    def of_model(cls, cost: CostModel, mean_context: float, width: int = 1, source: str = "") -> "DraftCost":
-        """A draft model's, from its own profile (Eq. 5): T_fwd of one level as a call and a share of every row."""
-        one, many = cost.seconds(mean_context, width, width), cost.seconds(8 * mean_context, 8 * width, width)
-        per_row = max(float(many - one) / 7, 0.0)
-        return cls(max(float(one) - per_row, 0.0), per_row, True, width, source)
-
-    def calls(self, levels: np.ndarray) -> tuple[float, float]:
-        """Calls, and rows in calls, of drafts that are `levels` deep (`[rows]` int; 0: not asked for)."""
-        if self.is_autoregressive:
-            return float(levels.max(initial=0)), float(levels.sum())
-        return float(bool(levels.any())), float(np.count_nonzero(levels))
-
-
-class DraftTimer:
-    """
-    Learns seconds per call and per row in a call from measured drafts: decayed least squares of the relative error,
-    drawn to what the `DraftCost` says.
-
-    Args:
-        decay (`float`): Weight of all earlier drafts against the newest.
-    """
-
-    _SCALE = 0.05  # of a row's seconds to a call's: what cannot be told apart is split this way
-    _TRUST = 1e-3  # in the prior
-
-    def __init__(self, decay: float = 0.97):
-        self._decay = decay
-        # Sums over drafts of products and targets, x being calls and y scaled rows in calls, both by seconds.
-        self._xx = self._xy = self._yy = self._x = self._y = 0.0
-
-    def observe(self, calls: float, rows: float, seconds: float) -> None:
-        """One step's drafting; `calls` and `rows` as `DraftCost.calls` counts them."""
-        if calls <= 0 or not 1e-9 < seconds < 1e9:
-            return
-        x, y, decay = calls / seconds, self._SCALE * rows / seconds, self._decay
-        self._xx, self._xy, self._yy = self._xx * decay + x * x, self._xy * decay + x * y, self._yy * decay + y * y
-        self._x, self._y = self._x * decay + x, self._y * decay + y
-
-    def seconds(self, cost: DraftCost) -> tuple[float, float]:
-        """(seconds per call, seconds per row in a call)."""
-        trust = self._TRUST * (self._xx + self._yy)
-        if not trust:
-            return cost.per_call, cost.per_row
-        xx, yy, xy = self._xx + trust, self._yy + trust, self._xy
-        x, y = self._x + trust * cost.per_call, self._y + trust * cost.per_row / self._SCALE
-        determinant = xx * yy - xy * xy
-        per_call, per_row = (yy * x - xy * y) / determinant, (xx * y - xy * x) / determinant
-        if per_call < 0:  # one of them explains it all
-            per_call, per_row = 0.0, y / yy
-        elif per_row < 0:
-            per_call, per_row = x / xx, 0.0
-        return per_call, per_row * self._SCALE

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..drafts.price import FREE, LevelPrice
 from ..drafts.tree import DraftTree
-from .cost import DraftCost, StepSeconds
+from .cost import StepSeconds
+from .draft_cost import DraftCost
 from .stage import Stage
 
 __all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "Stage", "StepRows", "StepSeconds"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..drafts.tree import DraftTree
-from .cost import DraftCost
+from .draft_cost import DraftCost
 
 
 class Stage:

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from ..drafts.forest import Forest
-from .cost import DraftCost, DraftTimer
+from .draft_cost import DraftCost, DraftTimer
 from .estimators import AcceptanceEstimator
 from .running import Running
 from .stage import Stage

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..decoding.call import ModelForward
 from ..goodput import CostModel, LengthPolicy
 from ..target.packed import PackedForward
-from ..target.profiling import load_or_profile
+from ..target.profiling import doubt_profile, load_or_profile
 from .model_state import state_of, warn_once
 from .resolve import Assistant
 
@@ -47,3 +47,4 @@ def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForwar
         return
     with state_of(model).policy(source.name, cost) as policy:
         yield policy
+    doubt_profile(model, cost)  # by what this call's steps took

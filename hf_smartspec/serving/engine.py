@@ -26,6 +26,7 @@ from ..prepare.defaults import asked_by, without_assistant
 from ..prepare.model_state import state_of
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Assistant, check_assistant, resolve
+from ..target.profiling import doubt_profile
 from ..target.support import can_pack
 from ..validate import check_positive
 from .kv_memory import EngineMemory
@@ -349,6 +350,8 @@ class Engine:
         if drain and self.is_running:
             self._results.wait_until_answered(timeout)
         self._runner.stop()
+        if self._policy.cost is not None:
+            doubt_profile(self.model, self._policy.cost)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -15,7 +15,8 @@ from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits
 from ..decoding.loop import DecodingLoop
 from ..decoding.request import Request
 from ..decoding.verify import coupled_picks
-from ..goodput.cost import CostModel, DraftCost
+from ..goodput.cost import CostModel
+from ..goodput.draft_cost import DraftCost
 from ..goodput.policy import LengthPolicy
 from ..goodput.prefill_gate import PrefillGate
 from ..sampling.processors import TokenPicker

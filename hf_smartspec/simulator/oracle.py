@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 
 from ..drafts.tree import DraftTree
-from ..goodput.cost import CostModel, DraftCost
+from ..goodput.cost import CostModel
+from ..goodput.draft_cost import DraftCost
 from ..goodput.papers.policies import Oracle
 from ..goodput.policy import Stage, StepRows
 from ..goodput.prefill_gate import PrefillGate

@@ -10,7 +10,7 @@ from ..candidates.base import TreeCandidateGenerator
 from ..candidates.staged import StagedCandidates
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from ..goodput.cost import DraftCost
+from ..goodput.draft_cost import DraftCost
 from .clock import EventClock
 from .requests import LoadRequest
 

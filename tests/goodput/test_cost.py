@@ -109,6 +109,32 @@ def test_one_hiccup_changes_little():
     assert cost.correction(4) < 1.1
 
 
+def observe(cost, true, sizes, num, noise=0.1, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(num):
+        size = int(rng.choice(sizes))
+        cost.observe(200, size, float(true.seconds(200, size)) * rng.lognormal(0, noise))
+
+
+def test_a_profile_that_is_wrong_about_some_sizes_only_is_found_wrong():
+    """It was measured while the machine was busy, now and then."""
+    cost, true = CostModel(0, 0, 0, knots=(1, 2, 4), curve=(0.01, 0.019, 0.02)), CostModel(0, 0, 0.01)
+    observe(cost, true, [1], 300)
+    assert not cost.is_wrong, "nothing is known of other sizes"
+    observe(cost, true, [3], 10)
+    assert not cost.is_wrong, "once is never"
+    observe(cost, true, [1, 3], 100)
+    assert cost.is_wrong
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
+def test_a_machine_that_is_faster_or_slower_as_a_whole_does_not_make_the_profile_wrong(factor):
+    cost = line()
+    observe(cost, CostModel(2e-6 * factor, 0.7e-3 * factor, 20e-3 * factor), [1, 2, 5, 9, 17], 600)
+    cost.observe(200, 5, 50.0)
+    assert not cost.is_wrong and cost.correction(4) == pytest.approx(factor, rel=0.25)
+
+
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_least_squares_against_scipy(seed, is_positive):
     rng = np.random.default_rng(seed)

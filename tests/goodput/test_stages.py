@@ -5,7 +5,7 @@ import pytest
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import DraftCost, GoodputAuction, Stage, StepRows, StepSeconds
-from hf_smartspec.goodput.cost import DraftTimer
+from hf_smartspec.goodput.draft_cost import DraftTimer
 from hf_smartspec.goodput.stage_record import Newcomers, Novelty
 
 from .simulation import line

@@ -1,6 +1,7 @@
 """Profiles: what is measured, where it is kept, and that the model is left alone."""
 
 import json
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from hf_smartspec.commands.main import main
 from hf_smartspec.goodput import CostModel
-from hf_smartspec.target import profiling
-from hf_smartspec.target.profiling import Design, load_or_profile, measure, profile_model, profile_path
+from hf_smartspec.target import measuring, profiling
+from hf_smartspec.target.measuring import Design
+from hf_smartspec.target.profiling import doubt_profile, load_or_profile, profile_model, profile_path
+from hf_smartspec.target.written import written_decoders
 
 from ..models import new_model, shared_model
 
@@ -20,17 +23,7 @@ FEW = (Design(1, 8, 1), Design(1, 8, 4), Design(3, 8, 1), Design(3, 16, 2), Desi
 def _few_points(monkeypatch, tmp_path):
     monkeypatch.setattr(profiling, "HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(profiling, "DESIGN", FEW)
-    monkeypatch.setattr(profiling, "_SECONDS", 0.0)
-
-
-def test_measures_every_point_that_the_model_has_positions_for():
-    model = new_model("llama")
-    longest = model.config.max_position_embeddings
-    points = measure(model, (*FEW, Design(1, longest, 1)), progress=False)
-    assert [(point.context, point.batched, point.width) for point in points] == [
-        (8, 1, 1), (8, 4, 4), (24, 3, 1), (48, 6, 2), (60, 6, 3)
-    ]  # fmt: skip
-    assert all(0 < point.seconds < 60 for point in points)
+    monkeypatch.setattr(measuring, "_SECONDS", 0.0)
 
 
 def test_the_model_and_the_random_states_stay_as_they_are():
@@ -81,6 +74,80 @@ def test_another_setting_has_another_profile(monkeypatch):
     paths.add(profile_path(model))
     assert len(paths) == 5
     assert profile_path(new_model("llama")) == profile_path(model)
+
+
+def test_another_mode_has_another_profile():
+    model = new_model("llama")
+    cost, path = load_or_profile(model), profile_path(model)
+    with written_decoders(False):
+        assert profile_path(model) != path and load_or_profile(model) is not cost
+        assert "own forward" in json.loads(profile_path(model).read_text())["key"]["mode"]
+    assert "written out" in json.loads(path.read_text())["key"]["mode"] and profile_path(model) == path
+
+
+def wrong_profile():
+    """One that has proved wrong about the sizes that were not disturbed while it was measured."""
+    cost = CostModel(0.0, 1.0, 1.0)
+    for _ in range(100):
+        cost.observe(0, 1, 2.0)
+        cost.observe(0, 64, 6.5)
+    assert cost.is_wrong
+    return cost
+
+
+@pytest.fixture
+def next_process(monkeypatch):
+    """Has nothing in memory."""
+
+    def begin():
+        monkeypatch.setattr(profiling, "_models", WeakKeyDictionary())
+        monkeypatch.setattr(profiling, "_doubted", set())
+
+    begin()
+    return begin
+
+
+def test_a_profile_that_proves_wrong_is_measured_anew_by_the_next_process(monkeypatch, next_process):
+    model, wrong, lines = new_model("llama"), wrong_profile(), []
+    monkeypatch.setattr(profiling.logger, "warning", lines.append)
+    monkeypatch.setattr(profiling, "profile_model", lambda *_: wrong)
+    assert load_or_profile(model) is wrong
+    for _ in range(3):
+        doubt_profile(model, wrong)
+    assert len(lines) == 1 and "measured anew next time" in lines[0]
+    assert load_or_profile(model) is wrong, "this process knows better by now"
+    next_process()
+    better = CostModel(0.0, 2.0, 1.0)
+    monkeypatch.setattr(profiling, "profile_model", lambda *_: better)
+    assert load_or_profile(model) is better
+    next_process()
+    assert load_or_profile(model) == better and load_or_profile(model) is not better, "from disk"
+
+
+def test_a_model_whose_profiles_always_prove_wrong_is_not_measured_for_ever(monkeypatch, next_process):
+    model, num_measured = new_model("llama"), []
+    monkeypatch.setattr(profiling, "profile_model", lambda *_: num_measured.append(1) or wrong_profile())
+    for _ in range(6):
+        doubt_profile(model, load_or_profile(model))
+        next_process()
+    assert len(num_measured) == 3
+
+
+def test_only_what_steps_have_proved_wrong_is_doubted():
+    model = new_model("llama")
+    cost = load_or_profile(model)
+    doubt_profile(model, cost)
+    doubt_profile(model, wrong_profile())  # somebody's own, of another machine
+    assert json.loads(profile_path(model).read_text())["cost"] == json.loads(json.dumps(cost.as_dict()))
+
+
+def test_files_of_an_older_format_are_measured_anew(monkeypatch, next_process):
+    model = new_model("llama")
+    monkeypatch.setattr(profiling, "_FORMAT", 1)
+    old, cost = profile_path(model), load_or_profile(model)
+    monkeypatch.setattr(profiling, "_FORMAT", 2)
+    next_process()
+    assert profile_path(model) != old and load_or_profile(model) is not cost and profile_path(model).exists()
 
 
 def test_a_place_that_cannot_be_written_costs_the_file_only(tmp_path):

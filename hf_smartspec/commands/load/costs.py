@@ -36,7 +36,7 @@ class Calibration:
     def scaled(self, factor: float) -> "Calibration":
         """On a machine that is slower by this factor."""
         cost = self.cost
-        names = ("alpha", "beta", "gamma", "delta")
+        names = ("alpha", "beta", "gamma", "delta", "host")
         slower: dict[str, Any] = {name: getattr(cost, name) * factor for name in names}
         slower["curve"] = tuple(value * factor for value in cost.curve)
         return replace(

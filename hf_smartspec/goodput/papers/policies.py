@@ -8,7 +8,8 @@ import numpy as np
 from ...drafts.forest import Forest
 from ...drafts.price import FREE, LevelPrice
 from ...drafts.tree import DraftTree
-from ..cost import CostModel, DraftTimer, StepSeconds
+from ..cost import CostModel, StepSeconds
+from ..draft_cost import DraftTimer
 from ..estimators import AcceptanceEstimator
 from ..policy import LengthPolicy, StepRows
 from ..stage import Stage

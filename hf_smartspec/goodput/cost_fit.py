@@ -1,0 +1,107 @@
+"""Finds the coefficients of a `CostModel` in measured forwards."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .least_squares import nonnegative_least_squares
+
+_SAME = 1.08  # forwards that take at most so much longer than the host's time are taken to wait for it
+_NOISE = 0.01  # relative error that no measurement is free of
+_MOST_TURNS = 8  # of telling the host's forwards from the device's
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Forwards, `[n]` float64 each; `batched` as it is run, with what fills it up to a bucket."""
+
+    context: np.ndarray
+    batched: np.ndarray
+    width: np.ndarray
+    seconds: np.ndarray
+
+    def __getitem__(self, used: np.ndarray) -> "Measurements":
+        return Measurements(self.context[used], self.batched[used], self.width[used], self.seconds[used])
+
+
+class Fit(NamedTuple):
+    """Coefficients by their names in `CostModel`, and what they predict, `[n]` float64."""
+
+    numbers: dict[str, Any]
+    predicted: np.ndarray
+
+    def errors(self, seconds: np.ndarray) -> np.ndarray:
+        """Relative, `[n]`."""
+        return self.predicted / seconds - 1
+
+    def badness(self, seconds: np.ndarray, used: np.ndarray) -> float:
+        """Schwarz's criterion, by which the error at the `used` points has to shrink for every further coefficient."""
+        num_coefficients = 2 + (len(self.numbers.get("knots", ())) or 2) + ("host" in self.numbers)
+        error = float((self.errors(seconds)[used] ** 2).mean()) + _NOISE**2
+        num = np.count_nonzero(used)
+        return num * np.log(error) + num_coefficients * np.log(num)
+
+
+def fit_coefficients(points: Measurements) -> dict[str, Any]:
+    """
+    Least squares of the relative error, all coefficients at least 0: of the device's work alone, or of the larger of
+    the device's and a constant, the host's, whichever explains more with fewer coefficients (Schwarz's criterion).
+    """
+    everything = np.ones(len(points.seconds), bool)
+    fits = [_device(points, everything)]
+    for guess in np.unique(np.quantile(points.seconds, np.linspace(0, 0.9, 10))):
+        fits += _beside_host(points, guess)
+    return min(fits, key=lambda fit: fit.badness(points.seconds, everything)).numbers
+
+
+def _beside_host(points: Measurements, guess: float) -> list[Fit]:
+    """The larger of the host's time, about `guess`, and the device's; nothing where too little is the device's."""
+    waits = points.seconds <= _SAME * guess
+    host = float(np.exp(np.log(points.seconds[waits]).mean()))
+    used = ~waits
+    for _ in range(_MOST_TURNS):
+        if np.count_nonzero(used) < 4 or len(np.unique(points.batched[used])) < 2:
+            return []
+        fit = _device(points, used)
+        # What waits for the host says that the device needs no longer: only what is said to need longer is told so.
+        wrong = waits & ~used & (fit.predicted > host)
+        if not wrong.any():
+            break
+        used |= wrong
+    return [Fit(fit.numbers | {"host": host}, np.maximum(fit.predicted, host))]
+
+
+def _device(points: Measurements, used: np.ndarray) -> Fit:
+    """Fitted to the `used` points (`[n]` bool): a line over tokens, or a curve through all sizes."""
+    line, knots = _line(points, used), np.unique(points.batched[used])
+    if len(knots) < 3:
+        return line
+    curve = _curve(points, used, knots, line)
+    return min((line, curve), key=lambda fit: fit.badness(points.seconds, used))
+
+
+def _line(points: Measurements, used: np.ndarray) -> Fit:
+    features = np.stack([*_attention(points), points.batched, np.ones_like(points.seconds)])
+    coefficients = _fit_relative(features[:, used], points.seconds[used])
+    return Fit(dict(zip(("alpha", "beta", "gamma", "delta"), coefficients.tolist())), coefficients @ features)
+
+
+def _curve(points: Measurements, used: np.ndarray, knots: np.ndarray, line: Fit) -> Fit:
+    """Its value at the first knot and its rises, all at least 0: it cannot fall."""
+    rises = [np.clip((points.batched - low) / (high - low), 0, 1) for low, high in pairwise(knots)]
+    features = np.stack([*_attention(points), np.ones_like(points.seconds), *rises])
+    coefficients = _fit_relative(features[:, used], points.seconds[used])
+    alpha, beta = coefficients[:2].tolist()
+    curve = {"knots": tuple(knots.tolist()), "curve": tuple(np.cumsum(coefficients[2:]).tolist())}
+    return Fit(line.numbers | {"alpha": alpha, "beta": beta} | curve, coefficients @ features)
+
+
+def _attention(points: Measurements) -> tuple[np.ndarray, np.ndarray]:
+    return points.context, points.context * points.width
+
+
+def _fit_relative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Coefficients >= 0 of `features` (`[k, n]`) that minimise the squared relative error."""
+    return nonnegative_least_squares((features / seconds).T, np.ones(len(seconds)))
