@@ -122,7 +122,8 @@ def compare(
 ) -> list[Result]:
     """
     Decodes all prompts greedily with every method. The methods take turns, and a first round, which is not timed,
-    warms up and counts. Past `max_seconds`, the round that runs is the last one; if that is the first, it has to do.
+    warms up (what is compiled or measured on first use) and counts. Past `max_seconds`, the round that runs is the last
+    one; one is timed in any case.
     """
     start = time.perf_counter()
     pad_id = _pad_id(model)
@@ -134,18 +135,16 @@ def compare(
     common = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
     plain = [model.generate(**inputs, **common) for inputs in batches]
     for turn in range(1 + repetitions):
-        if turn > 0 and time.perf_counter() - start > max_seconds:
+        if turn > 1 and time.perf_counter() - start > max_seconds:
             break
         for method, result in zip(methods, results):
             if result.refusal is not None:
                 continue
             try:
                 if turn == 0:
-                    warm_up = _count(model, method, batches, common, plain, result)
-                    result.seconds = [warm_up]
+                    _count(model, method, batches, common, plain, result)
                 else:
-                    seconds = _time(model, method, batches, common, plain, result)
-                    result.seconds = [seconds] if turn == 1 else [*result.seconds, seconds]
+                    result.seconds.append(_time(model, method, batches, common, plain, result))
             except ValueError as error:
                 if turn > 0 or method.is_ours:
                     raise
@@ -172,8 +171,7 @@ def _time(model, method, batches, common, plain, result: Result) -> float:
     return seconds
 
 
-def _count(model, method, batches, common, plain, result: Result) -> float:
-    start = time.perf_counter()
+def _count(model, method, batches, common, plain, result: Result) -> None:
     for index, inputs in enumerate(batches):
         counter = TargetCounter()
         needs_counter = bool(method.arguments) and not method.is_ours  # hooks would change how ours is run
@@ -194,7 +192,6 @@ def _count(model, method, batches, common, plain, result: Result) -> float:
             result.num_accepted += num_tokens - counter.num_forwards
         else:
             result.num_steps += num_tokens
-    return time.perf_counter() - start
 
 
 def _note_differences(result: Result, batch: int, plain: torch.Tensor, output: torch.Tensor) -> None:
