@@ -24,7 +24,6 @@ class WrittenDecoder:
     def __init__(self, plan: DecoderPlan):
         self.plan = plan
 
-    @torch.inference_mode()
     def __call__(
         self,
         layout: StepLayout,
@@ -43,6 +42,17 @@ class WrittenDecoder:
         Returns:
             `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype.
         """
+        # Modules that are called may keep what they compute, and be trained later.
+        with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
+            return self._run(layout, cache, lines, keep)
+
+    def _run(
+        self,
+        layout: StepLayout,
+        cache: SlotCache,
+        lines: torch.Tensor | None,
+        keep: Callable[[int, torch.Tensor], None] | None,
+    ) -> torch.Tensor:
         plan = self.plan
         x = plan.embedding(layout.tokens)
         if plan.embedding_multiplier != 1.0:

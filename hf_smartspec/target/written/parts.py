@@ -76,12 +76,20 @@ class Fused:
     """
 
     def __init__(self, modules: Sequence[nn.Linear]):
-        self.weight = _side_by_side([module.weight for module in modules])
-        biases = [module.bias for module in modules if module.bias is not None]
-        self.bias = _side_by_side(biases) if biases else None
+        # No tensor is kept: the model may be moved, and its old memory be wanted back.
+        self._parameters, self._is_one = modules[0]._parameters, len(modules) == 1
+        self._shape = (sum(module.out_features for module in modules), modules[0].in_features)
+        if not self._is_one:
+            _lay_side_by_side([module.weight for module in modules])
+            _lay_side_by_side([module.bias for module in modules if module.bias is not None])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return product(x, self.weight, self.bias)
+        weight: Any = self._parameters["weight"]
+        bias: Any = self._parameters["bias"]
+        if not self._is_one:
+            weight = weight.as_strided(self._shape, (self._shape[1], 1))
+            bias = None if bias is None else bias.as_strided(self._shape[:1], (1,))
+        return product(x, weight, bias)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -102,15 +110,21 @@ def _is_transposed_faster(num_tokens: int, weight: torch.Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and 2 <= num_tokens <= _MOST_LINES // 2
 
 
-def _side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all rows, of which the parameters become views."""
-    if len(parameters) == 1:
-        return parameters[0].detach()
+def _lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
+    """The parameters become neighbouring rows of one tensor, unless they are."""
+    if not parameters or _are_side_by_side(parameters):
+        return
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([parameter.detach() for parameter in parameters])
         for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters])):
             parameter.data = part
-    return whole
+
+
+def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
+    ends = [item.data_ptr() + item.numel() * item.itemsize for item in parameters]
+    follows = all(end == item.data_ptr() for end, item in zip(ends, parameters[1:]))
+    storages = {item.untyped_storage().data_ptr() for item in parameters}
+    return follows and len(storages) == 1 and all(item.is_contiguous() for item in parameters)
 
 
 def can_fuse(modules: Sequence[nn.Module]) -> bool:

@@ -46,6 +46,25 @@ _ACTIVATION = ("act_fn", "activation_fn", "act")
 _FINAL_NORM = ("norm", "final_layernorm")
 
 
+# What the forwards of known layers mention. One that mentions anything else may do something that a few tokens do not
+# show: scales behind some length (Ministral 3), values that are clipped, ...
+_MENTIONS = frozenset(
+    "arange attention_dropout attentions attn_logit_softcapping block_sparse_moe cache_position chunk c_fc c_proj cat "
+    "clamp_ clip_qkv config contiguous copy create_causal_mask create_sliding_window_causal_mask dense device dict "
+    "down_proj dropout dtype eager_attention_forward embed_dropout embed_tokens embedding_dropout embedding_multiplier "
+    "enumerate fc1 fc2 final_layernorm float float32 functional gate_proj gate_up_proj get_interface get_seq_length "
+    "getattr has_sliding_layers head_dim hidden_states input_layernorm isinstance k_layernorm k_norm k_proj "
+    "last_hidden_state layer_idx layer_types layers mean mlp nn norm num_attention_heads num_heads num_hidden_layers "
+    "num_key_value_groups num_key_value_heads o_proj past_key_values post_attention_layernorm "
+    "post_feedforward_layernorm post_mlp_layernorm post_self_attn_layernorm pre_feedforward_layernorm q_layernorm "
+    "q_norm q_proj qk_layernorm qkv_proj reshape resid_attn_dropout resid_dropout resid_mlp_dropout residual_dropout "
+    "residual_multiplier rotary_emb rotary_ndims scaling self_attn set shape size sliding_window to torch training "
+    "transpose type_as unsqueeze up_proj update use_bidirectional_attention use_parallel_residual use_qk_norm use_rope "
+    "v_proj view act_fn activation_fn act apply_rotary_pos_emb ValueError BaseModelOutputWithPast DynamicCache "
+    "MoeModelOutputWithPast ALL_ATTENTION_FUNCTIONS _attn_implementation _bidirectional_window_overlay".split()
+)
+
+
 class UnknownStructureError(Exception):
     """The model has parts that a plan does not know."""
 
@@ -85,7 +104,7 @@ class DecoderPlan:
     A causal language model.
 
     Args:
-        has_dropout (`bool`): Something is dropped in training mode.
+        calls_modules (`bool`): Beside embeddings, some modules are called as they are.
     """
 
     embedding: nn.Module
@@ -98,7 +117,7 @@ class DecoderPlan:
     logits_divisor: float
     logits_multiplier: float
     logits_softcap: float | None
-    has_dropout: bool = False
+    calls_modules: bool = False
 
 
 def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
@@ -121,13 +140,15 @@ class _Recognition:
         self.config: Any = model.config.get_text_config(decoder=True)
         self.bypassed: list[nn.Module] = []
         self.known: set[int] = set()  # parameters, by id
-        self.has_dropout = False
+        self.calls_modules = False
 
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
         if decoder is None or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
             raise UnknownStructureError("no list of layers")
-        self._bypass(decoder)
+        self._bypass(*_path(self.model, decoder), decoder, decoder.layers)
+        if getattr(self.config, "clip_qkv", None) is not None:
+            raise UnknownStructureError("values are clipped")
         rotary, embedding = self._child(decoder, "rotary_emb"), self._called(decoder, "embed_tokens")
         layers = [self._layer(layer) for layer in decoder.layers[: self.config.num_hidden_layers]]
         takes_types = "layer_type" in inspect.signature(type(rotary).forward).parameters
@@ -148,9 +169,10 @@ class _Recognition:
             logits_divisor=float(shared_value(self.config, "logits_scaling") or 1.0),
             logits_multiplier=float(getattr(self.model, "logit_scale", None) or 1.0),
             logits_softcap=shared_value(self.config, "final_logit_softcapping"),
-            has_dropout=self.has_dropout,
+            calls_modules=self.calls_modules,
         )
         self._check_parameters(decoder, decoder.layers[len(layers) :])
+        self._check_mentions(decoder, *decoder.layers[: len(layers)])
         return plan
 
     def _layer(self, layer: Any) -> LayerPlan:
@@ -165,9 +187,7 @@ class _Recognition:
             raise UnknownStructureError("attention")
         query, key = self._optional(attention, _QUERY_NORM), self._optional(attention, _KEY_NORM)
         heads = self._heads(attention)
-        dropout = getattr(attention, "attention_dropout", 0.0) or 0.0
-        self.has_dropout |= (dropout if isinstance(dropout, float) else 1.0) > 0
-        self.has_dropout |= any(module.p > 0 for module in layer.modules() if isinstance(module, nn.Dropout))
+        self._bypass(*(module for module in layer.modules() if isinstance(module, nn.Dropout)))
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
         types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
@@ -209,9 +229,10 @@ class _Recognition:
         activation = self._optional(mlp, _ACTIVATION)
         if names is None or activation is None or len(list(mlp.children())) > len(names[0]) + 2:
             self._know(mlp)
+            self.calls_modules = True
             return CalledMLP(mlp)
         inputs, output = names
-        self._bypass(mlp)
+        self._bypass(mlp, *([activation] if isinstance(activation, nn.Module) else []))
         fused = self._map([self._child(mlp, name) for name in inputs])
         is_gated = inputs[0] in ("gate_proj", "gate_up_proj")
         return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
@@ -229,12 +250,14 @@ class _Recognition:
         norm = written_norm(module)
         if norm is not module:
             self._bypass(module)
+        self.calls_modules |= norm is module
         return norm
 
     def _map(self, modules: Sequence[nn.Module]) -> Map:
         for module in modules:
             self._know(module)
         self._bypass(*(module for module in modules if type(module) is nn.Linear))
+        self.calls_modules |= any(type(module) is not nn.Linear for module in modules)
         return written_map(modules)
 
     def _child(self, module: nn.Module, name: str) -> nn.Module:
@@ -257,12 +280,28 @@ class _Recognition:
     def _optional(module: nn.Module, names: Sequence[str]) -> Any:
         return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
+    @staticmethod
+    def _check_mentions(decoder: nn.Module, *layers: nn.Module) -> None:
+        """Nothing may be done that is not known to be done."""
+        modules = [decoder, *(part for layer in layers for part in (layer, layer.self_attn))]
+        kinds: set[Any] = {type(module) for module in modules}
+        for kind in kinds:
+            code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+            further = {"code"} if code is None else set(code.co_names) - _MENTIONS
+            if further:
+                raise UnknownStructureError(f"{kind.__name__} mentions {sorted(further)}")
+
     def _check_parameters(self, decoder: nn.Module, unused: Sequence[nn.Module]) -> None:
         """Nothing that has weights may have been overlooked."""
         left = {id(parameter) for parameter in decoder.parameters()} - self.known
         left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
         if left or any(True for _ in _own_parameters([self.model, *self.bypassed])):
             raise UnknownStructureError("further parameters")
+
+
+def _path(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The modules between a model and its decoder."""
+    return [module for module in model.modules() if module not in (model, decoder) and decoder in module.modules()]
 
 
 def _own_parameters(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import RLock
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -21,9 +20,22 @@ logger = get_logger(__name__)
 
 _SWITCH = "HF_SMARTSPEC_WRITTEN"
 
-_known: WeakKeyDictionary[PreTrainedModel, tuple[WrittenDecoder, Watch] | tuple[None, tuple]] = WeakKeyDictionary()
+_ENTRY = "_smartspec_written"  # of a model's attributes: what refers to a model may not outlive it
 _lock = RLock()
 _is_on: ContextVar[bool] = ContextVar("smartspec_written", default=os.environ.get(_SWITCH, "1") != "0")
+
+
+class _Entry:
+    """What is known of one model; its copies begin without."""
+
+    def __init__(self, decoder: WrittenDecoder | None, watch: Watch | None, setting: tuple):
+        self.decoder, self.watch, self.setting = decoder, watch, setting
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 @contextmanager
@@ -40,36 +52,44 @@ def packed_forward(
     model: PreTrainedModel, num_rows: int = 1, capacity: int = 256, prefill_chunk: int = 512
 ) -> PackedForward:
     """A packed forward that computes with the model's written-out decoder wherever there is one."""
+    written_decoder(model, thoroughly=True)
     return PackedForward(model, num_rows, capacity, prefill_chunk, partial(written_decoder, model))
 
 
-def written_decoder(model: PreTrainedModel) -> WrittenDecoder | None:
+def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> WrittenDecoder | None:
     """
     The model's decoder, written out. None where the model's own forward must run: its structure is not known, the two
     differ, somebody has hooked or replaced a module, or `HF_SMARTSPEC_WRITTEN=0` is set in the environment.
+
+    Args:
+        thoroughly (`bool`): Looks for changes that hardly ever happen, too.
     """
     if not _is_on.get():
         return None
-    decoder, watch = _known.get(model, (None, None))
-    if decoder is not None and isinstance(watch, Watch):
-        if not watch.is_bypassable():
+    entry = model.__dict__.get(_ENTRY)
+    if entry is not None and entry.watch is not None:
+        if not entry.watch.is_bypassable():
             return None
-        if watch.is_unchanged():
-            return decoder
-    elif watch == _setting(model):
+        if entry.watch.is_unchanged(thoroughly):
+            return entry.decoder
+    elif entry is not None and entry.setting == _setting(model):
         return None
     with _lock:
         return _recognise(model)
 
 
 def _recognise(model: PreTrainedModel) -> WrittenDecoder | None:
+    model.__dict__.pop(_ENTRY, None)
+    if any(module.training for module in model.modules()):
+        return None  # trials would interfere; another time
     try:
         plan, bypassed = make_plan(model)
-        decoder, watch = WrittenDecoder(plan), Watch(model, bypassed, plan.has_dropout)
+        decoder, watch = WrittenDecoder(plan), Watch(model, bypassed)
         if not watch.is_bypassable():
             return None  # now; it may be another time
         if agrees(model, decoder):
-            _known[model] = decoder, watch
+            # Trials may have left something behind: what the watch compares with is how it is now.
+            model.__dict__[_ENTRY] = _Entry(decoder, Watch(model, bypassed), _setting(model))
             return decoder
         reason = "its results differ"
     except Exception as error:  # whatever is unusual in a foreign model, its own forward knows
@@ -77,7 +97,7 @@ def _recognise(model: PreTrainedModel) -> WrittenDecoder | None:
         if not isinstance(error, UnknownStructureError):
             logger.debug(f"Writing out {type(model).__name__} failed.", exc_info=True)
     logger.debug(f"{type(model).__name__} is run by its own forward: {reason}.")
-    _known[model] = None, _setting(model)
+    model.__dict__[_ENTRY] = _Entry(None, None, _setting(model))
     return None
 
 

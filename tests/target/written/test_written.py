@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Ministral3Config, Ministral3ForCausalLM
 
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target.layout import RowInput
@@ -72,7 +72,7 @@ class _Counter(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_calls_are_less_than_half():
+def test_calls_are_half_as_many():
     model, counts = shared_model("llama"), []
     for forward in (PackedForward(model), packed_forward(model)):
         row = forward.add()
@@ -80,7 +80,7 @@ def test_calls_are_less_than_half():
         with _Counter() as counter:
             forward.forward([RowInput(row, np.arange(1))])
         counts.append(counter.calls)
-    assert 0 < 2 * counts[1] < counts[0]
+    assert 0 < counts[1] < 0.52 * counts[0]
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def test_replaced_linear_maps_are_called_as_they_are():
     assert is_written(model)
     before = logits_of(packed_forward(model))
     attention = model.model.layers[0].self_attn
-    attention.q_proj = _Adapted(attention.q_proj)
+    attention.q_proj = _Adapted(attention.q_proj).eval()
     assert is_written(model)
     assert torch.allclose(logits_of(packed_forward(model)), before, atol=1e-5)
     attention.q_proj.scale = 3.0  # an adapter that is switched
@@ -186,12 +186,78 @@ def test_replaced_linear_maps_are_called_as_they_are():
 @torch.no_grad()
 def test_dropout_in_training_is_the_models_own():
     model = new_model("phi3")
+    assert is_written(model)
+    model.train()
+    assert is_written(model)  # nothing is dropped
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.5
-    assert is_written(model)
-    model.train()
     assert not is_written(model)
+    model.eval()
+    assert is_written(model)
+    model.model.layers[0].train()
+    assert not is_written(model)
+
+
+def _swap_layers(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _drop_layer(model):
+    del model.model.layers[-1]
+    model.config.num_hidden_layers -= 1
+
+
+CHANGES = {
+    "hook on an activation": lambda model: model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *x: x[2] * 2),
+    "another activation": lambda model: setattr(model.model.layers[0].mlp.act_fn, "forward", torch.tanh),
+    "layers change places": _swap_layers,
+    "a layer less": _drop_layer,
+    "eps": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
+    "scaling": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 3.0),
+    "transposed": lambda model: setattr(
+        model.model.layers[0].self_attn.o_proj.weight, "data", model.model.layers[0].self_attn.o_proj.weight.data.t()
+    ),
+    "class": lambda model: setattr(model.model.layers[0].mlp, "__class__", _Doubled),
+}
+
+
+class _Doubled(type(shared_model("llama").model.layers[0].mlp)):  # type: ignore[misc]
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_changes_are_seen(change):
+    model = new_model("llama")
+    before = logits_of(packed_forward(model))
+    CHANGES[change](model)
+    actual, expected = logits_of(packed_forward(model)), logits_of(PackedForward(model))
+    assert not torch.allclose(expected, before, atol=1e-3), "nothing has changed"
+    assert torch.allclose(actual, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_forwards_that_do_something_unknown_are_called():
+    """Ministral 3 scales its queries behind some length, OLMo clips values: a few tokens do not show that."""
+    config = Ministral3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, sliding_window=None,
+    )  # fmt: skip
+    assert not is_written(Ministral3ForCausalLM(config).eval())
+    assert not is_written(new_model("olmo", clip_qkv=6.0))
+    assert is_written(new_model("olmo"))
+
+
+def test_memory_is_given_back_when_a_model_moves():
+    model = new_model("llama")
+    assert is_written(model)
+    old = weakref.ref(model.model.layers[0].mlp.gate_proj.weight.untyped_storage())
+    model.to(torch.float64)
+    gc.collect()
+    assert old() is None
 
 
 @torch.no_grad()
@@ -221,8 +287,10 @@ def test_they_can_be_switched_off():
 def test_models_are_not_kept_alive():
     model = new_model("llama")
     assert is_written(model)
+    model.model.layers[0].owner = [model]
+    handle = model.register_forward_hook(lambda *args, model=model: None)
     reference = weakref.ref(model)
-    del model
+    del model, handle
     gc.collect()
     assert reference() is None
 
