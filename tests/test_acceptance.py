@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -229,12 +228,11 @@ def test_memory_grows_while_rows_run(kind, is_tree, monkeypatch):
     grown = []
 
     class Small(PackedForward):
-        def __init__(self, model, num_rows=1, capacity=256, prefill_chunk=512):
-            super().__init__(model, 1, 1, prefill_chunk)
+        def __init__(self, model, num_rows=1, capacity=256, prefill_chunk=512, choose=None):
+            super().__init__(model, 1, 1, prefill_chunk, choose)
             grown.append(self)
 
-    monkeypatch.setattr(import_module("hf_smartspec.prepare.call"), "PackedForward", Small)
-    monkeypatch.setattr("hf_smartspec.candidates.draft_model.PackedForward", Small)
+    monkeypatch.setattr("hf_smartspec.target.written.registry.PackedForward", Small)
     setting = a_setting(limit={"max_new_tokens": 40})
     _, recording = run(setting, kind, is_tree, 6)
     assert recording.drafted > 0

@@ -53,7 +53,7 @@ def snapshot(model):
         "as_dict": model.generation_config.to_dict(),
         "config": model.config.to_dict(),
         "attention": [config._attn_implementation for config in modules if config is not None],
-        "attributes": set(vars(model)),
+        "attributes": set(vars(model)) - {"_smartspec_written"},  # what is known of a model lives as long as it
         "training": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
         "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},

@@ -82,6 +82,8 @@ def _recognise(model: PreTrainedModel) -> WrittenDecoder | None:
     model.__dict__.pop(_ENTRY, None)
     if any(module.training for module in model.modules()):
         return None  # trials would interfere; another time
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        return None  # weights made in inference mode cannot be laid side by side
     try:
         plan, bypassed = make_plan(model)
         decoder, watch = WrittenDecoder(plan), Watch(model, bypassed)

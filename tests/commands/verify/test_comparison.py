@@ -115,7 +115,7 @@ def test_frequencies_agree_and_a_biased_verification_is_noticed(models, monkeypa
     honest = check_frequencies(target, table, way, num_samples=600, seed=0)
     assert honest.is_consistent and honest.drafted_tokens > honest.accepted_tokens > 0
 
-    greedy = lambda request, scores: int(scores.argmax()) if request.tree is None else _any_draft(request, scores)  # noqa: E731
+    greedy = lambda place, scores: _any_draft(place.request, scores) if place.request.tree else int(scores.argmax())  # noqa: E731
     monkeypatch.setattr(verification, "_rejection_pick", greedy)
     assert not check_frequencies(target, table, way, num_samples=600, seed=0).is_consistent
 
