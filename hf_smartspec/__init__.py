@@ -18,6 +18,7 @@ from .prepare.resolve import suffix_trees
 from .sampling.noise import SeededGumbelLogitsProcessor
 from .serving.engine import Engine
 from .serving.outputs import EngineOutput
+from .target.quantized import Int8Linear, quantize
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "EngineOutput",
     "FixedLength",
     "GenerationStatistics",
+    "Int8Linear",
     "LengthPolicy",
     "NoSpeculation",
     "PromptLookupCandidates",
@@ -43,5 +45,6 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "quantize",
     "suffix_trees",
 ]

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..goodput.cost import CostModel
 from ..log import get_logger
 from .measuring import DESIGN, measure
+from .quantized import is_quantized
 from .written import written_decoder
 
 logger = get_logger(__name__)
@@ -90,7 +91,8 @@ def mode_of(model: PreTrainedModel) -> str:
     """
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     forward = "own forward" if written_decoder(model) is None else "written out"
-    return f"{forward}, {attention} attention, cache in {model.dtype}"
+    weights = "int8 weights, " if is_quantized(model) else ""
+    return f"{forward}, {attention} attention, {weights}cache in {model.dtype}"
 
 
 def _key(model: PreTrainedModel) -> dict[str, object]:

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, silu
 
+from ..quantized import Int8Linear
+from ..quantized.product import int8_linear
+
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
 _EPS = ("variance_epsilon", "eps")  # what RMS norms call it
@@ -72,24 +75,30 @@ class Fused:
     rows of one tensor, of which the parameters are views from then on: nothing is held twice.
 
     Args:
-        modules (sequence of `nn.Linear`): In the order of their outputs.
+        modules (sequence of `nn.Linear` or of `Int8Linear`): In the order of their outputs.
     """
 
-    def __init__(self, modules: Sequence[nn.Linear]):
+    def __init__(self, modules: Sequence[nn.Linear | Int8Linear]):
         # No tensor is kept: the model may be moved, and its old memory be wanted back.
         self._parameters, self._is_one = modules[0]._parameters, len(modules) == 1
         self._shape = (sum(module.out_features for module in modules), modules[0].in_features)
+        self._is_int8 = type(modules[0]) is Int8Linear
         if not self._is_one:
-            _lay_side_by_side([module.weight for module in modules])
-            _lay_side_by_side([module.bias for module in modules if module.bias is not None])
+            for name in self._parameters:
+                _lay_side_by_side([parameter for item in modules if (parameter := item._parameters[name]) is not None])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight: Any = self._parameters["weight"]
-        bias: Any = self._parameters["bias"]
         if not self._is_one:
             weight = weight.as_strided(self._shape, (self._shape[1], 1))
-            bias = None if bias is None else bias.as_strided(self._shape[:1], (1,))
-        return product(x, weight, bias)
+        if self._is_int8:
+            return int8_linear(x, weight, self._vector("scale"), self._vector("bias"))  # type: ignore[arg-type]
+        return product(x, weight, self._vector("bias"))
+
+    def _vector(self, name: str) -> torch.Tensor | None:
+        """One number per output; None where there are none."""
+        vector = self._parameters[name]
+        return vector if vector is None or self._is_one else vector.as_strided(self._shape[:1], (1,))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -127,9 +136,14 @@ def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
     return follows and len(storages) == 1 and all(item.is_contiguous() for item in parameters)
 
 
+def is_plain_map(module: nn.Module) -> bool:
+    """Whether the module is a linear map that need not be called."""
+    return type(module) in (nn.Linear, Int8Linear)
+
+
 def can_fuse(modules: Sequence[nn.Module]) -> bool:
     """Whether these are plain linear maps of one kind."""
-    if not all(type(module) is nn.Linear for module in modules):
+    if not is_plain_map(modules[0]) or len({type(module) for module in modules}) > 1:
         return False
     weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     kinds = {(weight.dtype, weight.device, module.bias is None) for weight, module in zip(weights, modules)}

@@ -17,6 +17,7 @@ from .parts import (
     Halves,
     Map,
     OwnRotation,
+    is_plain_map,
     written_activation,
     written_map,
     written_norm,
@@ -256,8 +257,8 @@ class _Recognition:
     def _map(self, modules: Sequence[nn.Module]) -> Map:
         for module in modules:
             self._know(module)
-        self._bypass(*(module for module in modules if type(module) is nn.Linear))
-        self.calls_modules |= any(type(module) is not nn.Linear for module in modules)
+        self._bypass(*filter(is_plain_map, modules))
+        self.calls_modules |= not all(map(is_plain_map, modules))
         return written_map(modules)
 
     def _child(self, module: nn.Module, name: str) -> nn.Module:

@@ -9,21 +9,22 @@ from transformers import PreTrainedModel
 from ...drafts.tree import DraftTree
 from ..layout import RowInput
 from ..packed import PackedForward
+from ..quantized import rounds_coarsely
 from ..rotary import forget_lengths
 from ..twin import TWIN_REACH, borders, small_twin
 from .decoder import WrittenDecoder
 from .plan import make_plan
 
 _TOLERANCE = 1e-5  # of the largest logit, in float32
-_HALF_TOLERANCE = 0.1  # of the logits' spread, in half precision, behind a trial of the same architecture in float32
+_HALF_TOLERANCE = 0.1  # of the logits' spread, where it rounds coarsely, behind a trial of its architecture in float32
 
 
 def agrees(model: PreTrainedModel, decoder: WrittenDecoder) -> bool:
     """
-    Compares logits of ragged rows with trees. Models with sliding windows and the like, and those in half precision,
-    are tried in a small float32 twin too, over every length at which they change their ways.
+    Compares logits of ragged rows with trees. Models with sliding windows and the like, and those in half precision or
+    int8, are tried in a small float32 twin too, over every length at which they change their ways.
     """
-    if borders(model.config.get_text_config(decoder=True)) or model.dtype != torch.float32:
+    if borders(model.config.get_text_config(decoder=True)) or rounds_coarsely(model):
         twin = small_twin(model)
         if not _compare(twin, WrittenDecoder(make_plan(twin)[0]), TWIN_REACH):
             return False
@@ -41,7 +42,7 @@ def _compare(model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int) -
             module.training = mode
         forget_lengths(model)
     error = float((own - written).abs().max())
-    if model.dtype == torch.float32:
+    if not rounds_coarsely(model):
         is_same = torch.equal(own.argmax(-1), written.argmax(-1)) or error == 0
         return is_same and error <= _TOLERANCE * max(float(own.abs().max()), 1.0)
     return error <= _HALF_TOLERANCE * float(own.std())

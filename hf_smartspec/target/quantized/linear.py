@@ -1,0 +1,64 @@
+"""The linear map that holds its weight in int8."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .product import int8_linear, to_levels
+
+
+class Int8Linear(nn.Module):
+    """
+    A linear map with an int8 weight and one scale per output, for inference on the CPU. Tokens are rounded to int8 too,
+    each by its own largest value, for the time of the product.
+
+    Args:
+        weight (`torch.Tensor` of shape `[out_features, in_features]`): Of a floating dtype.
+        bias (`torch.Tensor` of shape `[out_features]`, *optional*): Kept as it is.
+    """
+
+    weight: nn.Parameter
+    scale: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        with torch.inference_mode(False), torch.no_grad():
+            levels, scale = _quantized(weight)
+        self.weight = nn.Parameter(levels, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        kept = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` -> `[..., out_features]`, in the dtype of `x`."""
+        lines = int8_linear(x.reshape(-1, self.in_features), self.weight, self.scale, self.bias)
+        return lines.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Int8Linear":
+        """Moved like any module; the scale stays in float32 when the model is cast."""
+        scale = self.scale.detach()
+        super()._apply(fn, recurse)
+        if self.scale.dtype != torch.float32:
+            self.scale.data = scale.to(self.scale.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Weights of a model that is not quantized are quantized as they are loaded."""
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.is_floating_point():
+            levels, scale = _quantized(weight)
+            state_dict = state_dict | {prefix + "weight": levels, prefix + "scale": scale}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels `[out, in]` int8 and scales `[out]` float32."""
+    levels = to_levels(weight.detach())
+    return levels.values, levels.steps.flatten()
