@@ -1,7 +1,7 @@
 """The contract between the engine and whatever proposes draft tokens."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
 from ..drafts.tree import DraftTree
-from .committed import HIDDEN_STATES, LAST, SCORES, Committed
+from .committed import HIDDEN_STATES, LAST, SCORES, Committed, Likeliest
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
@@ -40,6 +40,8 @@ class TreeCandidateGenerator(CandidateGenerator):
             the embeddings for 0, else the output of layer k - 1, which layer k reads, before any final norm. -1 is the
             last hidden state behind the final norm, which the head reads. (As transformers' `hidden_states[k]`, but for
             the last of these, which is -1 here.)
+        num_likeliest (`int`): Of how many of the target's likeliest next tokens `observe_likeliest` is told. Unlike
+            what a source needs, it does without where they cannot be had.
     """
 
     default_num_nodes: int = 5
@@ -48,6 +50,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     heeds_prices: bool = False
     needs: frozenset[str] = frozenset()
     hidden_layers: Sequence[int] = (LAST,)
+    num_likeliest: int = 0
 
     @property
     def name(self) -> str:
@@ -135,6 +138,13 @@ class TreeCandidateGenerator(CandidateGenerator):
         if self.needs:
             committed = committed.only(self.hidden_layers if looks else (), SCORES in self.needs)
         self.observe(request_id, committed if self.needs else committed.tokens)
+
+    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
+        """
+        What the target thinks may follow the last committed token of requests, and each node of their drafts, which may
+        turn out wrong. Comes in sources with `num_likeliest`, before `observe`; not of every request at every step. By
+        default, nothing happens.
+        """
 
     @abstractmethod
     def stop(self, request_id: Hashable) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,23 @@ from ..drafts.tree import DraftTree
 
 HIDDEN_STATES, SCORES = "hidden_states", "scores"
 LAST = -1  # the last hidden state behind the final norm, which the head reads
+
+
+class Likeliest(NamedTuple):
+    """
+    The k tokens that the target thinks likeliest to follow others, best first: at least as many as the source named,
+    unless the vocabulary is smaller.
+
+    Args:
+        before, tokens (`np.ndarray` of shape `[n]`, int64): The others, and those before them (-1: there is none).
+        following (`np.ndarray` of shape `[n, k]`, int64): What may follow them.
+        shares (`np.ndarray` of shape `[n, k]`, float32): Probabilities among the k, before any processor.
+    """
+
+    before: np.ndarray
+    tokens: np.ndarray
+    following: np.ndarray
+    shares: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)

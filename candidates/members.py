@@ -1,6 +1,6 @@
 """What sources that consist of several sources have in common: one that fails leaves the others."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..log import get_logger
 from .base import TreeCandidateGenerator
-from .committed import HIDDEN_STATES, Committed
+from .committed import HIDDEN_STATES, Committed, Likeliest
 
 logger = get_logger(__name__)
 
@@ -40,6 +40,7 @@ class MemberCandidates(TreeCandidateGenerator):
         self.needs = frozenset[str]().union(*[source.needs for source in sources])
         looking = [source for source in sources if HIDDEN_STATES in source.needs]
         self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
+        self.num_likeliest = max(source.num_likeliest for source in sources)
         self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in sources)
         self._most_nodes = num_nodes or max(source.most_nodes for source in sources)
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
@@ -102,6 +103,15 @@ class MemberCandidates(TreeCandidateGenerator):
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)
         for source in self.sources:
             self._tell(source, request_id, source.show, step)
+
+    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
+        for source in self.sources:
+            own = {name: item for name, item in shown.items() if (name, id(source)) not in self._failed}
+            if source.num_likeliest and own:
+                try:
+                    source.observe_likeliest(own)
+                except Exception as error:
+                    self._drop(source, list(own), error)
 
     def stop(self, request_id: Hashable) -> None:
         for source in self.sources:

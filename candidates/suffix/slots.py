@@ -1,15 +1,17 @@
 """The slots of running requests: their memory, what was learnt, and the compiled calls that work on both."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
+from ..committed import Likeliest
 from .corpus import SuffixCorpus
 from .kernels.batch import (
     END,
     MAX_PENDING,
+    NAMESPACE,
     NUM_ADDRESSES,
     NUM_PENDING,
     REMOVALS_SEEN,
@@ -25,6 +27,7 @@ from .kernels.batch import (
     new_slots,
 )
 from .kernels.expand import BY_COUNTS, LEAST, MAX_TREES, Scratch, new_scratch
+from .kernels.likely import lines_of, new_lines
 from .kernels.mix import Model, log_odds, new_model
 
 _NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
@@ -135,6 +138,15 @@ class SuffixSlots:
         self._slots.pending[slot, end - len(tokens) : end] = tokens
         self._state[at] = end
 
+    def remember(self, shown: Mapping[int, Likeliest]) -> None:
+        """What the target thinks may follow tokens of these slots, for drafts of their namespaces."""
+        by_namespace: dict[int, list[Likeliest]] = {}
+        for slot, item in shown.items():
+            by_namespace.setdefault(self._state[slot * STATE + NAMESPACE], []).append(item)
+        for namespace, items in by_namespace.items():
+            numbers, lines = lines_of(*map(np.concatenate, zip(*items)))
+            self.model.likely[namespace, numbers] = lines
+
     def absorb(self, slot: int) -> None:
         """What was appended joins the tree now."""
         absorb(self._address, slot, self._corpus.clock)
@@ -181,7 +193,9 @@ class SuffixSlots:
             for learnt, initial in zip(self.model, new_model()):
                 learnt[line] = initial[0]
 
-    def take_over(self, cells: np.ndarray, weights: np.ndarray, lines: dict[Hashable, int]) -> None:
+    def take_over(
+        self, cells: np.ndarray, weights: np.ndarray, likely: np.ndarray | None, lines: dict[Hashable, int]
+    ) -> None:
         """
         Goes on with what was learnt before (see `Model`), unless it was by a model of another shape.
 
@@ -189,12 +203,17 @@ class SuffixSlots:
             ValueError: if that cannot have been learnt. Compiled code relies on it.
         """
         initial = new_model()
-        if (cells.shape[1:], weights.shape[1:]) != (initial.cells.shape[1:], initial.weights.shape[1:]):
+        likely = new_lines(len(cells)) if likely is None else likely
+        given, known = (cells, weights, likely), (initial.cells, initial.weights, initial.likely)
+        if [array.shape[1:] for array in given] != [array.shape[1:] for array in known]:
             return
-        if cells.dtype != np.float32 or weights.dtype != np.float32:
-            raise ValueError(f"what was learnt must be float32, got {cells.dtype} and {weights.dtype}.")
-        if not 0 < len(cells) == len(weights):
-            raise ValueError(f"every line has cells and weights, got {len(cells)} and {len(weights)}.")
+        if [array.dtype for array in given] != [array.dtype for array in known]:
+            types = ", ".join([str(array.dtype) for array in given])
+            raise ValueError(f"what was learnt must be float32, float32 and int32, got {types}.")
+        if not 0 < len(cells) == len(weights) == len(likely):
+            raise ValueError(
+                f"every line has cells, weights and likely tokens, got {len(cells)}, {len(weights)} and {len(likely)}."
+            )
         numbers = list(lines.values())
         if not all(is_integer(line) and 0 <= line < len(cells) for line in numbers) or len(set(numbers)) < len(numbers):
             raise ValueError(f"namespaces must have lines of their own, below {len(cells)}, got {lines!r}.")
@@ -203,7 +222,7 @@ class SuffixSlots:
             raise ValueError("frequencies must lie between 0 and 1, and numbers of observations be finite.")
         if not np.isfinite(weights).all():
             raise ValueError("weights must be finite.")
-        self._replace(Model(cells, log_odds(cells), weights), self._slots, self._scratch, self._batch)
+        self._replace(Model(cells, log_odds(cells), weights, likely), self._slots, self._scratch, self._batch)
         self.lines, self._free_lines = dict(lines), sorted(set(range(len(cells))) - set(numbers))
 
 

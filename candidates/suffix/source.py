@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,11 +15,13 @@ from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
 from ..base import TYPICAL_NODES, TreeCandidateGenerator
+from ..committed import Likeliest
 from ..datastore.file import tokenizer_fingerprint
 from .corpus import SuffixCorpus, read, split
 from .kernels.batch import MAX_PENDING
 from .kernels.expand import MAX_MATCH, MAX_NODES, MAX_TREES
 from .kernels.insert import insert, move_tree
+from .kernels.likely import NUM_LIKELY
 from .kernels.store import free_tree, new_root
 from .slots import SuffixSlots
 
@@ -63,7 +65,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
 
     Args:
         max_bytes (`int`): Bound on the memory of all trees, at most 2**32; the outputs unused for longest are forgotten
-            first. What was learnt takes 150 kB per namespace besides.
+            first. What was learnt takes 1 MB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 16,
@@ -72,6 +74,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             given, 0.1, and where goodput decides and a node costs less than that many tokens, what it costs.
         chains (`bool`): Propose chains, not trees.
         keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
+        likeliest (`bool`): Whether it also proposes what the target thought likely when it last stood behind the same
+            token (Token Recycling, Luo et al., 2024), where the target can be asked: new text is drafted by that.
         scoring (`str`): "learned" (see above), or "counts": SuffixDecoding as published (algorithm 1), for comparison.
         factor, offset (`float`): With "counts", p matching tokens are continued by up to `factor * p + offset` nodes.
 
@@ -87,6 +91,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         min_probability: float | None = None,
         chains: bool = False,
         keep_outputs: bool = True,
+        likeliest: bool = True,
         scoring: str = "learned",
         factor: float = 4.0,
         offset: float = 0.0,
@@ -112,6 +117,7 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
         self.default_num_nodes, self.keep_outputs = num_nodes or TYPICAL_NODES, keep_outputs
         self.heeds_prices = scoring == "learned" and min_probability is None
+        self.num_likeliest = NUM_LIKELY if likeliest and scoring == "learned" else 0
         self._scoring = scoring
         self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else TYPICAL_NODES)
         self._lock = threading.RLock()
@@ -183,6 +189,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             request = self._requests[request_id]
             self._use(request, len(tokens))
             self._slots.append(request.slot, tokens)
+
+    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
+        with self._lock:
+            self._slots.remember({self._requests[name].slot: item for name, item in shown.items()})
 
     def _use(self, request: _Request, num_tokens: int) -> None:
         """Takes so many tokens' room of the request's place, or moves its text to a larger one."""
@@ -310,7 +320,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
                 "lines": list(self._slots.lines.items()),
                 "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             }
-            self._corpus.save(path, header, {"cells": model.cells, "weights": model.weights})
+            learnt = {"cells": model.cells, "weights": model.weights, "likely": model.likely}
+            self._corpus.save(path, header, learnt)
 
     @classmethod
     def load(
@@ -332,7 +343,9 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
         source = cls(**options)
         try:
-            source._slots.take_over(arrays["cells"].copy(), arrays["weights"].copy(), dict(header["lines"]))
+            cells, weights = arrays["cells"].copy(), arrays["weights"].copy()
+            likely = arrays["likely"].copy() if "likely" in arrays else None  # files of before have none
+            source._slots.take_over(cells, weights, likely, dict(header["lines"]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         texts, num = split(arrays["tokens"], arrays["lengths"].tolist()), len(arrays["lengths"])

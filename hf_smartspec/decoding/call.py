@@ -12,6 +12,7 @@ from ..candidates.committed import HIDDEN_STATES, SCORES
 from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
+from ..sampling.top import Top
 from ..target.hidden_states import HiddenStateTaps
 from ..target.layout import CacheRow, RowInput
 from .batch import DecodingBatch
@@ -33,6 +34,7 @@ class ModelForward(Protocol):
     def add(self) -> CacheRow: ...
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]: ...
     def argmax(self, logits: torch.Tensor) -> list[int]: ...
+    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None: ...  # if known
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None: ...
     def remove(self, row: CacheRow) -> None: ...
     def compact(self, rows: Sequence[CacheRow]) -> None: ...
@@ -80,6 +82,7 @@ class DecodingCall:
         self.hidden_layers = frozenset(layer for stage in asking for layer in stage.hidden_layers)
         self.needs_scores = any(SCORES in stage.needs for stage in self.stages)
         self.needs_more = any(stage.needs for stage in self.stages)
+        self.num_likeliest = max(stage.num_likeliest for stage in self.stages)
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors

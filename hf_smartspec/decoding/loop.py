@@ -7,15 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..candidates.committed import Likeliest
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
 from ..target.layout import RowInput
-from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
+from .call import DecodingCall, ModelForward, ModelLimits, StepDrafts, alike, by_forward
 from .committed import committed_steps, run_forward
 from .drafting import Drafting
 from .request import Request
 from .statistics import GenerationStatistics, Timed
 from .verify import Place, accepted_paths, pick_ahead, picks_ahead
+
+_TOP_LINES = 32  # of a step, of which sources are told what was likely: more would cost more than it teaches
 
 
 class DecodingLoop:
@@ -139,7 +142,7 @@ class DecodingLoop:
                 inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in fed]
                 logits, offsets = run_forward(forward, fed, inputs)
             with self._timed("seconds_verify"):
-                picks = forward.argmax(logits) if any(request.call.picks_greedily for request in fed) else []
+                picks = self._pick(forward, fed, drafts, offsets, logits)
                 for request, offset in zip(fed, offsets):
                     if request in drafts:
                         request.begin_verifying(drafts[request], offset, logits, picks)
@@ -150,6 +153,30 @@ class DecodingLoop:
             counts.drafted_tokens += num_nodes
             self.statistics.drafted_tokens += num_nodes
         self.statistics.steps += len(drafts)
+
+    def _pick(
+        self,
+        forward: ModelForward,
+        rows: list[Request],
+        drafts: dict[Request, DraftTree],
+        offsets: list[int],
+        logits: torch.Tensor,
+    ) -> list[int]:
+        """The arg max of every line, if that is what picks tokens; sources are told what else was likely."""
+        count = max([request.call.num_likeliest for request in rows])
+        is_greedy = any([request.call.picks_greedily for request in rows])
+        top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
+        if top is None:
+            return forward.argmax(logits) if is_greedy else []
+        shown = {}
+        for request, first in zip(rows, offsets):
+            if request in drafts and request.call.num_likeliest:
+                before, tokens = request.ends_of(drafts[request])
+                lines = slice(first, first + len(tokens))
+                following, shares = top.tokens[lines], top.shares[lines]  # of as many as were looked at
+                shown[request] = Likeliest(before[: len(shares)], tokens[: len(shares)], following, shares)
+        self.drafting.sources.show_likeliest(shown)
+        return top.argmax
 
     # 3. verify
 

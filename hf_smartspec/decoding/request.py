@@ -86,6 +86,12 @@ class Request:
         """Tokens of the text so far, padding left aside."""
         return len(self.prompt) + len(self.tokens)
 
+    def ends_of(self, tree: DraftTree) -> tuple[np.ndarray, np.ndarray]:
+        """The last two tokens of the text (or -1 and the last), and of what ends in a draft's nodes, `[1 + n]` each."""
+        before, last = [-1, *self.prompt[-2:].tolist(), *self.tokens[-2:]][-2:]
+        tokens = np.append(last, tree.tokens)
+        return np.append(before, tokens[tree.parents + 1]), tokens
+
     @property
     def num_remaining(self) -> int | None:
         """Tokens until the length limit; None if there is none."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..candidates.base import TreeCandidateGenerator
-from ..candidates.committed import HIDDEN_STATES, Committed
+from ..candidates.committed import HIDDEN_STATES, Committed, Likeliest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
@@ -92,6 +92,20 @@ class GuardedSources:
         for position, source in self._serving(request):
             if source.needs:
                 self._guarded(request, position, _show, request, source, step)
+
+    def show_likeliest(self, shown: dict[Request, Likeliest]) -> None:
+        """What the target thinks may follow, in one call of each source that asked for it."""
+        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
+        for request in shown:
+            for position, source in self._serving(request):
+                if source.num_likeliest:
+                    by_source.setdefault(source, {})[request] = position
+        for source, rows in by_source.items():
+            try:
+                source.observe_likeliest({request.request_id: shown[request] for request in rows})
+            except Exception as error:
+                for request, position in rows.items():
+                    self._drop(request, position, error)
 
     def forget(self, request: Request) -> None:
         """The keys and values of a request that has ended are gone."""

@@ -1,5 +1,8 @@
 """The best tokens of every line of scores, faster on CPUs than torch finds them."""
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 _BLOCK = 128
@@ -13,8 +16,12 @@ def argmax(scores: torch.Tensor) -> list[int]:
         # at a time, so that what was converted is still in the cache.
         parts = [scores] if scores.dtype == torch.float32 else scores.split(_LINES)
         return [token for part in parts for token in part.float().numpy().argmax(axis=-1).tolist()]
-    scores = scores.float() if scores.dtype == torch.float64 else scores  # rounded, as plain decoding does
-    return scores.argmax(dim=-1).tolist()
+    return _rounded(scores).argmax(dim=-1).tolist()
+
+
+def _rounded(scores: torch.Tensor) -> torch.Tensor:
+    """To float32, as plain decoding does."""
+    return scores.float() if scores.dtype == torch.float64 else scores
 
 
 def top_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -33,6 +40,39 @@ def top_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
     rest = torch.arange(num_blocks * _BLOCK, vocab_size).expand(num_rows, -1)
     tokens = torch.cat([tokens, rest], dim=1)
     return tokens.gather(1, scores.gather(1, tokens).topk(count, dim=-1).indices)
+
+
+class Top(NamedTuple):
+    """
+    The best of lines of scores.
+
+    Args:
+        argmax (list of `int`): Of every line; ties go to the lowest token. Empty if not asked for.
+        tokens (`np.ndarray` of shape `[rows, count]`, int64): The best tokens of the first lines, best first.
+        shares (`np.ndarray` of shape `[rows, count]`, float32): Their probabilities among themselves.
+    """
+
+    argmax: list[int]
+    tokens: np.ndarray
+    shares: np.ndarray
+
+
+def best_of(scores: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top:
+    """
+    The `count` best tokens of the first `num_lines` lines of `[rows, vocab_size]`, and the arg max of every line: a
+    device is waited for once.
+    """
+    first = scores[:num_lines]
+    tokens = top_tokens(first, count)
+    shares = first.gather(1, tokens).float().softmax(dim=-1)
+    if scores.device.type == "cpu":
+        return Top(argmax(scores) if with_argmax else [], tokens.numpy(), shares.numpy())
+    parts = [tokens.to(torch.int32), shares.view(torch.int32)]  # bits, not values
+    if with_argmax:
+        parts.append(_rounded(scores).argmax(dim=-1).to(torch.int32))
+    found = torch.cat([part.flatten() for part in parts]).cpu()
+    top = found[: 2 * tokens.numel()].view(2, *tokens.shape)
+    return Top(found[2 * tokens.numel() :].tolist(), top[0].to(torch.int64).numpy(), top[1].view(torch.float32).numpy())
 
 
 def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:

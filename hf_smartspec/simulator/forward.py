@@ -102,3 +102,6 @@ class SimulatedForward:
 
     def argmax(self, logits: Any) -> list[int]:
         return logits
+
+    def top(self, logits: Any, count: int, num_lines: int, with_argmax: bool) -> None:
+        """Nothing: the tokens are not those of the logits."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..device import to_device
-from ..sampling.top import argmax
+from ..sampling.top import Top, argmax, best_of
 from .attention import attention_configs, tree_attention_step
 from .compat import shared_value
 from .hidden_states import HiddenStateTaps
@@ -78,6 +78,9 @@ class PackedForward:
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)
+
+    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None:
+        return best_of(logits, count, num_lines, with_argmax)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(rows, paths)

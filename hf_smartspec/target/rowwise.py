@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.utils import ModelOutput
 
-from ..sampling.top import argmax
+from ..sampling.top import Top, argmax, best_of
 from .hidden_states import HiddenStateTaps
 from .layout import CacheRow, RowInput
 from .rotary import LengthwiseRotary
@@ -181,6 +181,9 @@ class RowwiseForward:
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)
+
+    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None:
+        return best_of(logits, count, num_lines, with_argmax)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         """Crops every row's cache to its accepted path, which is the head of its chain."""

@@ -1,5 +1,6 @@
 """Candidate sources and length policies that misbehave: they cost a request its drafts, never its tokens."""
 
+import json
 import logging
 
 import numpy as np
@@ -7,7 +8,16 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import DraftTree, FixedLength, LengthPolicy, SmartSpecConfig, TreeCandidateGenerator
+from hf_smartspec import (
+    DraftTree,
+    FixedLength,
+    LengthPolicy,
+    SmartSpecConfig,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+)
+from hf_smartspec.commands.common.demo import find_demo
+from hf_smartspec.commands.common.models import load_model, load_tokenizer
 
 from .helpers import VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts
 
@@ -236,3 +246,81 @@ def test_limits_that_are_none(model):
             model.generate(**BATCH, max_new_tokens=8, assistant=SmartSpecConfig(Oracle(known, MASK), policy=Odd(True)))
     assert torch.equal(output.sequences, known) and output.statistics.accepted_tokens > 0
     assert policy.asked[0] == [0, 2, 4, 0]
+
+
+# --- What the target thought likely ----------------------------------------------------------------------------------
+
+
+class Shown(SuffixTreeCandidates):
+    """Keeps what it is shown, and may fail then."""
+
+    def __init__(self, fails=False):
+        super().__init__(max_bytes=2**20)
+        self.fails, self.shown = fails, []
+
+    def observe_likeliest(self, shown):
+        self.shown += shown.values()
+        if self.fails:
+            raise RuntimeError("shown")
+        super().observe_likeliest(shown)
+
+
+def decoded(model, assistant, **options):
+    """What `generate` returns, the tokens of plain decoding among it."""
+    options = BATCH | {"max_new_tokens": 20, "return_dict_in_generate": True} | options
+    with hf_smartspec.enabled(model):
+        plain = model.generate(**options, assistant="none")
+        output = model.generate(**options, assistant=assistant)
+    assert output.sequences.tolist() == plain.sequences.tolist()
+    return output
+
+
+@pytest.mark.parametrize("others", [[], ["prompt_lookup"]])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3}])
+def test_sources_are_shown_what_was_likely_behind_what_was_verified(model, others, sampling):
+    source = Shown()
+    decoded(model, [source, *others] if others else source, **sampling)
+    for item in source.shown:
+        assert len(item.before) == len(item.tokens) == len(item.following) == len(item.shares)
+        assert (np.diff(item.shares, axis=1) <= 0).all() and np.allclose(item.shares.sum(axis=1), 1)
+    first = source.shown[0]
+    assert [first.before[0], first.tokens[0]] == IDS[0, -2:].tolist()
+    with torch.no_grad():
+        logits = model(IDS[:1], attention_mask=MASK[:1]).logits[0, -1]
+    assert first.following[0].tolist() == logits.topk(first.following.shape[1]).indices.tolist()
+
+
+def test_no_more_than_so_many_lines_of_a_step_are_shown(model, monkeypatch):
+    monkeypatch.setattr("hf_smartspec.decoding.loop._TOP_LINES", 2)
+    source = Shown()
+    decoded(model, source)
+    assert [len(item.tokens) for item in source.shown[:4]] == [1, 1, 0, 0]
+
+
+def test_a_source_that_fails_when_shown_what_was_likely_is_dropped(model, caplog):
+    with caplog.at_level(logging.WARNING):
+        output = decoded(model, Shown(fails=True))
+    assert "Shown failed and was dropped" in caplog.text
+    assert output.statistics.drafted_tokens == 0
+
+
+def test_one_of_several_that_fails_when_shown_what_was_likely_leaves_the_others(model, caplog):
+    with caplog.at_level(logging.WARNING):
+        output = decoded(model, [Shown(fails=True), SuffixTreeCandidates(max_bytes=2**20)], max_new_tokens=60)
+    assert "Shown failed and is left out" in caplog.text
+    assert output.statistics.accepted_tokens > 0
+
+
+def test_new_text_of_a_trained_model_is_drafted_by_what_was_likely():
+    folder = find_demo()
+    assert folder is not None, "it lies in the repository"
+    path = str(folder / "models" / "target")
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    lines = (folder / "prompts.jsonl").read_text().splitlines()[::6]
+    inputs = tokenizer([json.loads(line)["prompt"] for line in lines], return_tensors="pt", padding=True)
+    accepted = []
+    for likeliest in (False, True):
+        config = SmartSpecConfig(SuffixTreeCandidates(max_bytes=2**20, likeliest=likeliest), num_nodes=12)
+        output = decoded(model, config, **inputs, max_new_tokens=40)
+        accepted.append(output.statistics.accepted_tokens)
+    assert accepted[1] > 1.2 * accepted[0]

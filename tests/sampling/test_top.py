@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.sampling.top import argmax, likeliest_tokens, top_tokens
+from hf_smartspec.sampling.top import argmax, best_of, likeliest_tokens, top_tokens
 
 
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -39,3 +39,14 @@ def test_likeliest_tokens_come_with_their_probabilities(vocab_size, count):
     expected = scores.softmax(dim=-1).topk(min(count, vocab_size))
     tokens, probs = likeliest_tokens(scores, count)
     assert tokens == expected.indices.tolist() and probs == expected.values.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [4, 700])
+def test_the_best_of_the_first_lines_come_with_the_arg_max_of_all(vocab_size, dtype):
+    scores = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    best, expected = best_of(scores, 6, 3, True), scores[:3].topk(min(6, vocab_size))
+    assert best.argmax == argmax(scores)
+    torch.testing.assert_close(torch.from_numpy(best.shares), expected.values.float().softmax(dim=-1))
+    assert torch.equal(scores[:3].gather(1, torch.from_numpy(best.tokens)), expected.values)
+    assert best_of(scores, 6, 3, False).argmax == []

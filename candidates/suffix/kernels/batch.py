@@ -22,6 +22,7 @@ from .expand import (
     make_draft,
 )
 from .insert import extend
+from .likely import LINE, NUM_LINES
 from .mix import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
 from .places import FROM, MAX_MATCH, WALK
 from .pointers import ahead, float32_at, float64_at, int32_at, int64_at
@@ -98,7 +99,7 @@ def new_batch(num_rows: int) -> Batch:
 
 # The table of addresses: the fields of `Store`, `Model`, `Slots`, `Scratch` and `Batch`, then settings, owners of text
 # blocks and when outputs were used.
-NUM_ADDRESSES = 26
+NUM_ADDRESSES = 27
 
 
 @inner
@@ -112,29 +113,30 @@ def _model(table, line):
         ahead(float32_at(table[4]), line * NUM_CELLS * 2),
         ahead(float32_at(table[5]), line * NUM_CELLS),
         ahead(float32_at(table[6]), line * NUM_SETS * NUM_FEATURES),
+        ahead(int32_at(table[7]), line * NUM_LINES * LINE),
     )
 
 
 @inner
 def _slot(table, slot):
-    max_depth = int(float64_at(table[23])[DEPTH_LIMIT])
+    max_depth = int(float64_at(table[24])[DEPTH_LIMIT])
     return Slots(
-        ahead(int64_at(table[7]), slot * STATE),
-        ahead(int32_at(table[8]), slot * MAX_TREES),
-        ahead(int32_at(table[9]), slot * (max_depth + 1) * 2),
-        ahead(int32_at(table[10]), slot * NUM_WALK_FIELDS),
-        ahead(int32_at(table[11]), slot * MAX_PENDING),
+        ahead(int64_at(table[8]), slot * STATE),
+        ahead(int32_at(table[9]), slot * MAX_TREES),
+        ahead(int32_at(table[10]), slot * (max_depth + 1) * 2),
+        ahead(int32_at(table[11]), slot * NUM_WALK_FIELDS),
+        ahead(int32_at(table[12]), slot * MAX_PENDING),
     )
 
 
 @inner
 def _scratch(table, slot):
     return Scratch(
-        ahead(int32_at(table[12]), slot * NUM_PLACE_FIELDS),
-        ahead(int32_at(table[13]), slot * MAX_NODES * NODE_FIELDS),
-        ahead(int32_at(table[14]), slot * MAX_CANDIDATES * CANDIDATE),
-        ahead(float32_at(table[15]), slot * MAX_CANDIDATES),
+        ahead(int32_at(table[13]), slot * NUM_PLACE_FIELDS),
+        ahead(int32_at(table[14]), slot * MAX_NODES * NODE_FIELDS),
+        ahead(int32_at(table[15]), slot * MAX_CANDIDATES * CANDIDATE),
         ahead(float32_at(table[16]), slot * MAX_CANDIDATES),
+        ahead(float32_at(table[17]), slot * MAX_CANDIDATES),
     )
 
 
@@ -153,18 +155,18 @@ def begin(address, k, tokens):
     table = int64_at(address)
     s, slot = _store(table), _slot(table, k)
     set_clock(s, slot.trees[0], slot.state[START])
-    _grow(s, slot, float64_at(table[23]), int32_at(tokens.ctypes.data), len(tokens))
+    _grow(s, slot, float64_at(table[24]), int32_at(tokens.ctypes.data), len(tokens))
 
 
 @compiled
 def absorb(address, k, clock):
     """Learns from the tokens that were committed since the last draft of slot `k`, and appends them."""
     table = int64_at(address)
-    s, slot, settings = _store(table), _slot(table, k), float64_at(table[23])
+    s, slot, settings = _store(table), _slot(table, k), float64_at(table[24])
     state = slot.state
     if state[HAS_DRAFT]:
         model = _model(table, state[NAMESPACE])
-        owners, used = int32_at(table[24]), int64_at(table[25])
+        owners, used = int32_at(table[25]), int64_at(table[26])
         scratch = _scratch(table, k)
         learn_from(s, scratch, model, slot.pending, state[NUM_PENDING], settings, owners, used, clock)
         state[HAS_DRAFT] = 0
@@ -184,15 +186,15 @@ def _forget_walks(s, slot):
 @inner
 def _drafts(table, end):
     """Where `Batch` has its drafts from node `end` on: tokens, parents, probs."""
-    return ahead(int64_at(table[20]), end), ahead(int64_at(table[21]), end), ahead(float32_at(table[22]), end)
+    return ahead(int64_at(table[21]), end), ahead(int64_at(table[22]), end), ahead(float32_at(table[23]), end)
 
 
 @compiled
 def draft_batch(address, num_rows, clock):
     """Absorbs what was committed and drafts, for the slots that `Batch` names."""
     table = int64_at(address)
-    s, settings, slots = _store(table), float64_at(table[23]), int64_at(table[17])
-    limits, ends = int64_at(table[18]), int64_at(table[19])
+    s, settings, slots = _store(table), float64_at(table[24]), int64_at(table[18])
+    limits, ends = int64_at(table[19]), int64_at(table[20])
     for row in range(num_rows):
         absorb(address, slots[row], clock)
     end = 0
@@ -214,8 +216,8 @@ def draft_batch(address, num_rows, clock):
 def draft_batch_by_counts(address, num_rows, clock):
     """The same as published; apart, since it takes long to compile and few ask for it."""
     table = int64_at(address)
-    s, settings, slots = _store(table), float64_at(table[23]), int64_at(table[17])
-    limits, ends = int64_at(table[18]), int64_at(table[19])
+    s, settings, slots = _store(table), float64_at(table[24]), int64_at(table[18])
+    limits, ends = int64_at(table[19]), int64_at(table[20])
     for row in range(num_rows):
         absorb(address, slots[row], clock)
     end = 0

@@ -12,7 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit import inner
-from .mix import CANDIDATE, GROWN, PARENT, TOKEN, begin_candidate, describe, estimate, learn
+from .likely import LEAST_LIKELY, NUM_BINS, NUM_LIKELY, behind_one, behind_two
+from .mix import (
+    CANDIDATE,
+    GROWN,
+    LIKELY,
+    PARENT,
+    TOKEN,
+    begin_candidate,
+    describe,
+    estimate,
+    learn,
+)
 from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
 from .pointers import prefetch
 from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
@@ -21,7 +32,7 @@ MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
 MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
-MAX_CANDIDATES = 256
+MAX_CANDIDATES = 512
 
 # Numbers of a source (`settings`)
 LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET = range(9)
@@ -30,8 +41,9 @@ frequency remembers, depth limit of the trees, whether drafts are ranked by coun
 offset their size follows the match."""
 
 # Fields of a grown node
-PLACES, PLACES_END, FIRST, END_OF, DRAFTED = range(5)
-"""Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1."""
+PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS = range(6)
+"""Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1; its
+token."""
 NODE_FIELDS = 8
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
 NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
@@ -44,7 +56,7 @@ class Scratch(NamedTuple):
     Args:
         places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
         grown (`np.ndarray` of shape `[slots, MAX_NODES * 8]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 16]`, int32): See `suffix_model`.
+        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 20]`, int32): See `suffix_model`.
         probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
             their parents, and of the paths to those that were not drafted (-1: drafted).
     """
@@ -152,8 +164,36 @@ def _candidate(d, g, first, end, token):
 
 
 @inner
-def _find_candidates(s, d, g, min_share):
-    """Lists the tokens that follow the contexts of a grown node, with what is known of each."""
+def _find_candidates(s, d, model, before, g, min_share):
+    """Lists what may follow a grown node, with what is known of each; `before` is the token before the node's."""
+    _find_followers(s, d, g, min_share)
+    token = d.grown[g + HOLDS]
+    _find_likely(d, g, model.likely, behind_one(model.likely, token), LIKELY)
+    _find_likely(d, g, model.likely, behind_two(model.likely, before, token), LIKELY + 1)
+
+
+@inner
+def _find_likely(d, g, lines, at, field):
+    """Lists what the target thought likely when it last stood behind the same tokens: a line of the table, if any."""
+    if at < 0:
+        return
+    first, known = d.grown[g + FIRST], d.grown[g + END_OF]
+    end = known
+    for rank in range(NUM_LIKELY):
+        likely = lines[at + 1] >> (4 * rank) & 15
+        c = _candidate(d, g, first, end, lines[at + 2 + rank]) if likely <= LEAST_LIKELY else MAX_CANDIDATES
+        if c < MAX_CANDIDATES:
+            end = max(end, c + 1)
+            d.candidates[c * CANDIDATE + field] = 1 + likely
+    for c in range(first, known):
+        if d.candidates[c * CANDIDATE + field] == 0:
+            d.candidates[c * CANDIDATE + field] = 1 + NUM_BINS  # none of the likely ones
+    d.grown[g + END_OF] = end
+
+
+@inner
+def _find_followers(s, d, g, min_share):
+    """Lists the tokens that follow the contexts of a grown node."""
     places, tree, gap = d.places, -1, 0
     first = end = d.grown[g + FIRST]
     for at in range(d.grown[g + PLACES], d.grown[g + PLACES_END], PLACE):
@@ -207,7 +247,8 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
     grown = d.grown
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
     grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
-    _find_candidates(s, d, 0, min_share)
+    grown[HOLDS] = s.text[end - 1] if end > start else -1
+    _find_candidates(s, d, model, s.text[end - 2] if end > start + 1 else -1, 0, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
     n = g = first = 0
     while n < limit:
@@ -222,14 +263,14 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
         kept, g = grown[g + PLACES_END], g + NODE_FIELDS
         grown[g + PLACES] = grown[g + PLACES_END] = kept
         grown[g + FIRST] = grown[g + END_OF] = behind
-        grown[g + DRAFTED] = n
+        grown[g + DRAFTED], grown[g + HOLDS] = n, token
         d.candidates[best * CANDIDATE + GROWN], d.paths[best] = g, -1
         n += 1
         if is_chain:
             first = behind
         if n < limit:  # the last node's followers would not be drafted any more
             grown[g + PLACES_END] = _child_places(s, d, parent, kept, token)
-            _find_candidates(s, d, g, min_share)
+            _find_candidates(s, d, model, grown[parent + HOLDS], g, min_share)
             _estimate(s, d, model, g, trees[0], best_path)
     return n
 

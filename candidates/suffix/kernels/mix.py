@@ -10,17 +10,19 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit import inner
+from .likely import MEAN_SHARES, NUM_BINS, new_lines
 
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
 """The token; the grown node it follows; the grown node it became itself, or -1."""
-CELLS, MIX = 3, 10  # seven cells of the model's tables (-1: none); set of weights that mixes them
-OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST = range(11, 16)
+CELLS, MIX = 3, 12  # nine cells of the model's tables (-1: none); set of weights that mixes them
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(13, 19)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
-follower of the context is more recent."""
-CANDIDATE = 16
+follower of the context is more recent; what the target thought of it when it last stood behind the same token, and (in
+the next field) behind the same two: 0 if nothing is known of that, 1 and more for bins of its share, and for none."""
+CANDIDATE = 20
 
-_NUM_TABLES = 7
+_NUM_TABLES = 9
 NUM_FEATURES = _NUM_TABLES + 1
 _ORDERS, _GAPS, _COUNTS, _SHARES = 8, 3, 7, 9
 _CONTEXT_CELLS = _ORDERS * _GAPS * _COUNTS * _SHARES  # per kind of tree: the request's own, or earlier outputs
@@ -28,8 +30,11 @@ _JOINT = 2 * _CONTEXT_CELLS  # order and share in both kinds
 _ROUGH = _JOINT + 6 * 6 * 5 * 5  # order, occurrences in the request, rank, recency
 _TOKENS = _ROUGH + 6 * 4 * 5 * 2 * 2  # the token, hashed: known apart by depth it gains less
 _HASH_BITS = 13
-NUM_CELLS = _TOKENS + (1 << _HASH_BITS)
-NUM_SETS = 16 * 2
+_LIKELY = _TOKENS + (1 << _HASH_BITS)  # what the target thought behind one token and two, for first nodes and others
+_THOUGHTS = NUM_BINS + 2
+_LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
+NUM_CELLS = _LIKELY_JOINT + _THOUGHTS * 6 * 6
+NUM_SETS = 32 * 2
 _BIAS = 0.3
 _MIN_PROB, _MAX_PROB = 0.001, 0.998
 
@@ -45,12 +50,14 @@ class Model(NamedTuple):
         cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
             observations behind it.
         odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
-        weights (`np.ndarray` of shape `[namespaces, sets, 8]`, float32): Mixing weights of the tables and a bias.
+        weights (`np.ndarray` of shape `[namespaces, sets, 10]`, float32): Mixing weights of the tables and a bias.
+        likely (`np.ndarray` of shape `[namespaces, NUM_LINES, LINE]`, int32): What the target thought likely.
     """
 
     cells: np.ndarray
     odds: np.ndarray
     weights: np.ndarray
+    likely: np.ndarray
 
 
 def new_model(num_namespaces: int = 1) -> Model:
@@ -62,17 +69,22 @@ def new_model(num_namespaces: int = 1) -> Model:
     seen = np.array([0.8, 0.5, 0.25, 0.1, 0.03])
     own, earlier, own_share, earlier_share = np.meshgrid(np.arange(6), np.arange(6), seen, seen, indexing="ij")
     joint = np.maximum(np.maximum(own_share * (own > 0), earlier_share * (earlier > 0)), 0.02).ravel()
-    rough, hashed = np.full(_TOKENS - _ROUGH, 0.3), np.full(NUM_CELLS - _TOKENS, 0.5)
-    probs = np.concatenate([contexts, contexts, joint, rough, hashed])
+    rough, hashed = np.full(_TOKENS - _ROUGH, 0.3), np.full(_LIKELY - _TOKENS, 0.5)
+    thoughts = 0.8 * np.array([0.2, *MEAN_SHARES, 0.1])
+    one, two = np.meshgrid(thoughts, thoughts, indexing="ij")
+    two[:, 0], two[:, -1] = one[:, 0], 0.6 * one[:, 0]
+    probs = np.concatenate([contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36)])
     cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
-    cells[:, :_TOKENS, 1], cells[:, _TOKENS:, 1] = 2, 1
+    cells[:, :, 1] = 2
+    cells[:, _TOKENS:_LIKELY, 1] = 1
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
-    for known in range(16):
-        present = np.array([known >> table & 1 for table in range(4)])
-        weights[:, 2 * known : 2 * known + 2, :4] = 0.8 * present / max(present.sum(), 1)
+    for known in range(NUM_SETS // 2):
+        present = np.array([known >> kind & 1 for kind in range(5)])
+        shares = 0.8 * present / max(present.sum(), 1)
+        weights[:, 2 * known : 2 * known + 2, [0, 1, 2, 3, 7]] = shares
     weights[:, :, 4:6], weights[:, :, 6] = 0.3, 0.1
-    return Model(cells, log_odds(cells), weights)
+    return Model(cells, log_odds(cells), weights, new_lines(num_namespaces))
 
 
 def log_odds(cells: np.ndarray) -> np.ndarray:
@@ -107,6 +119,7 @@ def begin_candidate(candidates, c, token, parent):
     candidates[at + TOKEN], candidates[at + PARENT], candidates[at + GROWN] = token, parent, -1
     for table in range(4):
         candidates[at + CELLS + table] = -1
+    candidates[at + LIKELY] = candidates[at + LIKELY + 1] = 0
     candidates[at + OWN_DEPTH] = candidates[at + OTHERS_DEPTH] = candidates[at + NEWEST] = 0
     candidates[at + OWN_SHARE] = candidates[at + OTHERS_SHARE] = 4
 
@@ -147,7 +160,12 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     rough = (max(own, others) * 4 + occurrences) * 5 + min(rank, 4)
     candidates[at + CELLS + 5] = _ROUGH + (rough * 2 + candidates[at + NEWEST]) * 2 + (not is_first_node)
     candidates[at + CELLS + 6] = _TOKENS + _hashed(np.int64(candidates[at + TOKEN]))
-    present = 0
+    behind_one, behind_two = candidates[at + LIKELY], candidates[at + LIKELY + 1]
+    likely = behind_two if 0 < behind_two <= NUM_BINS else behind_one
+    thoughts = behind_one * _THOUGHTS + behind_two
+    candidates[at + CELLS + 7] = _LIKELY + thoughts * 2 + (not is_first_node) if thoughts > 0 else -1
+    candidates[at + CELLS + 8] = _LIKELY_JOINT + (likely * 6 + own) * 6 + others if thoughts > 0 else -1
+    present = (thoughts > 0) << 4
     for table in range(4):
         present |= (candidates[at + CELLS + table] >= 0) << table
     mix = 2 * present + (rank > 0)

@@ -97,6 +97,9 @@ class RecordedForward(PackedForward):
         super().argmax(logits)
         return self._picks
 
+    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> None:
+        """Nothing: the tokens are not those of the logits."""
+
 
 class _RecordedMemory(EngineMemory):
     """An engine's memory that tells the forward what its rows will say."""

@@ -96,6 +96,9 @@ class StubForward(PackedForward):
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return self._picks
 
+    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> None:
+        """Nothing: the tokens are not those of the logits."""
+
 
 class DrawnTrees(TreeCandidateGenerator):
     """
