@@ -104,10 +104,13 @@ class DecodingLoop:
         calls that ended.
         """
         with self._timed("seconds_total"):
+            start = self.clock()
             self._compact()
             feeds = self.feed()
             step = self.drafting.draft(feeds, self.num_waiting)
             self.run_model(feeds, step)
+            if not all([request.tokens for request in feeds]):
+                self.statistics.seconds_prefill += self.clock() - start
             ended = self.verify()
             self.commit(ended)
             self.observe(ended, step)

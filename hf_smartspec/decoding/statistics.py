@@ -10,7 +10,7 @@ class GenerationStatistics:
     Counters of one `generate` call, or sums over several.
 
     `steps` counts verification steps of single rows: a forward over a batch of eight running rows is eight steps and
-    one of `forwards`. Times in seconds.
+    one of `forwards`. Times in seconds; `seconds_prefill` is what steps with prompts take until these are run.
     """
 
     steps: int = 0
@@ -23,6 +23,7 @@ class GenerationStatistics:
     seconds_forward: float = 0.0
     seconds_verify: float = 0.0
     seconds_observe: float = 0.0
+    seconds_prefill: float = 0.0
     seconds_total: float = 0.0
 
     @property

@@ -28,11 +28,12 @@ class _RecordingGumbel(SeededGumbelLogitsProcessor):
 
 
 class _CountingCriteria(StoppingCriteriaList):
-    """Counts steps, and the tokens that rows generate up to their ends."""
+    """Counts steps, and the tokens that rows generate up to their ends; notes when the first step has ended."""
 
     def __init__(self, criteria: StoppingCriteriaList):
         super().__init__(criteria)
         self.num_steps = 0
+        self.first_end = 0.0
         self.num_tokens: torch.Tensor | int = 0  # stays on the device until it is read
         self._is_done: torch.Tensor | None = None
 
@@ -42,6 +43,7 @@ class _CountingCriteria(StoppingCriteriaList):
         self.num_tokens = self.num_tokens + (~was_done).sum()
         self._is_done = was_done | is_done
         self.num_steps += 1
+        self.first_end = self.first_end or time.perf_counter()
         return is_done
 
 
@@ -72,6 +74,7 @@ def decode_plainly(
         steps=int(counts.num_tokens),
         forwards=counts.num_steps,
         generated_tokens=int(counts.num_tokens),
+        seconds_prefill=counts.first_end - start,
         seconds_total=time.perf_counter() - start,
     )
     return output, statistics

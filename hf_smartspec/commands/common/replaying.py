@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from ...serving.engine import Engine
 from ...serving.kv_memory import EngineMemory
 from ...target.layout import CacheRow, RowInput
 from ...target.packed import PackedForward
+from ...target.written import written_decoder
 
 _HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup of transformers asks which are not
 
@@ -53,11 +55,11 @@ class RecordedText(LogitsProcessor):
     def replaying(self, model: PreTrainedModel, draft: PreTrainedModel | None = None) -> Iterator[None]:
         """
         Inside, only the target's own scores are changed: transformers applies the target's processors to its draft
-        model too, which would then draft what was recorded.
+        model (`draft`) too, which would then draft what was recorded. Without one, nothing is hooked.
         """
         with ExitStack() as stack:
-            stack.enter_context(model.register_forward_hook(lambda *_: self._pause(False)))
             if draft is not None:
+                stack.enter_context(model.register_forward_hook(lambda *_: self._pause(False)))
                 stack.enter_context(draft.register_forward_hook(lambda *_: self._pause(True)))
             yield
 
@@ -75,7 +77,8 @@ class RecordedForward(PackedForward):
     """
 
     def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int, end_id: int):
-        super().__init__(model, num_rows, capacity)
+        written_decoder(model, thoroughly=True)
+        super().__init__(model, num_rows, capacity, choose=partial(written_decoder, model))
         self._end_id = end_id
         self._texts: dict[CacheRow, np.ndarray] = {}
         self._picks: list[int] = []

@@ -1,7 +1,6 @@
 """Measuring ways to call `generate` side by side: the same prompts, taking turns call by call."""
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from ..common.progress import track
 from ..common.replaying import RecordedText
 from ..common.rounding import Rounding, measure_rounding
 from ..common.runs import Decoding, decode_plainly, eos_ids
-from ..common.timing import synchronize
+from .monitors import AssistedMonitor, Monitor, OwnMonitor, PlainMonitor
 
 PLAIN = "plain generate"
 _ROUNDED_TOKENS = 16
@@ -45,6 +44,10 @@ class Method:
     assistant: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     draft: PreTrainedModel | None = None
+
+    @property
+    def is_own(self) -> bool:
+        return self.assistant is not None
 
     def serves(self, batch_size: int) -> bool:
         return batch_size == 1 or not self.arguments
@@ -80,8 +83,8 @@ class Call(NamedTuple):
 @dataclass
 class Tally:
     """
-    What one method did on one data set at one batch size. `statistics` are of a first round, which is not timed: for
-    their sake the cache is returned, which costs time. `differences` is about all rounds, by row.
+    What one method did on one data set at one batch size. `statistics` are of a first round, which is not timed.
+    `differences` is about all rounds, by row.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -187,40 +190,36 @@ class _Group:
         prompts = self.data.prompts[start : start + self.batch_size]
         inputs = left_padded(prompts, self.model.generation_config.pad_token_id, self.model.device)
         arguments = dict(method.arguments)
-        if method.assistant is not None:
+        if method.is_own:
             namespace = f"{self.data.name} {self.batch_size} {method.name} {turn}"
             config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace)
             if start == 0 and self.data.past:
                 remember(resolve(config, self.model).source, self.data.past, namespace)
-        monitor = TargetMonitor(sum(map(len, prompts)))
+        monitor = self._monitor(method, sum(map(len, prompts)))
         with ExitStack() as stack:
             if self.settings.replays:
                 responses = self.data.responses[start : start + self.batch_size]
                 recorded = RecordedText(inputs["input_ids"], responses, eos_ids(self.model)[0])
                 arguments["logits_processor"] = [recorded]
-                stack.enter_context(recorded.replaying(self.model, method.draft))
+                stack.enter_context(recorded.replaying(self.model, arguments.get("assistant_model")))
             stack.enter_context(_unchanged(method.draft))
             stack.enter_context(enabled(self.model))
-            stack.enter_context(monitor.attached_to(self.model))
+            stack.enter_context(monitor.watching())
             output = self.model.generate(
-                **inputs,
-                **arguments,
-                do_sample=False,
-                max_new_tokens=self.settings.max_new_tokens,
-                return_dict_in_generate=turn == 0,
+                **inputs, **arguments, do_sample=False, max_new_tokens=self.settings.max_new_tokens
             )
-            seconds = monitor.seconds_since_start()
-        rows = self._rows(output if turn else output.sequences, inputs["input_ids"].shape[1])
-        num_tokens = sum(map(len, rows))
-        tally = self.tallies[method.name]
-        if turn == 0 and method.arguments:
+        rows = self._rows(output, inputs["input_ids"].shape[1])
+        tally, num_tokens = self.tallies[method.name], sum(map(len, rows))
+        if turn == 0:
             tally.statistics += monitor.statistics(num_tokens)
-        elif turn == 0:
-            plain = GenerationStatistics(steps=num_tokens, generated_tokens=num_tokens)
-            tally.statistics += getattr(output, "statistics", None) or plain
         else:
-            tally.calls.append(Call(seconds, monitor.prefill_seconds, len(rows), num_tokens))
+            tally.calls.append(Call(monitor.seconds, monitor.prefill_seconds, len(rows), num_tokens))
         return rows
+
+    def _monitor(self, method: Method, num_prompt_tokens: int) -> Monitor:
+        if method.is_own:
+            return OwnMonitor(self.model)
+        return (AssistedMonitor if method.arguments else PlainMonitor)(self.model, num_prompt_tokens)
 
     def _rows(self, sequences: torch.Tensor, prompt_len: int) -> list[list[int]]:
         """New tokens of every row, up to and with its end-of-sequence token."""
@@ -244,58 +243,6 @@ class _Group:
         gap = float(logits[item.plain_token] - logits[item.own_token])
         tolerance = self.rounding.tolerance(float(logits.abs().max()))
         return replace(item, plain_gap=gap, own_gap=-gap, tolerance=tolerance)
-
-
-class TargetMonitor:
-    """
-    Watches the target's forwards during one `generate` call: when the prompts were done, and what was fed, as needed
-    where no statistics are returned.
-
-    Args:
-        num_prompt_tokens (`int`): Of all rows, padding left aside.
-    """
-
-    def __init__(self, num_prompt_tokens: int):
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_forwards = self.num_fed = 0
-        self.prefill_seconds = 0.0
-
-    @contextmanager
-    def attached_to(self, model: PreTrainedModel) -> Iterator[None]:
-        def watch(module, args, kwargs, output):
-            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            is_prefill = self.num_fed < self.num_prompt_tokens
-            self.num_forwards += 1
-            self.num_fed += ids.numel()
-            if is_prefill and self.num_fed >= self.num_prompt_tokens:
-                self.prefill_seconds = self.seconds_since_start()
-
-        self._device = model.device
-        synchronize(self._device)
-        self._start = time.perf_counter()
-        hook = model.register_forward_hook(watch, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def seconds_since_start(self) -> float:
-        synchronize(self._device)
-        return time.perf_counter() - self._start
-
-    def statistics(self, num_tokens: int) -> GenerationStatistics:
-        """
-        Of transformers' assisted decoding of one row: its forwards feed the last token and the draft, and each yields
-        one token that was not drafted.
-        """
-        num_drafted = self.num_fed - self.num_prompt_tokens - (self.num_forwards - 1)
-        return GenerationStatistics(
-            steps=self.num_forwards,
-            forwards=self.num_forwards,
-            drafted_tokens=num_drafted,
-            accepted_tokens=num_tokens - self.num_forwards,
-            generated_tokens=num_tokens,
-        )
 
 
 @contextmanager

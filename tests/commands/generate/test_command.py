@@ -17,6 +17,7 @@ from hf_smartspec.commands.generate.loop import PLAIN, Call, DataSet, Method, Se
 from hf_smartspec.commands.generate.report import has_differences, summaries, worst
 from hf_smartspec.commands.verify.drafts import ReplayCandidates
 from hf_smartspec.generate import enabled
+from hf_smartspec.target.written.decoder import WrittenDecoder
 from tests.folders import save_tiny_models
 from tests.models import VOCAB_SIZE, new_model, noisy_model, shared_model
 
@@ -231,6 +232,28 @@ def test_times_are_those_of_the_call_and_its_prefill():
         for tally in tallies.values():
             assert sum(item.num_rows for item in tally.calls) == 3
             assert all(0 < item.prefill_seconds < item.seconds for item in tally.calls)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_timed_calls_of_ours_run_as_they_do_without_a_bench(replays, monkeypatch):
+    """Hooks on the target would keep it from being written out."""
+    calls, now = [], []
+    compute, measured = WrittenDecoder.__call__, generate_loop._Group._call
+
+    def counted(*args):
+        calls.extend(now)
+        return compute(*args)
+
+    def noted(group, method, start, turn):
+        now[:] = [(method.name, turn)]
+        return measured(group, method, start, turn)
+
+    monkeypatch.setattr(WrittenDecoder, "__call__", counted)
+    monkeypatch.setattr(generate_loop._Group, "_call", noted)
+    model = greedy(new_model("llama"))
+    results = run_measure(model, [Method("none", "none")], new_data(), batch_sizes=[2], replays=replays)
+    assert calls.count(("none", 1)) == results["data", 2]["none"].statistics.forwards > 10
+    assert calls.count((PLAIN, 1)) == 0
 
 
 def test_a_tie_is_told_from_a_wrong_token():
