@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from ..device import to_device
+from ..device import send_together
 from ..drafts.tree import DraftTree
 from .row_groups import split
 
@@ -86,7 +86,8 @@ class RowInput:
 @dataclass(eq=False)
 class StepLayout:
     """
-    A packed forward of N tokens from R slots of the cache, of whose columns the first K are read.
+    A packed forward of N tokens from R slots of the cache, of whose columns the first K are read. It is laid out on the
+    host, and then sent (`send`).
 
     Token t of a row occupies column `row.length + t` of its slot.
 
@@ -96,8 +97,11 @@ class StepLayout:
         num_rows, num_columns (`int`): R and K.
         parts (list of `PaddedPart`): The rows as attention sees them, cut where padding would cost more than one more
             call of attention: between short contexts and long ones, and around prompts beside rows that decode.
+        lines (`torch.Tensor` of shape `[N]`): Where that is in the cache's memory (`SlotCache.locate`).
+        kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
     """
 
+    sent: ClassVar = ("tokens", "positions", "lines", "kept")
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: np.ndarray
@@ -105,6 +109,8 @@ class StepLayout:
     num_rows: int
     num_columns: int
     parts: "list[PaddedPart]"
+    lines: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -118,14 +124,16 @@ class PaddedPart:
         first_slot, num_rows, width, num_columns: The first row's slot, R, S and K.
         limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
         tree_pairs (`torch.Tensor` of shape `[P]`): ... and what these numbers name in `[R, S, K]`: its ancestors.
-        query_positions (`np.ndarray` of shape `[R, S]`, *optional*), nodes (`TreeNodes`): Positions, for sliding
-            windows; None where all drafts are chains, whose tokens stand in the column of their position.
+        query_positions (`torch.Tensor` of shape `[R, S]`, *optional*), nodes (`torch.Tensor` of shape `[2, nodes]`):
+            Positions, for sliding windows; of all nodes of trees behind the number of their column in `[R, K]`. None
+            where all drafts are chains, whose tokens stand in the column of their position.
         gather (`torch.Tensor` of shape `[R * S]`, *optional*): Index of every padded query among the part's tokens;
             None where these already are the padded batch.
         scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
         sees_all (`bool`): Whether every query sees every column, windows aside.
     """
 
+    sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
     tokens: slice
     first_slot: int
     num_rows: int
@@ -133,8 +141,8 @@ class PaddedPart:
     num_columns: int
     limits: torch.Tensor
     tree_pairs: torch.Tensor | None
-    query_positions: np.ndarray | None
-    nodes: "TreeNodes | None"
+    query_positions: torch.Tensor | None
+    nodes: torch.Tensor | None
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
     sees_all: bool
@@ -163,10 +171,9 @@ class PaddedPart:
             if self.nodes is None or self.query_positions is None:
                 visible &= columns >= self.limits[:, :, None] - window
             else:
-                positions = np.tile(np.arange(self.num_columns), (self.num_rows, 1))
-                positions[self.nodes.rows, self.nodes.columns] = self.nodes.positions
-                seen = positions[:, None, :] > self.query_positions[:, :, None] - window
-                visible &= torch.from_numpy(seen).to(visible.device)
+                positions = columns.repeat(self.num_rows, 1)
+                positions.view(-1)[self.nodes[0]] = self.nodes[1]
+                visible &= positions[:, None, :] > self.query_positions[:, :, None] - window
         if num_groups > 1:
             visible = visible.repeat_interleave(num_groups, dim=1)
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -177,14 +184,6 @@ _slot = attrgetter("slot")
 
 
 _FEW_DRAFTS = 4  # up to here, drafts are looked at faster one by one
-
-
-class TreeNodes(NamedTuple):
-    """All nodes of a part's trees, `[nodes]` int64 each: row and column of their keys, and their position."""
-
-    rows: np.ndarray
-    columns: np.ndarray
-    positions: np.ndarray
 
 
 class _Tokens(NamedTuple):
@@ -225,7 +224,20 @@ def padded_context(rows: Sequence[CacheRow], call: int) -> int:
     return context + call * (len(runs) - 1)
 
 
-def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> StepLayout:
+def send(layouts: Sequence[StepLayout], device: torch.device) -> None:
+    """Brings all that layouts have for a device there, as one piece."""
+    if device.type == "cpu":
+        return
+    owners: list[StepLayout | PaddedPart] = []
+    for layout in layouts:
+        owners += [layout, *layout.parts]
+    places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
+    tensors = send_together([getattr(owner, name) for owner, name in places], device)
+    for (owner, name), tensor in zip(places, tensors):
+        setattr(owner, name, tensor)
+
+
+def build_layout(groups: Sequence[Sequence[RowInput]]) -> StepLayout:
     """Lays out one packed forward of the given rows, as `arrange` orders them."""
     rows = [item for group in groups for item in group]
     counts = np.array([item.num_tokens for item in rows])
@@ -236,15 +248,14 @@ def build_layout(groups: Sequence[Sequence[RowInput]], device: torch.device) -> 
     parts, start, first = [], 0, 0
     for group in groups:
         end, last = start + sum([item.num_tokens for item in group]), first + len(group)
-        parts.append(_build_part(group, slice(start, end), places, has_tree[first:last], device))
+        parts.append(_build_part(group, slice(start, end), places, has_tree[first:last]))
         start, first = end, last
     positions = places.positions
     if any([item.row.position_offset for item in rows]):  # rotary positions only: windows and masks count tokens
         positions = positions + np.repeat([item.row.position_offset for item in rows], counts)
-    packed = _tensor(np.stack([tokens, positions]), device)
     return StepLayout(
-        tokens=packed[:1],
-        positions=packed[1:],
+        tokens=_tensor(tokens)[None],
+        positions=_tensor(positions)[None],
         slots=places.slots,
         columns=places.columns,
         num_rows=rows[-1].row.slot + 1,
@@ -285,9 +296,7 @@ def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
     return has_tree
 
 
-def _build_part(
-    rows: Sequence[RowInput], tokens: slice, places: _Tokens, has_tree: Sequence[bool], device: torch.device
-) -> PaddedPart:
+def _build_part(rows: Sequence[RowInput], tokens: slice, places: _Tokens, has_tree: Sequence[bool]) -> PaddedPart:
     """One part, from where all tokens stand; corrects the positions of nodes of trees."""
     first_slot = rows[0].row.slot
     slots, query, columns, positions = places.of(tokens)
@@ -309,12 +318,12 @@ def _build_part(
         num_rows=num_rows,
         width=width,
         num_columns=num_columns,
-        limits=_tensor(padded_limits, device),
-        tree_pairs=None if tree_pairs is None else _tensor(tree_pairs, device),
-        query_positions=query_positions,
-        nodes=nodes,
-        gather=_tensor(_padded(np.arange(len(lines)), lines, num_rows * width), device) if is_padded else None,
-        scatter=_tensor(lines, device) if is_padded else None,
+        limits=_tensor(padded_limits),
+        tree_pairs=None if tree_pairs is None else _tensor(tree_pairs),
+        query_positions=None if query_positions is None else _tensor(query_positions),
+        nodes=None if nodes is None else _tensor(nodes),
+        gather=_tensor(_padded(np.arange(len(lines)), lines, num_rows * width)) if is_padded else None,
+        scatter=_tensor(lines) if is_padded else None,
         sees_all=tree_pairs is None and int(padded_limits.min()) == num_columns,
     )
 
@@ -332,10 +341,10 @@ def _lay_out_trees(
     shape: tuple[int, int, int],
     positions: np.ndarray,
     limits: np.ndarray,
-) -> tuple[np.ndarray, TreeNodes]:
+) -> tuple[np.ndarray, np.ndarray]:
     """
     Corrects the positions and limits of all nodes of trees in a part of `shape` `[R, S, K]`; returns
-    `PaddedPart.tree_pairs` and all nodes.
+    `PaddedPart.tree_pairs` and `nodes`.
     """
     first_slot, (_, width, num_columns) = rows[0].row.slot, shape
     ends = accumulate([item.num_tokens for item in rows])
@@ -376,8 +385,8 @@ def _lay_out_trees(
     new = slice(None) if is_new is None else is_new
     at = (token + number)[new]
     positions[at], limits[at] = depths[new], base[new]
-    return np.concatenate(pairs), TreeNodes(lines, columns, depths)
+    return np.concatenate(pairs), np.stack([lines * num_columns + columns, depths])
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return to_device(array.astype(np.int64, copy=False), device)
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64, copy=False))

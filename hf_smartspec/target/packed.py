@@ -3,18 +3,18 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..device import to_device
 from ..sampling.top import Top, argmax, best_of
 from .attention import attention_configs, tree_attention_step
 from .compat import shared_value
 from .hidden_states import HiddenStateTaps
-from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context
+from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context, send
 from .rotary import LengthwiseRotary, seen_lengths
 from .row_groups import call_columns
 from .slot_cache import SlotCache
@@ -23,6 +23,31 @@ if TYPE_CHECKING:
     from .written.decoder import WrittenDecoder
 
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
+
+
+@dataclass(eq=False)
+class PlannedForward:
+    """
+    A packed forward before it is run.
+
+    Args:
+        rows (list of `RowInput`): In the order of their tokens.
+        layout (`StepLayout`): Of these tokens.
+        first_lines (dict): The first line of every row in the logits.
+        seen_lengths (`np.ndarray` of shape `[N]`, *optional*): Of the text, for every token, where the model's rotary
+            embeddings depend on it.
+    """
+
+    rows: list[RowInput]
+    layout: StepLayout
+    first_lines: dict[CacheRow, int]
+    seen_lengths: np.ndarray | None
+
+    def settle(self) -> None:
+        """The rows hold their feed as committed."""
+        for item in self.rows:
+            item.row.length += len(item.feed)
+            item.row.num_nodes = len(item.tree.tokens)
 
 
 class PackedForward:
@@ -93,41 +118,42 @@ class PackedForward:
             Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
-        groups = arrange(self._run_long_feeds(list(inputs)), self._call)
-        order = [item for group in groups for item in group]
-        self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in order]))
+        planned = self.plan(self._run_long_feeds(list(inputs)))
+        send([planned.layout], self.device)
+        logits = self.run(planned)
+        planned.settle()
+        return logits, [planned.first_lines[item.row] for item in inputs]
 
-        keep: list[int] = []
-        first_line: dict[int, int] = {}
-        offset = num_kept = 0
-        keeps_all = all([len(item.feed) < 2 for item in order])
-        for item in order:
-            num_lines = item.num_nodes + bool(len(item.feed))
-            first_line[id(item.row)] = num_kept
-            num_kept += num_lines
-            offset += item.num_tokens
-            if not keeps_all:
-                keep += range(offset - num_lines, offset)
-        logits = self._run(groups, None if keeps_all else keep)
-        self.taps.note(order)
-        for item in order:
-            item.row.length += len(item.feed)
-            item.row.num_nodes = len(item.tree.tokens)
-        return logits, [first_line[id(item.row)] for item in inputs]
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go first."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
+
+    def plan(self, inputs: list[RowInput]) -> PlannedForward:
+        """Lays out a forward, on the host; what is planned behind it must not need more memory than there is then."""
+        groups = arrange(inputs, self._call)
+        rows = [item for group in groups for item in group]
+        self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in rows]))
+        layout = build_layout(groups)
+        self.cache.locate(layout)
+        first_lines, kept = _kept(rows)
+        layout.kept = None if kept is None else torch.tensor(kept)
+        seen = seen_lengths(rows, layout.positions[0].numpy()) if self.rotary else None
+        return PlannedForward(rows, layout, first_lines, seen)
 
     def _run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
         chunk = self._chunk(inputs)
         while any([len(item.feed) > chunk for item in inputs]):
             long = [item for item in inputs if len(item.feed) > chunk]
             chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
-            self.cache.reserve(max(item.row.length for item in chunks) + chunk)
-            groups = arrange(chunks, self._call)
-            self._run(groups, keep=[0])
-            self.taps.note([item for group in groups for item in group])
+            planned = self.plan(chunks)
+            planned.layout.kept = torch.zeros(1, dtype=torch.long)  # logits of one token, since there must be some
+            send([planned.layout], self.device)
+            self.run(planned)
+            planned.settle()
             rest = {}
             for item in long:
                 rest[id(item)] = RowInput(item.row, item.feed[chunk:], item.tree, item.first_node)
-                item.row.length += chunk
             inputs = [rest.get(id(item), item) for item in inputs]
         return inputs
 
@@ -137,17 +163,20 @@ class PackedForward:
         rows = max([item.row.slot for item in inputs]) + 1
         return min(self.prefill_chunk, max(_MASK_SIZE // (rows * longest * self._groups), 16))
 
-    def _run(self, groups: Sequence[Sequence[RowInput]], keep: list[int] | None) -> torch.Tensor:
-        device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[assignment]
-        layout = build_layout(groups, device)
-        self.cache.layout = layout
-        index = None if keep is None else to_device(np.array(keep), device)
+    def run(self, planned: PlannedForward) -> torch.Tensor:
+        """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""
+        logits = self._run(planned)
+        self.taps.note(planned.rows)
+        return logits
+
+    def _run(self, planned: PlannedForward) -> torch.Tensor:
+        layout = self.cache.layout = planned.layout
         decoder = None if self._choose is None else self._choose()
         if decoder is not None:
-            with self._lengths_step(groups, layout):
-                return decoder(layout, self.cache, index, self.taps.keep if self.taps.is_taking else None)
-        with tree_attention_step(self._configs, layout), self._lengths_step(groups, layout), self.taps.installed():
-            kwargs = {"logits_to_keep": 0 if index is None else index} if self._selects_logits else {}
+            with self._lengths_step(planned):
+                return decoder(layout, self.cache, self.taps.keep if self.taps.is_taking else None)
+        with tree_attention_step(self._configs, layout), self._lengths_step(planned), self.taps.installed():
+            kwargs = {"logits_to_keep": 0 if layout.kept is None else layout.kept} if self._selects_logits else {}
             # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
             output = self.model(
                 input_ids=layout.tokens,
@@ -159,10 +188,26 @@ class PackedForward:
                 **kwargs,
             )
         logits = output.logits[0]
-        return logits if index is None or self._selects_logits else logits[index]
+        return logits if layout.kept is None or self._selects_logits else logits[layout.kept]
 
-    def _lengths_step(self, groups: Sequence[Sequence[RowInput]], layout: StepLayout) -> AbstractContextManager[None]:
-        if not self.rotary:
-            return nullcontext()
-        rows = [item for group in groups for item in group]
-        return self.rotary.step(seen_lengths(rows, layout.positions[0].cpu().numpy()))
+    def _lengths_step(self, planned: PlannedForward) -> AbstractContextManager[None]:
+        return nullcontext() if planned.seen_lengths is None else self.rotary.step(planned.seen_lengths)
+
+
+def _kept(rows: Sequence[RowInput]) -> tuple[dict[CacheRow, int], list[int] | None]:
+    """
+    The first line of every row in the logits, and the tokens whose logits these are: the last that a row is fed, and
+    its nodes. None if these are all.
+    """
+    first_lines: dict[CacheRow, int] = {}
+    kept: list[int] = []
+    keeps_all = all([len(item.feed) < 2 for item in rows])
+    end = num_kept = 0
+    for item in rows:
+        num_lines = item.num_nodes + bool(len(item.feed))
+        first_lines[item.row] = num_kept
+        num_kept += num_lines
+        end += item.num_tokens
+        if not keeps_all:
+            kept += range(end - num_lines, end)
+    return first_lines, None if keeps_all else kept

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..device import to_device
 from .layout import RowInput
 
 
@@ -102,10 +103,9 @@ def _forward(
     if len(distinct) == 1:
         return embed(position_ids, int(distinct[0]))
     order = np.argsort(group, kind="stable")
-    index = torch.from_numpy(order).to(position_ids.device)
+    index, back = to_device(np.stack([order, np.argsort(order)]), position_ids.device)
     parts = index.split(np.bincount(group).tolist())
     outputs: list[Any] = [embed(position_ids[..., part], int(length)) for part, length in zip(parts, distinct)]
-    back = torch.from_numpy(np.argsort(order)).to(position_ids.device)
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs, dim=-2).index_select(-2, back)
     return tuple(torch.cat(items, dim=-2).index_select(-2, back) for items in zip(*outputs))

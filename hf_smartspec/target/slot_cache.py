@@ -50,12 +50,12 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
         layout = self.cache.layout
         assert layout is not None, "a slot cache is written by a packed forward only"
-        lines = self.cache.lines(layout)
+        assert layout.lines is not None, "a layout is located before it is sent"
         views = []
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if states.dtype != memory.dtype:
                 states = states.to(memory.dtype)
-            memory.flatten(0, 1).index_copy_(0, lines, states)
+            memory.flatten(0, 1).index_copy_(0, layout.lines, states)
             views.append(memory[: layout.num_rows, : layout.num_columns].transpose(1, 2))
         return views[0], views[1]
 
@@ -102,7 +102,6 @@ class SlotCache(Cache):
         self.num_slots, self.capacity = num_slots, capacity
         self.rows: list[CacheRow] = []
         self.layout: StepLayout | None = None
-        self._lines: tuple[StepLayout, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -115,12 +114,9 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self))
         return self.layers[index]
 
-    def lines(self, layout: StepLayout) -> torch.Tensor:
-        """Flat index (slot * capacity + column) of every token of the step, `[N]`; computed once per step."""
-        if self._lines is None or self._lines[0] is not layout:
-            lines = layout.slots * self.capacity + layout.columns
-            self._lines = (layout, to_device(lines, layout.tokens.device))
-        return self._lines[1]
+    def locate(self, layout: StepLayout) -> None:
+        """Says where each token of a step is written, in memory that has room for them and is as large until then."""
+        layout.lines = torch.from_numpy(layout.slots * self.capacity + layout.columns)
 
     def add(self) -> CacheRow:
         """A new empty row."""
@@ -187,7 +183,7 @@ class SlotCache(Cache):
         for layer, memory in zip(self.layers, memories):
             if memory is not None:
                 layer.keys, layer.values = memory
-        self.num_slots, self.capacity, self._lines = num_slots, capacity, None
+        self.num_slots, self.capacity = num_slots, capacity
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         """

@@ -20,7 +20,7 @@ def model():
 
 
 def a_layout():
-    return build_layout([[RowInput(CacheRow(0), torch.arange(3, 6).numpy())]], torch.device("cpu"))
+    return build_layout([[RowInput(CacheRow(0), torch.arange(3, 6).numpy())]])
 
 
 def test_implementation_is_restored_after_an_error(model):
@@ -66,7 +66,7 @@ def test_single_queries_attend_to_their_own_row(dtype, error, lengths):
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, len(rows), 3, max(lengths) + 1, 8, generator=generator).to(dtype)
     queries = torch.randn(1, 3, len(rows), 8, generator=generator).to(dtype)
-    layout = build_layout([rows], torch.device("cpu"))
+    layout = build_layout([rows])
     token = attention._layout.set(layout)
     try:
         output, _ = attention.tree_attention(torch.nn.Module(), queries, keys, values, None, replaces="sdpa")

@@ -73,7 +73,7 @@ def key_position(rows: list[RowInput], slot: int, column: int) -> int:
 
 @given(grouped_steps())
 def test_every_token_has_the_position_of_its_place_in_the_text(groups):
-    layout = build_layout(groups, torch.device("cpu"))
+    layout = build_layout(groups)
     expected = twin([row for group in groups for row in group])
     assert layout.tokens[0].tolist() == [token.token for token in expected]
     assert layout.positions[0].tolist() == [token.position for token in expected]
@@ -83,7 +83,7 @@ def test_every_token_has_the_position_of_its_place_in_the_text(groups):
 
 @given(grouped_steps(), st.sampled_from([None, 1, 2, 3, 5, 100]), st.sampled_from([1, 2, 3]))
 def test_tokens_see_the_committed_text_their_ancestors_and_nothing_else(groups, window, num_groups):
-    layout = build_layout(groups, torch.device("cpu"))
+    layout = build_layout(groups)
     assert len(layout.parts) == len(groups)
     for rows, part in zip(groups, layout.parts):
         check_what_is_seen(rows, part, window, num_groups)
@@ -116,20 +116,20 @@ def check_what_is_seen(rows, part, window, num_groups):
 @given(grouped_steps(), st.sampled_from([None, 1, 3]))
 def test_no_query_sees_nothing_not_even_padding(groups, window):
     """A softmax over nothing is NaN, and NaN times a weight of zero is NaN."""
-    for part in build_layout(groups, torch.device("cpu")).parts:
+    for part in build_layout(groups).parts:
         assert (dense_mask(part, window, 1) == 0).any(dim=-1).all()
 
 
 def test_rows_of_one_length_that_bring_one_token_each_need_no_mask():
     rows = [RowInput(CacheRow(slot, length=4), np.array([7])) for slot in range(2)]
-    (part,) = build_layout([rows], torch.device("cpu")).parts
+    (part,) = build_layout([rows]).parts
     assert part.mask(None, 2, torch.float32) is None
     assert part.mask(3, 2, torch.float32) is not None, "a window hides what lies before it"
 
 
 @given(grouped_steps())
 def test_padding_and_packing_are_inverse(groups):
-    layout = build_layout(groups, torch.device("cpu"))
+    layout = build_layout(groups)
     ends = [part.tokens.stop for part in layout.parts]
     assert [part.tokens.start for part in layout.parts] == [0, *ends[:-1]] and ends[-1] == len(layout.slots)
     for part in layout.parts:
@@ -180,7 +180,7 @@ def test_parts_hold_every_row_once_in_the_order_of_slots(rows, call):
     groups = arrange(rows[::-1], call)
     assert all(groups)
     assert [item for group in groups for item in group] == rows
-    for group, part in zip(groups, build_layout(groups, torch.device("cpu")).parts):
+    for group, part in zip(groups, build_layout(groups).parts):
         assert part.first_slot == group[0].row.slot
         assert part.first_slot + part.num_rows - 1 == group[-1].row.slot
 
@@ -188,7 +188,7 @@ def test_parts_hold_every_row_once_in_the_order_of_slots(rows, call):
 @given(steps(), st.integers(0, 20))
 def test_context_is_that_of_the_parts(rows, call):
     rows = [RowInput(item.row, np.arange(1)) for item in rows]
-    parts = build_layout(arrange(rows, call), torch.device("cpu")).parts
+    parts = build_layout(arrange(rows, call)).parts
     expected = sum(part.num_rows * (part.num_columns - 1) for part in parts) + call * (len(parts) - 1)
     assert padded_context([item.row for item in rows], call) == expected
     assert padded_context([], call) == 0
@@ -196,7 +196,7 @@ def test_context_is_that_of_the_parts(rows, call):
 
 @given(grouped_steps())
 def test_no_two_tokens_are_written_to_one_place(groups):
-    layout = build_layout(groups, torch.device("cpu"))
+    layout = build_layout(groups)
     places = list(zip(layout.slots.tolist(), layout.columns.tolist()))
     assert len(set(places)) == len(places)
     assert max(column for _, column in places) < layout.num_columns
@@ -204,7 +204,7 @@ def test_no_two_tokens_are_written_to_one_place(groups):
 
 
 def test_a_window_wider_than_the_text_is_none():
-    layout = build_layout([[RowInput(CacheRow(0), np.arange(4))]], torch.device("cpu")).parts[0]
+    layout = build_layout([[RowInput(CacheRow(0), np.arange(4))]]).parts[0]
     assert layout.mask(4, 1, torch.float32) is layout.mask(None, 1, torch.float32)
     assert layout.mask(3, 1, torch.float32) is not layout.mask(None, 1, torch.float32)
 
@@ -212,12 +212,12 @@ def test_a_window_wider_than_the_text_is_none():
 def test_window_counts_tokens_of_the_text_not_columns_of_the_cache():
     """The third of three siblings stands three columns behind the root, and one position."""
     tree = DraftTree(np.array([5, 6, 7]), np.array([-1, -1, -1]), np.ones(3, np.float32))
-    layout = build_layout([[RowInput(CacheRow(0), np.arange(3), tree)]], torch.device("cpu")).parts[0]
+    layout = build_layout([[RowInput(CacheRow(0), np.arange(3), tree)]]).parts[0]
     visible = layout.mask(2, 1, torch.float32)[0, 0, -1] == 0
     assert visible.tolist() == [False, False, True, False, False, True]  # itself and the last token of the text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_mask_has_the_dtype_of_the_queries(dtype):
-    layout = build_layout([[RowInput(CacheRow(0), np.arange(4))]], torch.device("cpu")).parts[0]
+    layout = build_layout([[RowInput(CacheRow(0), np.arange(4))]]).parts[0]
     assert layout.mask(None, 1, dtype).dtype == dtype

@@ -16,6 +16,12 @@ from ..strategies import path_to, trees
 HEADS, KEY_DIM, VALUE_DIM, LAYERS = 2, 3, 5, 2  # keys and values of unequal size, as in DeepSeek's attention
 
 
+def lay_out(cache: SlotCache, rows: list[RowInput]) -> None:
+    """Has the cache write what these rows bring."""
+    cache.layout = build_layout([rows])
+    cache.locate(cache.layout)
+
+
 def states(stamps: list[int], dim: int, layer: int) -> torch.Tensor:
     """States `[1, HEADS, N, dim]` in which every token, head and layer has a number of its own."""
     tokens = torch.tensor(stamps, dtype=torch.float64)[None, :, None]
@@ -72,7 +78,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
             self.texts[row] += feed
             self.trees[row] = (tree, nodes)
         self.cache.reserve(max(item.row.length + item.num_tokens for item in inputs))
-        self.cache.layout = build_layout([inputs], torch.device("cpu"))
+        lay_out(self.cache, inputs)
         for layer in range(LAYERS):
             views = self.cache.update(states(stamps, KEY_DIM, layer), states(stamps, VALUE_DIM, layer), layer)
             for view, dim in zip(views, (KEY_DIM, VALUE_DIM)):
@@ -124,7 +130,7 @@ def filled(lengths: list[int], capacity: int = 8) -> tuple[SlotCache, list[Cache
     cache = SlotCache(len(lengths), capacity)
     rows = [cache.add() for _ in lengths]
     cache.reserve(max(lengths))
-    cache.layout = build_layout([[RowInput(row, np.arange(n)) for row, n in zip(rows, lengths)]], torch.device("cpu"))
+    lay_out(cache, [RowInput(row, np.arange(n)) for row, n in zip(rows, lengths)])
     stamps = [100 * (i + 1) + k for i, n in enumerate(lengths) for k in range(n)]
     for layer in range(LAYERS):
         cache.update(states(stamps, KEY_DIM, layer), states(stamps, VALUE_DIM, layer), layer)

@@ -28,14 +28,12 @@ class WrittenDecoder:
         self,
         layout: StepLayout,
         cache: SlotCache,
-        lines: torch.Tensor | None = None,
         keep: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """
         Args:
-            layout (`StepLayout`): Of N tokens.
+            layout (`StepLayout`): Of N tokens, of which M are kept.
             cache (`SlotCache`): Gets their keys and values.
-            lines (`torch.Tensor` of shape `[M]`, *optional*): Those tokens whose logits are wanted; all if not given.
             keep (`Callable`, *optional*): Gets the hidden states `[N, hidden_size]` before every layer, behind the
                 last, and, as layer -1, behind the final norm.
 
@@ -44,16 +42,12 @@ class WrittenDecoder:
         """
         # Modules that are called may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
-            return self._run(layout, cache, lines, keep)
+            return self._run(layout, cache, keep)
 
     def _run(
-        self,
-        layout: StepLayout,
-        cache: SlotCache,
-        lines: torch.Tensor | None,
-        keep: Callable[[int, torch.Tensor], None] | None,
+        self, layout: StepLayout, cache: SlotCache, keep: Callable[[int, torch.Tensor], None] | None
     ) -> torch.Tensor:
-        plan = self.plan
+        plan, lines = self.plan, layout.kept
         x = plan.embedding(layout.tokens)
         if plan.embedding_multiplier != 1.0:
             x = x * plan.embedding_multiplier
