@@ -2,95 +2,28 @@
 
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from ..device import to_device
+from ..device import fetch_together, waits_are_free
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, draft_seed
 from ..sampling.processors import process_lines, score_processors
 from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
-from ..target.layout import CacheRow, RowInput
 from ..target.packed import PackedForward
 from ..target.support import can_pack
 from ..target.written import packed_forward
 from ..validate import is_integer
 from .base import TreeCandidateGenerator
+from .draft_ahead import DraftLevel, Frontier, plan_levels
+from .draft_growth import DraftState, Growth, Outlook
 
 _CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
 _TREE_WIDTH = 4  # children of a node, and nodes of a level that are grown further, where prices rule
-
-
-@dataclass(eq=False)
-class _DraftState:
-    """One request's text, its row in the draft's cache, and the nodes whose keys and values lie behind it."""
-
-    row: CacheRow
-    tokens: list[int]
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    seed: int | None = None
-    num_generated: int = 0
-    nodes: DraftTree = field(default_factory=DraftTree.empty)
-
-
-@dataclass
-class _Growth:
-    """
-    A tree that grows level by level. Candidates are all tokens the draft thought of; `expanded` are those of them
-    that were run through the draft, in the order in which they lie in its cache.
-    """
-
-    state: _DraftState
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # indices of candidates
-    probs: list[float] = field(default_factory=list)
-    path_probs: list[float] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    distributions: list[torch.Tensor] = field(default_factory=list)
-    expanded: list[int] = field(default_factory=list)
-    frontier: list[int] = field(default_factory=lambda: [-1])  # candidates whose children come next
-    cached: DraftTree = field(default_factory=DraftTree.empty)  # the expanded candidates
-
-    def expand(self) -> None:
-        """Counts the frontier among the expanded candidates."""
-        self.expanded += [node for node in self.frontier if node >= 0]
-        self.cached = self._tree_of(self.expanded)
-
-    def tree(self) -> DraftTree:
-        """The candidates of highest path probability, as many as the draft may have."""
-        nodes = list(range(len(self.tokens)))
-        if len(nodes) > self.limit:  # ties go to the earlier node: a child never outranks its parent
-            nodes = sorted(sorted(nodes, key=lambda node: -self.path_probs[node])[: self.limit])
-        return self._tree_of(nodes, torch.stack(self.distributions) if self.distributions else None)
-
-    def _tree_of(self, nodes: list[int], distributions: torch.Tensor | None = None) -> DraftTree:
-        """Some of the candidates, parents first, as a tree of their own."""
-        index = {node: position for position, node in enumerate(nodes)} | {-1: -1}
-        return DraftTree(
-            np.array([self.tokens[node] for node in nodes], np.int64),
-            np.array([index[self.parents[node]] for node in nodes], np.int64),
-            np.array([self.probs[node] for node in nodes], np.float32),
-            distributions,
-        )
-
-    def add_children(self, node: int, tokens: list[int], probs: list[float], trust: float, least: float) -> None:
-        """Candidates behind candidate `node` (-1: behind the text), the best first, with paths of `least` or more."""
-        path_prob = self.path_probs[node] if node >= 0 else 1.0
-        paths = [path_prob * min(prob * trust, 1.0) for prob in probs]
-        num = sum(path >= least for path in paths)
-        num = max(num, node == self.frontier[0])  # every level has a node, so that its costs can be told
-        tokens, probs = tokens[:num], probs[:num]
-        self.tokens += tokens
-        self.parents += [node] * len(tokens)
-        self.probs += probs
-        self.path_probs += paths[:num]
-        self.depths += [self.depths[node] + 1 if node >= 0 else 1] * len(tokens)
 
 
 class DraftModelCandidates(TreeCandidateGenerator):
@@ -152,9 +85,10 @@ class DraftModelCandidates(TreeCandidateGenerator):
         config = model.config.get_text_config(decoder=True)
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._forward: PackedForward | ChainForward | None = None
-        self._states: dict[Hashable, _DraftState] = {}
+        self._states: dict[Hashable, DraftState] = {}
         self._cached_version = self.weights_version  # what the cache was computed with
         self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
+        self._outlook = Outlook()  # of all requests
 
     @property
     def name(self) -> str:
@@ -174,7 +108,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
         processors, seed = self._coupling.pop(request_id, (LogitsProcessorList(), None))
         if seed is None:
             processors = LogitsProcessorList()  # the arg max does not change
-        self._states[request_id] = _DraftState(self._forward.add(), prompt.tolist(), processors, seed)
+        outlook = self._outlook.of_another()
+        self._states[request_id] = DraftState(self._forward.add(), prompt.tolist(), outlook, processors, seed)
 
     def _new_forward(self) -> PackedForward | ChainForward:
         return packed_forward(self.model) if self._draws_trees else ChainForward(self.model)
@@ -190,9 +125,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         state = self._states[request_id]
         if state.row.length == len(state.tokens):
-            assert self._forward is not None
             # The last token stays out even if it was drafted: the next draft needs its logits.
-            self._forward.commit([state.row], [state.nodes.path_along(tokens[:-1])])
+            state.accepted = state.nodes.path_along(tokens[:-1])
         state.nodes = DraftTree.empty()
         state.tokens += tokens.tolist()
         state.num_generated += len(tokens)
@@ -205,18 +139,28 @@ class DraftModelCandidates(TreeCandidateGenerator):
         price = price if self.heeds_prices else None
         assert self._forward is not None, "no request has been started"
         self._drop_outdated()
-        growths = [_Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
+        self._commit()
+        growths = [Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
         growing = [growth for growth in growths if self._max_depth(growth, price) > 0]
+        growing.sort(key=lambda growth: growth.state.row.slot)  # as forwards order rows
         for growth in growing:
             # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
             row = growth.state.row
             self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
-        while growing:
-            self._grow_level(growing, price)
-            growing = self._worth_growing(growing, price)
+        if growing and self._looks_behind_every_level:
+            self._grow_by_level(growing, price)
+        elif growing:
+            self._grow_at_once(growing, price)
         for growth in growths:
             growth.state.nodes = growth.cached
-        return [growth.tree() for growth in growths]
+        least = 0.0 if price is None else price.node
+        confidence = 0.0 if price is None and self.width > 1 else self.confidence_threshold
+        return [growth.tree(least, confidence) for growth in growths]
+
+    @property
+    def _looks_behind_every_level(self) -> bool:
+        """Whether drafts end as soon as they promise too little: where that costs no wait for a device."""
+        return not isinstance(self._forward, PackedForward) or waits_are_free(self._forward.device)
 
     def _drop_outdated(self) -> None:
         """Begins with empty rows where their keys and values are of other weights than the model has now."""
@@ -225,84 +169,144 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._cached_version = self.weights_version
         self._forward = self._new_forward()  # dtype or device may be others now, too
         for state in self._states.values():
-            state.row, state.nodes = self._forward.add(), DraftTree.empty()
+            state.row, state.nodes, state.accepted = self._forward.add(), DraftTree.empty(), None
 
-    def _grow_level(self, growths: list[_Growth], price: LevelPrice | None) -> None:
-        """Runs every frontier node through the draft and adds its best children as candidates."""
+    def _commit(self) -> None:
+        """Keeps the keys and values of what was accepted since the last draft, of all requests together."""
         assert self._forward is not None
-        inputs = []
+        states = [state for state in self._states.values() if state.accepted is not None]
+        self._forward.commit([state.row for state in states], [state.accepted or [] for state in states])
+        for state in states:
+            state.accepted = None
+
+    def _grow_by_level(self, growths: list[Growth], price: LevelPrice | None) -> None:
+        """Runs level after level, of those trees only that are worth it."""
+        assert self._forward is not None
+        while growths:
+            logits, _ = self._forward.forward([growth.next_input() for growth in growths])
+            numbers = [len(growth.frontier) for growth in growths]
+            children = self._best_children(growths, numbers, growths[0].depth, logits, self._width(price))
+            tokens, probs = fetch_together(children)
+            self._add_children(growths, tokens, probs, price)
+            growths = self._worth_growing(growths, price)
+
+    def _grow_at_once(self, growths: list[Growth], price: LevelPrice | None) -> None:
+        """Runs as many levels as the trees are to have, and looks at them when all have been asked for."""
+        forward, width = self._forward, self._width(price)
+        assert isinstance(forward, PackedForward)
+        lengths = [growth.state.row.length for growth in growths]
+        try:
+            levels = plan_levels(forward, growths, self._depths(growths, price), width)
+            found = self._run_levels(forward, levels, width, 1.0 if price is None else price.trust)
+        except BaseException:  # what has not been run is not in the cache
+            for growth, length in zip(growths, lengths):
+                forward.cut(growth.state.row, length)
+            raise
+        for level, (tokens, probs, chosen) in zip(levels, found):
+            level.take_frontier(chosen)
+            self._add_children(level.growths, tokens, probs, price)
+            if price is not None:
+                for growth in level.growths:
+                    growth.promises.append(growth.promise_of(self._worthy(growth, price)))
         for growth in growths:
-            state = growth.state
-            feed = np.array(state.tokens[state.row.length :], np.int64)
-            first = len(growth.expanded)
-            growth.expand()
-            inputs.append(RowInput(state.row, feed, growth.cached, first))
-        logits, offsets = self._forward.forward(inputs)
-        lines = [offset + i for growth, offset in zip(growths, offsets) for i in range(len(growth.frontier))]
-        if lines != list(range(len(logits))):  # also where rows have changed slots, and lines their order
-            logits = logits[to_device(np.array(lines), logits.device)]
-        width = self.width if price is None else self._widest
-        tokens, probs, distributions = self._best_children(growths, logits, width)
-        trust, least = (1.0, 0.0) if price is None else (price.trust, price.node)
-        owners = ((growth, node) for growth in growths for node in growth.frontier)
-        for line, (growth, node) in enumerate(owners):
-            growth.add_children(node, tokens[line], probs[line], trust, least)
-            if distributions is not None and growth.state.seed is not None:
-                growth.distributions.append(distributions[line])
+            growth.state.outlook.learn(growth.promises)
+            self._outlook.learn(growth.promises)
+
+    def _run_levels(
+        self, forward: PackedForward, levels: list[DraftLevel], width: int, trust: float
+    ) -> list[list[np.ndarray]]:
+        """Of every level what it found: children, their probabilities, and which of the level above had children."""
+        found: list[torch.Tensor] = []
+        frontier: Frontier | None = None
+        for depth, level in enumerate(levels):
+            logits = level.run(forward, frontier)
+            numbers = [level.num_nodes] * len(level.growths)
+            tokens, probs = self._best_children(level.growths, numbers, depth, logits, width)
+            found += [tokens, probs, tokens[:0] if frontier is None else frontier.chosen]
+            if level is not levels[-1]:
+                frontier = level.choose(tokens, probs, frontier, trust)
+        arrays = fetch_together(found)
+        return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
 
     def _best_children(
-        self, growths: list[_Growth], logits: torch.Tensor, width: int
-    ) -> tuple[list[list[int]], list[list[float]], torch.Tensor | None]:
-        """The `width` best tokens of every line, their probabilities, and the distributions if drafts are sampled."""
+        self, growths: list[Growth], numbers: list[int], depth: int, logits: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The `width` best tokens behind every node `[nodes, width]`, and their probabilities, where growths have so many
+        nodes each, `depth` tokens behind the text.
+        """
         scores = logits.float()
-        distributions = None
         if any(growth.state.seed is not None for growth in growths):
-            scores = process_lines(scores, [(growth.state.processors, len(growth.frontier)) for growth in growths])
+            states = [growth.state for growth in growths]
+            scores = process_lines(scores, [(state.processors, num) for state, num in zip(states, numbers)])
+            if self.samples:  # a chain
+                for growth, line in zip(growths, scores.softmax(dim=-1)):
+                    if growth.state.seed is not None:
+                        growth.distributions.append(line)
             seeds: list[int | None] = []
             positions: list[int] = []
-            for growth in growths:
-                state = growth.state
+            for state, num in zip(states, numbers):
                 seed = draft_seed(state.seed) if self.samples and state.seed is not None else state.seed
-                seeds += [seed] * len(growth.frontier)
-                depths = (growth.depths[node] if node >= 0 else 0 for node in growth.frontier)
-                positions += [state.num_generated + depth for depth in depths]
-            distributions = scores.softmax(dim=-1) if self.samples else None
+                seeds += [seed] * num
+                positions += [state.num_generated + depth] * num
             scores = add_gumbel_noise(scores, seeds, positions)
-        return *likeliest_tokens(scores, width), distributions
+        return likeliest_tokens(scores, width)
 
-    def _worth_growing(self, growths: list[_Growth], price: LevelPrice | None) -> list[_Growth]:
+    def _add_children(
+        self, growths: list[Growth], tokens: np.ndarray, probs: np.ndarray, price: LevelPrice | None
+    ) -> None:
+        """Adds the best tokens behind every frontier node (`[nodes, width]`) as candidates."""
+        trust = 1.0 if price is None else price.trust
+        lines = iter(zip(tokens.tolist(), probs.tolist()))
+        for growth in growths:
+            for node in growth.frontier:
+                growth.add_children(node, *next(lines), trust)
+
+    def _width(self, price: LevelPrice | None) -> int:
+        return self.width if price is None else self._widest
+
+    def _worth_growing(self, growths: list[Growth], price: LevelPrice | None) -> list[Growth]:
         """Those that get a further level, with the nodes that it hangs on."""
         if price is None:
             return [growth for growth in growths if self._choose_frontier(growth)]
-        price = price.beyond(growths[0].depths[-1])  # they grow together
-        going_on, profit = [], -price.call
         for growth in growths:
-            newest = range(growth.depths.index(growth.depths[-1]), len(growth.depths))
-            paths = growth.path_probs
-            best = sorted(newest, key=lambda node: -paths[node])[: self._widest]
-            frontier = [node for node in best if paths[node] >= price.node and self._is_confident(growth, node)]
-            gain = sum(paths[node] for node in frontier) - price.row
-            if gain > 0 and growth.depths[-1] < self._max_depth(growth, price):
-                growth.frontier = frontier
-                going_on.append(growth)
-                profit += gain
-        return going_on if profit > 0 else []
+            growth.frontier = self._worthy(growth, price)
+        promises = [growth.promise_of(growth.frontier) for growth in growths]
+        return self._paying(growths, promises, growths[0].depth, price)
 
-    def _is_confident(self, growth: _Growth, node: int) -> bool:
-        return growth.probs[node] >= self.confidence_threshold
+    def _worthy(self, growth: Growth, price: LevelPrice) -> list[int]:
+        """The newest nodes that further ones may hang on."""
+        paths, probs = growth.path_probs, growth.probs
+        best = growth.best(self._widest)
+        return [node for node in best if paths[node] >= price.node and probs[node] >= self.confidence_threshold]
 
-    def _choose_frontier(self, growth: _Growth) -> bool:
+    def _paying(self, growths: list[Growth], promises: list[float], depth: int, price: LevelPrice) -> list[Growth]:
+        """Those to which a level behind `depth` others brings more than it costs, if they promise so many tokens."""
+        cost = price.beyond(depth)
+        gains = {growth: promise - cost.row for growth, promise in zip(growths, promises)}
+        paying = [growth for growth in growths if gains[growth] > 0 and depth < self._max_depth(growth, price)]
+        return paying if sum(gains[growth] for growth in paying) > cost.call else []
+
+    def _depths(self, growths: list[Growth], price: LevelPrice | None) -> list[int]:
+        """How deep trees are to be that are not looked at meanwhile: by what others of their request have promised."""
+        if price is None:
+            return [self._max_depth(growth, price) for growth in growths]
+        depths = dict.fromkeys(growths, 0)
+        going_on = growths
+        while going_on:
+            for growth in going_on:
+                depths[growth] += 1
+            depth = depths[going_on[0]]
+            going_on = self._paying(going_on, [item.state.outlook.at(depth) for item in going_on], depth, price)
+        return list(depths.values())
+
+    def _choose_frontier(self, growth: Growth) -> bool:
         """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
-        depth = growth.depths[-1]
-        newest = list(range(growth.depths.index(depth), len(growth.depths)))
-        if self.width == 1:
-            growth.frontier = newest
-            return depth < self._max_depth(growth, None) and self._is_confident(growth, -1)
-        newest.sort(key=lambda node: -growth.path_probs[node])
-        growth.frontier = newest[: self.width]
-        return depth < self._max_depth(growth, None)
+        growth.frontier = growth.best(self.width)
+        is_over = self.width == 1 and growth.probs[-1] < self.confidence_threshold
+        return not is_over and growth.depth < self._max_depth(growth, None)
 
-    def _max_depth(self, growth: _Growth, price: LevelPrice | None) -> int:
+    def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
         """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
         room = growth.limit
         if self._num_positions is not None:

@@ -75,19 +75,15 @@ def best_of(scores: torch.Tensor, count: int, num_lines: int, with_argmax: bool)
     return Top(found[2 * tokens.numel() :].tolist(), top[0].to(torch.int64).numpy(), top[1].view(torch.float32).numpy())
 
 
-def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The `count` best tokens of every line of `[rows, vocab_size]` (float32), best first, and their probabilities, both
-    `[rows][count]`: a device is waited for once.
+    `[rows, count]`. No device is waited for.
     """
-    on_cpu = scores.device.type == "cpu"
     if count == 1:
+        on_cpu = scores.device.type == "cpu"
         tokens = torch.tensor(argmax(scores))[:, None] if on_cpu else scores.argmax(dim=-1, keepdim=True)
     else:
         tokens = top_tokens(scores, count)
     # Cheaper than the best scores and a log-sum-exp: torch has one fused kernel for this.
-    probs = scores.softmax(dim=-1).gather(1, tokens)
-    if on_cpu:
-        return tokens.tolist(), probs.tolist()
-    both = torch.stack([tokens.to(torch.int32), probs.view(torch.int32)]).cpu()  # bits, not values
-    return both[0].tolist(), both[1].view(torch.float32).tolist()
+    return tokens, scores.softmax(dim=-1).gather(1, tokens)

@@ -224,17 +224,20 @@ def padded_context(rows: Sequence[CacheRow], call: int) -> int:
     return context + call * (len(runs) - 1)
 
 
-def send(layouts: Sequence[StepLayout], device: torch.device) -> None:
-    """Brings all that layouts have for a device there, as one piece."""
+def send(
+    layouts: Sequence[StepLayout], device: torch.device, others: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Brings all that layouts have for a device there, as one piece, and other tensors (int64), which are returned."""
     if device.type == "cpu":
-        return
+        return list(others)
     owners: list[StepLayout | PaddedPart] = []
     for layout in layouts:
         owners += [layout, *layout.parts]
     places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
-    tensors = send_together([getattr(owner, name) for owner, name in places], device)
-    for (owner, name), tensor in zip(places, tensors):
+    tensors = send_together([*others, *[getattr(owner, name) for owner, name in places]], device)
+    for (owner, name), tensor in zip(places, tensors[len(others) :]):
         setattr(owner, name, tensor)
+    return tensors[: len(others)]
 
 
 def build_layout(groups: Sequence[Sequence[RowInput]]) -> StepLayout:

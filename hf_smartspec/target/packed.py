@@ -118,7 +118,7 @@ class PackedForward:
             Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
-        planned = self.plan(self._run_long_feeds(list(inputs)))
+        planned = self.plan(self.run_long_feeds(list(inputs)))
         send([planned.layout], self.device)
         logits = self.run(planned)
         planned.settle()
@@ -129,11 +129,11 @@ class PackedForward:
         """Where tokens go first."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
-    def plan(self, inputs: list[RowInput]) -> PlannedForward:
-        """Lays out a forward, on the host; what is planned behind it must not need more memory than there is then."""
+    def plan(self, inputs: list[RowInput], room: int = 0) -> PlannedForward:
+        """Lays out a forward, on the host. Those that are planned before it is run may bring `room` tokens a row."""
         groups = arrange(inputs, self._call)
         rows = [item for group in groups for item in group]
-        self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in rows]))
+        self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in rows]) + room)
         layout = build_layout(groups)
         self.cache.locate(layout)
         first_lines, kept = _kept(rows)
@@ -141,7 +141,8 @@ class PackedForward:
         seen = seen_lengths(rows, layout.positions[0].numpy()) if self.rotary else None
         return PlannedForward(rows, layout, first_lines, seen)
 
-    def _run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
+    def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
+        """Runs all but the last piece of long feeds; returns what is left."""
         chunk = self._chunk(inputs)
         while any([len(item.feed) > chunk for item in inputs]):
             long = [item for item in inputs if len(item.feed) > chunk]

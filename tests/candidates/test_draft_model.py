@@ -10,14 +10,29 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates
+from hf_smartspec.candidates import draft_model
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
+from hf_smartspec.target.packed import PackedForward
 
 from ..cases import left_padded
 from ..models import VOCAB_SIZE, new_model, noisy_model, shared_model
 from ..strategies import path_to
 
 PROMPTS = {"a": [5, 9, 5, 9, 5], "b": [11], "c": [3, 4, 5, 6, 7, 8, 9, 10]}
+
+
+def look_at_the_end(monkeypatch):
+    """Has drafts grow as where every look would have to wait for a device."""
+    monkeypatch.setattr(draft_model, "waits_are_free", lambda device: False)
+
+
+@pytest.fixture(params=["by level", "at once"])
+def way(request, monkeypatch):
+    """Drafts that are looked at behind every level, or at the end."""
+    if request.param == "at once":
+        look_at_the_end(monkeypatch)
+    return request.param
 
 
 def start(source: DraftModelCandidates, seed: int | None = None, processors=()) -> dict[str, list[int]]:
@@ -63,7 +78,18 @@ KINDS = [*product(["llama", "mistral", "gemma2", "gpt2"], [1, 2, 4]), *product(R
 @pytest.mark.parametrize(("architecture", "width"), KINDS)
 def test_drafts_follow_the_text_whatever_was_accepted(architecture, width):
     """Requests are asked in changing company and accept paths of any length, also of nodes that were not proposed."""
-    model, rng = shared_model(architecture), np.random.default_rng(width)
+    check_that_drafts_follow(shared_model(architecture), width)
+
+
+@pytest.mark.parametrize(("architecture", "width"), [("llama", 1), ("mistral", 3), ("gemma2", 2), ("gpt2", 4)])
+def test_drafts_that_are_looked_at_in_the_end_follow_the_text(architecture, width, monkeypatch):
+    """Nodes see those that they descend from, though the layout has not known which these are."""
+    look_at_the_end(monkeypatch)
+    check_that_drafts_follow(shared_model(architecture), width)
+
+
+def check_that_drafts_follow(model, width):
+    rng = np.random.default_rng(width)
     source = DraftModelCandidates(model, width=width)
     texts = start(source)
     for step in range(15):
@@ -87,7 +113,86 @@ def test_drafts_follow_the_text_whatever_was_accepted(architecture, width):
             texts["d"] = [40, 41]
 
 
-def test_a_chain_is_the_drafts_own_greedy_text():
+OPTIONS = {
+    "chain": ({}, None),
+    "confident chain": ({"confidence_threshold": 0.1}, None),
+    "tree": ({"width": 3}, None),
+    "coupled chain": ({}, 7),
+    "coupled tree": ({"width": 4}, 7),
+    "sampled": ({"samples": True}, 7),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_looking_in_the_end_finds_the_same_trees(name, monkeypatch):
+    """With fewer levels for some rows, texts of unequal lengths, and whatever is accepted."""
+    options, seed = OPTIONS[name]
+    model, processors = sharp_model(), [hf.TemperatureLogitsWarper(0.9)]
+    sources = [DraftModelCandidates(model, **options) for _ in range(2)]
+    for source in sources:
+        start(source, seed, processors)
+    num_forwards = count_forwards(monkeypatch)
+    for limits in ([9, 2, 5], [3, 12, 12], [1, 1, 7]):
+        expected = sources[0].propose(list(PROMPTS), limits)
+        with monkeypatch.context() as patch:
+            look_at_the_end(patch)
+            found = sources[1].propose(list(PROMPTS), limits)
+        for request, tree, other in zip(PROMPTS, expected, found):
+            assert_same(tree, other)
+            tokens = np.append(tree.tokens[path_to(tree, len(tree) - 1)][:2], 5)
+            for source in sources:
+                source.observe(request, tokens)
+    assert max(num_forwards) > 3
+
+
+def assert_same(tree, other) -> None:
+    assert len(tree) and tree.tokens.tolist() == other.tokens.tolist()
+    assert tree.parents.tolist() == other.parents.tolist()
+    np.testing.assert_allclose(tree.probs, other.probs, rtol=1e-4)
+    if tree.distributions is not None:
+        torch.testing.assert_close(tree.distributions, other.distributions, rtol=1e-4, atol=1e-6)
+
+
+def count_forwards(monkeypatch) -> list[int]:
+    """How many levels every draft of the test takes, from now on."""
+    counts: list[int] = []
+    propose, run = DraftModelCandidates.propose, PackedForward.run
+
+    def counting(*args):
+        counts[-1] += 1
+        return run(*args)
+
+    def beginning(*args):
+        counts.append(0)
+        return propose(*args)
+
+    monkeypatch.setattr(PackedForward, "run", counting)
+    monkeypatch.setattr(DraftModelCandidates, "propose", beginning)
+    return counts
+
+
+def test_what_drafts_have_promised_says_how_many_levels_come_next(monkeypatch):
+    """Where nobody looks meanwhile: dear levels become few, cheap ones many, and none is drafted in vain for long."""
+    look_at_the_end(monkeypatch)
+    num_forwards = count_forwards(monkeypatch)
+    settled = []
+    for model in (shared_model("llama"), sharp_model()):  # of low probabilities, and of high ones
+        for call in (0.01, 0.3, 5.0):
+            source = DraftModelCandidates(model)
+            texts = start(source)
+            num_forwards.clear()
+            for _ in range(8):
+                tree = source.propose(["c"], [24], LevelPrice(call, 0.0, 0.02))[0]
+                check_tree(model, tree, texts["c"], 4, 24)
+                source.observe("c", tree.tokens[:1])
+                texts["c"] += tree.tokens[:1].tolist()
+            settled.append(num_forwards[-1])
+    flat, sharp = settled[:3], settled[3:]
+    assert flat == sorted(flat, reverse=True) and sharp == sorted(sharp, reverse=True)
+    assert flat[-1] == sharp[-1] == 1 and sharp[0] > flat[0] > 1 and sharp[1] > flat[1]
+
+
+def test_a_chain_is_the_drafts_own_greedy_text(way):
     model = shared_model("llama")
     source = DraftModelCandidates(model)
     texts = start(source)
@@ -139,7 +244,7 @@ def change(model, source):
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_more_nodes_are_more_probable_nodes(width):
+def test_more_nodes_are_more_probable_nodes(width, way):
     """A tree of n nodes holds the n most probable of the candidates: none was left out for a less probable one."""
     source = DraftModelCandidates(shared_model("llama"), width=width)
     start(source)
@@ -160,7 +265,7 @@ def priced(model, price, limit=24, name="c", **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"width": 2}, {"num_nodes": 3}])
-def test_where_prices_rule_no_node_is_worth_less_than_it_costs(options):
+def test_where_prices_rule_no_node_is_worth_less_than_it_costs(options, way):
     """And none that is worth more was left out, as far as its level was drafted."""
     model = sharp_model()
     for node_price in (0.02, 0.1, 0.3):
@@ -200,7 +305,7 @@ def test_a_drafter_that_is_trusted_more_drafts_more_and_always_trees(trust):
     assert (len(tree) >= len(usual)) if trust >= 1 else (len(tree) < len(usual))
 
 
-def test_branches_end_behind_tokens_of_low_confidence_where_prices_rule():
+def test_branches_end_behind_tokens_of_low_confidence_where_prices_rule(way):
     model = sharp_model()
     tree, text = priced(model, LevelPrice(0.0, 0.0, 0.01), confidence_threshold=0.5)
     check_tree(model, tree, text, 4, 24)
@@ -222,7 +327,7 @@ def test_prices_of_one_step_are_forgotten_and_sampled_drafts_do_not_heed_them():
     assert len(sampled.propose(["a"], [6], LevelPrice(9.0, 9.0, 9.0))[0]) == 6 and not sampled.heeds_prices
 
 
-def test_a_chain_ends_behind_a_token_of_low_confidence():
+def test_a_chain_ends_behind_a_token_of_low_confidence(way):
     model = shared_model("llama")
     whole = DraftModelCandidates(model)
     start(whole)
@@ -254,7 +359,7 @@ def test_a_coupled_draft_picks_with_the_targets_noise_and_processors():
         num_generated += len(tokens)
 
 
-def test_greedy_requests_beside_sampling_ones_stay_greedy():
+def test_greedy_requests_beside_sampling_ones_stay_greedy(way):
     model = shared_model("llama")
     source = DraftModelCandidates(model)
     for name, seed in (("a", None), ("c", 5)):
@@ -300,7 +405,7 @@ def test_new_weights_are_used_by_the_next_call():
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_draft_that_broke_halfway_can_be_begun_anew(width, level, monkeypatch):
+def test_a_draft_that_broke_halfway_can_be_begun_anew(width, level, way, monkeypatch):
     """After an error the engine asks row by row; what the failed attempt left in the cache must not matter."""
     model = shared_model("llama")
     source = DraftModelCandidates(model, width=width)
@@ -309,16 +414,17 @@ def test_a_draft_that_broke_halfway_can_be_begun_anew(width, level, monkeypatch)
     for name in texts:
         source.observe(name, np.array([7]))
         texts[name].append(7)
-    grow, calls = source._grow_level, []
+    run, calls = PackedForward.run, []
 
-    def breaking(growths, price):
-        grow(growths, price)
-        calls.append(growths)
+    def breaking(*args):
+        logits = run(*args)
+        calls.append(args)
         if len(calls) > level:
             raise RuntimeError("broken")
+        return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(source, "_grow_level", breaking)
+        patch.setattr(PackedForward, "run", breaking)
         with pytest.raises(RuntimeError):
             source.propose(list(texts), [8, 8, 8])
     for name, text in texts.items():
@@ -326,7 +432,7 @@ def test_a_draft_that_broke_halfway_can_be_begun_anew(width, level, monkeypatch)
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_draft_ends_where_the_models_positions_end(width):
+def test_a_draft_ends_where_the_models_positions_end(width, way):
     """Learned positions end somewhere; a text that has grown beyond them gets no drafts."""
     model = new_model("gpt2", n_positions=12)
     source = DraftModelCandidates(model, width=width)

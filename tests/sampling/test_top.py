@@ -38,7 +38,7 @@ def test_likeliest_tokens_come_with_their_probabilities(vocab_size, count):
     scores = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(count))
     expected = scores.softmax(dim=-1).topk(min(count, vocab_size))
     tokens, probs = likeliest_tokens(scores, count)
-    assert tokens == expected.indices.tolist() and probs == expected.values.tolist()
+    assert torch.equal(tokens, expected.indices) and torch.equal(probs, expected.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

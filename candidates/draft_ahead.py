@@ -1,0 +1,125 @@
+"""
+Several levels of drafting in a row, without a look at any of them: how many nodes each level has is settled before, so
+that all levels are laid out, and sent, at once; which tokens the nodes hold, only the device knows in the meantime.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..target.layout import send
+from ..target.packed import PackedForward, PlannedForward
+from .draft_growth import Growth
+
+
+class Frontier(NamedTuple):
+    """The nodes that a level runs, on the device."""
+
+    tokens: torch.Tensor  # [rows, width] int64
+    paths: torch.Tensor  # [rows, width] float32, their path probabilities
+    # [rows, width, levels between] int64: their parent's place in its level, its parent's, and so on.
+    ancestors: torch.Tensor
+    chosen: torch.Tensor  # [rows, width] int64, which of the children in the level above they are
+
+
+@dataclass(eq=False)
+class DraftLevel:
+    """
+    A level that is planned.
+
+    Args:
+        growths (list of `Growth`): Whose trees get it, in the order of their rows' slots.
+        planned (`PlannedForward`): Of the text, or of as many nodes as the level has.
+        num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
+        going_on (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
+    """
+
+    growths: list[Growth]
+    planned: PlannedForward
+    num_nodes: int
+    going_on: torch.Tensor | None = None
+
+    def run(self, forward: PackedForward, frontier: Frontier | None) -> torch.Tensor:
+        """Logits `[nodes, vocab_size]` behind the frontier, or behind the text."""
+        if frontier is not None:
+            self.planned.layout.tokens = frontier.tokens.reshape(1, -1)
+            self._hang(frontier.ancestors)
+        return forward.run(self.planned)
+
+    def _hang(self, ancestors: torch.Tensor) -> None:
+        """In place of the first of every level, of which the layout knows, nodes see those that they descend from."""
+        offsets = ancestors.flatten(0, 1).T  # [levels between, nodes]
+        for part in self.planned.layout.parts:
+            if part.tree_pairs is not None and len(offsets):
+                own, others = part.tree_pairs.view(len(offsets) + 1, -1).split([1, len(offsets)])
+                part.tree_pairs = torch.cat([own, others + offsets[:, part.tokens]]).flatten()
+
+    def take_frontier(self, chosen: np.ndarray) -> None:
+        """Tells the trees which of their newest nodes have children here (`[rows, width]`; none: the text)."""
+        for growth, children in zip(self.growths, chosen.tolist()):
+            growth.frontier = [growth.newest[child] for child in children]
+        for growth in self.growths:
+            growth.expand()
+
+    def choose(self, tokens: torch.Tensor, probs: torch.Tensor, above: Frontier | None, trust: float) -> Frontier:
+        """The best of the children `[nodes, width]`, as many in every row as a node has."""
+        num_rows, width = len(self.growths), tokens.shape[1]
+        if width == 1:
+            return self._going_on(Frontier(tokens, probs, tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)))
+        paths = (probs * trust).clamp(max=1.0)
+        if above is not None:
+            paths = above.paths.reshape(-1, 1) * paths
+        tokens, paths = tokens.reshape(num_rows, -1), paths.reshape(num_rows, -1)
+        chosen = paths.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        parents = chosen // width
+        if above is None:
+            ancestors = parents.new_zeros(num_rows, width, 0)
+        else:
+            further = above.ancestors.gather(1, parents[:, :, None].expand(-1, -1, above.ancestors.shape[2]))
+            ancestors = torch.cat([parents[:, :, None], further], dim=2)
+        return self._going_on(Frontier(tokens.gather(1, chosen), paths.gather(1, chosen), ancestors, chosen))
+
+    def _going_on(self, frontier: Frontier) -> Frontier:
+        """What the next level needs of it."""
+        rows = self.going_on
+        return frontier if rows is None else Frontier(*[item.index_select(0, rows) for item in frontier])
+
+
+def plan_levels(
+    forward: PackedForward, growths: Sequence[Growth], depths: Sequence[int], width: int
+) -> list[DraftLevel]:
+    """
+    Lays out and sends all levels of trees that are `depths` deep, of `width` nodes per level. Their rows then count as
+    fed, as if the levels had been run.
+    """
+    # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
+    shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}
+    room = width * max(depths)
+    levels: list[DraftLevel] = []
+    for depth in range(max(depths)):
+        members = [growth for growth, most in zip(growths, depths) if most > depth]
+        inputs = [shapes[growth].next_input() for growth in members]
+        planned = forward.plan(inputs if depth else forward.run_long_feeds(inputs), room)
+        planned.settle()
+        levels.append(DraftLevel(members, planned, width if depth else 1))
+        for growth in members:
+            shape = shapes[growth]
+            shape.add_children(shape.frontier[0], [0] * width, [0.0] * width)
+            shape.frontier = list(shape.newest)
+    for level, further in pairwise(levels):
+        if len(further.growths) < len(level.growths):
+            stay = set(further.growths)
+            level.going_on = torch.tensor([number for number, growth in enumerate(level.growths) if growth in stay])
+    _send(forward, levels)
+    return levels
+
+
+def _send(forward: PackedForward, levels: Sequence[DraftLevel]) -> None:
+    going_on = [level.going_on for level in levels if level.going_on is not None]
+    sent = iter(send([level.planned.layout for level in levels], forward.device, going_on))
+    for level in levels:
+        level.going_on = None if level.going_on is None else next(sent)
