@@ -5,9 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
+
+from ...target.written import written_decoder
+from ...target.written.decoder import WrittenDecoder
 
 
 def synchronize(device: torch.device) -> None:
@@ -32,15 +37,41 @@ def side_by_side(
 
 
 class Stopwatch:
-    """Seconds spent inside a model's forward while attached to it."""
+    """Seconds spent computing a model's forwards while attached to it, written out or not."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
-    def attached_to(self, model: torch.nn.Module) -> Iterator["Stopwatch"]:
-        device = next(model.parameters()).device
-        start = 0.0
+    def attached_to(self, model: PreTrainedModel) -> Iterator["Stopwatch"]:
+        decoder = written_decoder(model, thoroughly=True)
+        with self._hooked(model) if decoder is None else self._wrapped(decoder, model.device):
+            yield self
+
+    @contextmanager
+    def _wrapped(self, decoder: WrittenDecoder, device: torch.device) -> Iterator[None]:
+        """A hook on its model would keep a written-out decoder from being used."""
+        compute = WrittenDecoder.__call__
+
+        def timed(called: WrittenDecoder, *args: Any) -> torch.Tensor:
+            if called is not decoder:
+                return compute(called, *args)
+            synchronize(device)
+            start = time.perf_counter()
+            logits = compute(called, *args)
+            synchronize(device)
+            self.seconds += time.perf_counter() - start
+            return logits
+
+        WrittenDecoder.__call__ = timed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            WrittenDecoder.__call__ = compute  # type: ignore[method-assign]
+
+    @contextmanager
+    def _hooked(self, model: PreTrainedModel) -> Iterator[None]:
+        device, start = model.device, 0.0
 
         def before(*_):
             nonlocal start
@@ -53,7 +84,7 @@ class Stopwatch:
 
         hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
         try:
-            yield self
+            yield
         finally:
             for hook in hooks:
                 hook.remove()

@@ -4,6 +4,7 @@ import copy
 import sys
 import time
 from collections.abc import Hashable, Sequence
+from functools import cache, partial
 from statistics import median
 from types import FrameType
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ...candidates.base import NoCandidates, TreeCandidateGenerator
@@ -24,10 +25,11 @@ from ...decoding.verify import coupled_picks
 from ...goodput import CostModel, GoodputAuction, LengthPolicy, NoSpeculation
 from ...sampling.processors import TokenPicker
 from ...simulator.clock import EventClock
+from ...target.written import written_decoder
 from ..common.console import table
 from ..common.progress import track
 from . import stubs
-from .stubs import VOCAB_SIZE, DrawnTrees, StubForward, repetitive_text
+from .stubs import VOCAB_SIZE, DrawnTrees, StubForward, llama_config, repetitive_text
 
 ROWS = (1, 16, 64, 256)
 CONTEXTS = (1000, 2000)  # of the rows, tokens
@@ -42,6 +44,7 @@ LIMITS = {  # milliseconds that a step may take
 WARMUP = 30  # steps, in which the auction learns
 _COUNTED = 5  # steps in which calls are counted
 _TREE = 64  # nodes
+_WATCHED_LAYERS = 24
 
 # What a model of 7 billion parameters might cost on a GPU: tokens cost little up to some hundreds.
 _GPU = CostModel(alpha=4e-8, gamma=0.0, delta=0.0, knots=(1, 128, 256, 2048), curve=(0.005, 0.0054, 0.008, 0.06))
@@ -124,7 +127,7 @@ def make_setting(drafts: str, num_rows: int, num_steps: int, seed: int = 0) -> S
     """Rows in the midst of texts that go on for so many steps; every row is a call of its own, as in an engine."""
     rng, clock = np.random.default_rng(seed), EventClock()
     cost = _FREE if drafts.startswith("trees") else _GPU
-    forward = StubForward(num_rows, cost, clock)
+    forward = StubForward(num_rows, cost, clock, partial(_look, _watched()))
     lengths = rng.integers(*CONTEXTS, num_rows).tolist()
     texts = [repetitive_text(length + (num_steps + 2) * (_TREE + 1), rng) for length in lengths]
     answers: dict[Hashable, np.ndarray] = {row: text[length:] for row, (text, length) in enumerate(zip(texts, lengths))}
@@ -138,6 +141,17 @@ def make_setting(drafts: str, num_rows: int, num_steps: int, seed: int = 0) -> S
         forward.set_text(request.row, text)
         loop.add(call)
     return Setting(loop, forward, source)
+
+
+@cache
+def _watched() -> LlamaForCausalLM:
+    """A model with as many modules as one of 7 billion parameters has nearly."""
+    return LlamaForCausalLM(llama_config(8, _WATCHED_LAYERS, 2, intermediate_size=8)).eval()
+
+
+def _look(model: LlamaForCausalLM) -> None:
+    """Whether the model is still as it was written out; the stub computes all the same."""
+    written_decoder(model)
 
 
 def _source(drafts: str, answers: dict[Hashable, np.ndarray]) -> TreeCandidateGenerator:

@@ -1,7 +1,7 @@
 """A target that answers at once and knows what it will say, and the texts and trees of a step's host time."""
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,21 @@ CALL = 2**14  # columns that a further call of attention costs: those of 8 heads
 _DEPTH, _CHANCE = 8, 0.7  # of drawn trees: levels, and how likely each one's first node is right
 
 
+def llama_config(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> LlamaConfig:
+    """Of a Llama with tied embeddings and the usual special tokens."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **others,
+    )
+
+
 class StubModel(LlamaForCausalLM):
     """
     A decoder whose forward computes nothing: its logits are one line of zeros, as often as asked for. Its head is so
@@ -30,19 +45,7 @@ class StubModel(LlamaForCausalLM):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            LlamaConfig(
-                vocab_size=VOCAB_SIZE,
-                hidden_size=4,
-                intermediate_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=1,
-                tie_word_embeddings=True,
-                pad_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        )
+        super().__init__(llama_config(4, 1, 1, intermediate_size=8))
         self._line = torch.zeros(1, 1, VOCAB_SIZE)
 
     def forward(
@@ -61,10 +64,11 @@ class StubForward(PackedForward):
         num_rows (`int`): Rows.
         cost (`CostModel`): What a forward takes ...
         clock (`EventClock`): ... of this clock, by which the loop measures itself.
+        look (`Callable`): Called before every forward, as is what looks for a written-out decoder.
     """
 
-    def __init__(self, num_rows: int, cost: CostModel, clock: EventClock):
-        super().__init__(StubModel().eval(), num_rows, 4096)
+    def __init__(self, num_rows: int, cost: CostModel, clock: EventClock, look: Callable[[], None]):
+        super().__init__(StubModel().eval(), num_rows, 4096, choose=look)
         self.cost, self.clock, self.seconds = cost, clock, 0.0
         self._texts: dict[CacheRow, list[int]] = {}
         self._picks: list[int] = []

@@ -3,7 +3,11 @@
 import argparse
 import json
 
+import pytest
+from transformers import PreTrainedModel
+
 from hf_smartspec.commands.overhead import command as overhead
+from hf_smartspec.target.written import written_decoder
 from tests.models import new_model
 
 
@@ -28,3 +32,19 @@ def test_report_holds_every_setting_and_is_written_as_json(tmp_path, monkeypatch
     assert all(0 < row["outside_share"] < 1 for row in results["step"].values())
     assert results["no_speculation"]["plain_tokens"] == results["no_speculation"]["engine_tokens"]
     assert "packed / plain" in capsys.readouterr().out
+
+    monkeypatch.setattr(overhead, "host_time", lambda num_steps: [host_row | {"is_met": False}])
+    assert overhead.run(parser.parse_args(["--parts", "host"])) == 1, "a limit is missed"
+
+
+def test_steps_are_timed_with_decoders_written_out():
+    model, draft = (new_model("llama", eos_token_id=None) for _ in range(2))
+    written_decoder(model), written_decoder(draft)  # which compares them with their own forwards
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedModel, "__call__", _refuse)
+        results = overhead.step_overhead(model, draft, batch_size=2, repeats=1)
+    assert all(0 < row["inside"] < row["total"] and row["steps"] > 4 for row in results.values())
+
+
+def _refuse(*_, **__):
+    raise AssertionError("the model's own forward runs")
