@@ -63,7 +63,7 @@ class Stopwatch:
             self.seconds += time.perf_counter() - start
             return logits
 
-        WrittenDecoder.__call__ = timed  # type: ignore[method-assign]
+        WrittenDecoder.__call__ = timed  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
