@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from transformers import ContinuousBatchingConfig
 
 from ..candidates.base import NoCandidates
 from ..goodput import NoSpeculation
 from .common.arguments import add_model_arguments, add_text_arguments, command_of, positive
 from .common.claims import Claim, exit_status, print_claims
 from .common.console import make_console, table
+from .common.continuous import continuous_config, serve_lengths
 from .common.figures import saved_figure
 from .common.models import UsageError, left_padded
 from .common.outputs import check_outputs, write_json
@@ -31,7 +31,6 @@ from .common.timing import environment
 
 _STATIC, _CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
 _WARM_UP = 8  # new tokens
-_PAGE = 32  # tokens of a page of transformers' cache
 
 Prompts = list[np.ndarray]
 Outputs = list[list[int]]
@@ -131,11 +130,7 @@ def _continuous(setup: Setup, queue: Prompts) -> Outputs:
         UsageError: if transformers, which only logs what goes wrong, leaves requests out or unfinished.
     """
     longest = max(map(len, setup.prompts)) + setup.max_new_tokens
-    config = ContinuousBatchingConfig(
-        page_size=_PAGE,
-        num_blocks=setup.max_batch_size * -(-longest // _PAGE),
-        max_batch_tokens=512,
-    )
+    config = continuous_config(setup.max_batch_size, longest)
     if setup.replays:
         found = _continuous_of_lengths(setup, queue, config)
     else:
@@ -154,23 +149,13 @@ def _continuous(setup: Setup, queue: Prompts) -> Outputs:
     return [output.generated_tokens for output in found.values()]
 
 
-def _continuous_of_lengths(setup: Setup, queue: Prompts, config: ContinuousBatchingConfig) -> dict[str, Any]:
+def _continuous_of_lengths(setup: Setup, queue: Prompts, config: Any) -> dict[str, Any]:
     """What `generate_batch` does, with a length of its own for every request."""
     responses, ends = _responses(setup), set(eos_ids(setup.model))
-    found: dict[str, Any] = {}
+    texts = [up_to_end([*responses[prompt.tobytes()].tolist(), setup.end_id], ends) for prompt in queue]
+    lengths = [min(len(text), setup.max_new_tokens) for text in texts]
     with setup.model.continuous_batching_context_manager(continuous_batching_config=config, timeout=5) as manager:
-        names = []
-        for prompt in queue:
-            length = len(up_to_end([*responses[prompt.tobytes()].tolist(), setup.end_id], ends))
-            limit = min(length, setup.max_new_tokens)
-            names.append(manager.add_request(prompt.tolist(), max_new_tokens=limit, eos_token_id=-1))
-        while len(found) < len(queue):
-            output = manager.get_result(timeout=1)
-            if output is not None and output.is_finished():
-                found[output.request_id] = output
-            elif output is None and not manager.is_running():
-                break
-    return {name: found[name] for name in names if name in found}
+        return serve_lengths(manager, queue, lengths)
 
 
 def _engine(setup: Setup, name: str, queue: Prompts) -> Outputs:

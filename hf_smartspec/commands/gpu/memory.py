@@ -1,0 +1,25 @@
+"""The most memory that was in use at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Peak:
+    """Bytes that torch had allocated at most, weights included; 0 where the device does not tell."""
+
+    value: int = 0
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Peak]:
+    """Within the block; known behind it."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        peak.value = torch.cuda.max_memory_allocated(device)

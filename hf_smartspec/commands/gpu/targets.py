@@ -1,0 +1,70 @@
+"""What the library wants to reach on a GPU, and what it does."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+from . import speed, verification
+from .session import Row
+
+_SHAPE = "7B"
+Results = dict[str, dict[str, Row]]
+
+
+class Target(NamedTuple):
+    """A bound on a figure: at most so much, or at least."""
+
+    text: str
+    bound: float
+    is_most: bool
+    measured: Callable[[Results], float | None]
+
+    def check(self, results: Results) -> dict[str, Any]:
+        measured = self.measured(results)
+        is_reached = None
+        if measured is not None:
+            is_reached = bool(measured <= self.bound if self.is_most else measured >= self.bound)
+        return {
+            "text": self.text,
+            "target": f"at {'most' if self.is_most else 'least'} {self.bound:g}",
+            "measured": measured,
+            "reached": is_reached,
+        }
+
+
+def targets(batch_sizes: Iterable[int]) -> list[Target]:
+    half = speed.rate_name(0.7)
+    found = [
+        Target(f"{_SHAPE}, batch 1, verification of 16 tokens / bandwidth limit", 1.15, True, _verification),
+        Target(f"{_SHAPE}, batch 1, {half} / generate", 2.5, False, partial(_ratio, f"batch 1, {half}")),
+        Target(f"{_SHAPE}, batch 128, the slowest of ours / generate", 0.98, False, partial(_least, 128)),
+    ]
+    for size in sorted(batch_sizes):
+        text = f"{_SHAPE}, batch {size}, {half} / generate_batch"
+        found.append(Target(text, 1.5, False, partial(_to_continuous, size, half)))
+    return found
+
+
+def _verification(results: Results) -> float | None:
+    row = results.get(f"{verification.NAME} {_SHAPE}", {}).get(verification.case_name(1, 16))
+    return None if row is None else row["times_limit"]
+
+
+def _ratio(name: str, results: Results) -> float | None:
+    return speed.ratio(results.get(f"{speed.ACCEPTANCE} {_SHAPE}", {}), name)
+
+
+def _least(size: int, results: Results) -> float | None:
+    """Of everything of ours at that batch size, with drafts or without."""
+    ratios = []
+    for section in (speed.ACCEPTANCE, speed.TEXT):
+        rows = results.get(f"{section} {_SHAPE}", {})
+        names = [name for name, row in rows.items() if f"batch {size}, " in name and "steps" in row]
+        ratios += [ratio for name in names if (ratio := speed.ratio(rows, name)) is not None]
+    return min(ratios, default=None)
+
+
+def _to_continuous(size: int, name: str, results: Results) -> float | None:
+    rows = results.get(f"{speed.ACCEPTANCE} {_SHAPE}", {})
+    own, other = (rows.get(f"batch {size}, {way}") for way in (name, speed.CONTINUOUS))
+    return None if own is None or other is None else own["tokens_per_second"] / other["tokens_per_second"]

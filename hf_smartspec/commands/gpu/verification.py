@@ -1,0 +1,91 @@
+"""One forward over drafts, arg max included, against the least time in which its bytes can be read."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ...drafts.tree import DraftTree
+from ...target.layout import RowInput
+from ...target.written import packed_forward, written_decoder
+from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
+from .memory import peak_bytes
+from .session import Case, Row, Section
+from .shapes import World
+
+NAME = "verification"
+
+
+def section(world: World, shape: str, bandwidth: dict[str, Row], share: float) -> Section:
+    columns = ("ms", "limit ms", "times limit", "peak GB")
+    return Section(f"{NAME} {shape}", share, lambda: _cases(world, shape, bandwidth), columns, _texts)
+
+
+def case_name(batch_size: int, width: int, is_plain: bool = False) -> str:
+    return f"batch {batch_size}, {width} {'token' if width == 1 else 'tokens'}{', plain forward' * is_plain}"
+
+
+def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
+    times = "" if row["times_limit"] is None else f"{row['times_limit']:.2f}"
+    return (*(f"{row[name] * 1e3:.2f}" for name in ("seconds", "limit")), times, f"{row['peak_bytes'] / 1e9:.1f}")
+
+
+def _cases(world: World, shape: str, bandwidth: dict[str, Row]) -> Iterator[Case]:
+    for batch_size, widths in world.plan.widths.items():
+        for width, is_plain in [*((width, False) for width in widths), (1, True)]:
+            name = case_name(batch_size, width, is_plain)
+            yield Case(name, partial(_measured, world, shape, batch_size, width, is_plain, bandwidth))
+
+
+def _measured(world: World, shape: str, batch_size: int, width: int, is_plain: bool, bandwidth: dict[str, Row]) -> Row:
+    """Every row has the plan's context behind it; the plain forward is transformers' own."""
+    model = world.target(shape)
+    context = world.plan.context
+    size = (batch_size, context + width)
+    tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, size)
+    with torch.inference_mode(), peak_bytes(world.device) as peak:
+        forward = _plain_forward(model, tokens) if is_plain else _own_forward(model, tokens, context)
+        seconds = seconds_of(forward, world.device, world.plan.repeats)
+    num_bytes = weight_bytes(model) + batch_size * (context + width) * cache_bytes(model)
+    limit = num_bytes / best_rate(bandwidth)
+    return {
+        "seconds": seconds,
+        "limit": limit,
+        "times_limit": seconds / limit,
+        "bytes": num_bytes,
+        "peak_bytes": peak.value,
+        "parameters": model.num_parameters(),
+        "is_written_out": written_decoder(model) is not None,
+    }
+
+
+def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int):
+    packed = packed_forward(model, len(tokens), tokens.shape[1])
+    rows = [packed.add() for _ in tokens]
+    packed.forward([RowInput(row, line[:context]) for row, line in zip(rows, tokens)])
+    trees = [DraftTree.chain(line[context + 1 :]) for line in tokens]
+    feeds = [line[context : context + 1] for line in tokens]
+
+    def forward():
+        logits, _ = packed.forward([RowInput(row, feed, tree) for row, feed, tree in zip(rows, feeds, trees)])
+        packed.argmax(logits)
+        for row in rows:
+            packed.cut(row, context)
+
+    return forward
+
+
+def _plain_forward(model: PreTrainedModel, tokens: np.ndarray):
+    """Of one token behind the others."""
+    ids = torch.from_numpy(tokens).to(model.device)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+
+    def forward():
+        output = model(input_ids=ids[:, -1:], past_key_values=cache)
+        output.logits.argmax(dim=-1).tolist()
+        cache.crop(-1)
+
+    return forward
