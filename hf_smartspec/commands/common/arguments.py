@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...target.quantized import KINDS
 from .models import DTYPES
 
 PARAMETERS = 200e6  # of the demo target, enlarged
@@ -91,6 +92,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         f"cost; 0 leaves it as it is (default: {PARAMETERS:.0e} for the demo's target, 0 for others)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--quantize", choices=KINDS, help="run the target's linear maps in it, on the CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 

@@ -12,6 +12,7 @@ from ...candidates import DraftModelCandidates, TreeCandidateGenerator
 from ...goodput import LengthPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
+from ...target.quantized import quantize
 from .arguments import PARAMETERS
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
@@ -184,6 +185,11 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
             model = enlarge(model, num_parameters)
         except ValueError as error:
             raise UsageError(f"--parameters: {error}") from error
+    if args.quantize:
+        try:
+            quantize(model, args.quantize)
+        except ValueError as error:
+            raise UsageError(f"--quantize: {error}") from error
     ids, pad_id = eos_ids(model), model.generation_config.pad_token_id
     # Greedy and nothing else, whatever the model samples or penalises by default.
     model.generation_config = GenerationConfig(

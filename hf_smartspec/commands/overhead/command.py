@@ -14,17 +14,19 @@ from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
 from ...target.layout import RowInput
 from ...target.written import packed_forward
-from ..common.arguments import positive
+from ..common.arguments import number, positive
 from ..common.console import make_console, table
 from ..common.models import DTYPES, check_device
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
 from ..common.timing import Stopwatch, environment, side_by_side
 from .host import host_time, print_host_time
+from .int8 import int8_speed, print_int8_speed
 from .stubs import llama_config
 
 CONTEXT = 256  # cached tokens per row before the measured forward
 PARTS = ("host", "forward", "step", "none")
+QUANTIZED = "quantized"  # takes minutes, and is measured where it is asked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parts",
         nargs="+",
         default=PARTS,
-        choices=PARTS,
+        choices=(*PARTS, QUANTIZED),
         help="host: the host time of steps without a forward; forward: packed against plain forwards; step: the share "
-        "of steps outside the forwards; none: decoding without speculation (default: all)",
+        "of steps outside the forwards; none: decoding without speculation (default: all these); quantized: the "
+        "embedded target, cost-matched, in --dtype and in int8",
+    )
+    parser.add_argument(
+        "--parameters", type=number, nargs="+", default=[205e6, 1e9], metavar="N",
+        help="of the targets that are quantized (default: 205e6 1e9)",
+    )  # fmt: skip
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="which these decode (default: the demo's)")
+    parser.add_argument("--num-prompts", type=positive, default=2, metavar="N", help="of these (default: 2)")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=32, metavar="N", help="behind each of these (default: 32)"
     )
     parser.add_argument(
         "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"
@@ -67,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if "host" in args.parts:
             results["host"] = host_time(args.host_steps)
-        if set(args.parts) != {"host"}:
+        if QUANTIZED in args.parts:
+            sizes = (args.num_prompts, args.max_new_tokens, args.repeats)
+            results["quantized"] = int8_speed(args.parameters, args.prompts, args.dtype, *sizes)
+        if set(args.parts) - {"host", QUANTIZED}:
             _measure_model(args, results, device, dtype)
     finally:  # interrupted, what was measured so far is still worth reading
         _print(console, results)
@@ -211,6 +226,8 @@ def _print(console: Console, results: dict[str, Any]) -> None:
         _print_step(console, results["step"])
     if "no_speculation" in results:
         _print_no_speculation(console, results["no_speculation"])
+    if "quantized" in results:
+        print_int8_speed(console, results["quantized"], results["environment"]["dtype"])
     console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
 
 

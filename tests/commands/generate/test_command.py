@@ -12,11 +12,14 @@ from transformers.utils import logging
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.commands.common.replaying import RecordedText
+from hf_smartspec.commands.generate import command as generate_command
 from hf_smartspec.commands.generate import loop as generate_loop
 from hf_smartspec.commands.generate.loop import PLAIN, Call, DataSet, Method, Settings, Tally, measure
 from hf_smartspec.commands.generate.report import has_differences, summaries, worst
 from hf_smartspec.commands.verify.drafts import ReplayCandidates
 from hf_smartspec.generate import enabled
+from hf_smartspec.target.quantized import is_quantized
+from hf_smartspec.target.quantized.product import has_exact_product
 from hf_smartspec.target.written.decoder import WrittenDecoder
 from tests.folders import save_tiny_models
 from tests.models import VOCAB_SIZE, new_model, noisy_model, shared_model
@@ -111,6 +114,17 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
     # One token a byte, and the end of sequence; as many as asked for at most.
     assert {row["statistics"]["generated_tokens"] for row in report["results"]} == {3 * min(len(" 0 and 0.") + 1, 10)}
     assert "first, replayed, batch 1" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
+def test_command_quantizes_the_target(folder, tmp_path, monkeypatch):
+    targets, original = [], generate_command.measure
+    monkeypatch.setattr(
+        generate_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest))
+    )
+    settings = ["--model", folder / "target", "--assistant", folder / "draft", "--batch-size", "1", "3"]
+    assert call(folder / "first.jsonl", *settings, *SHORT, "--quantize", "int8") == 0
+    assert is_quantized(targets[0])
 
 
 def test_command_fuses_lists_and_remembers(folder, tmp_path, capsys):

@@ -1,0 +1,103 @@
+"""What int8 is worth: the embedded target, cost-matched, decodes real prompts one at a time in both, side by side."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import GenerationConfig, PreTrainedModel
+
+from ...generate import enabled
+from ...target.quantized import quantize
+from ..common.console import table
+from ..common.cost_matched import enlarge
+from ..common.data_sets import DataSet
+from ..common.demo import demo_folder
+from ..common.models import UsageError, load_model, load_tokenizer
+from ..common.progress import track
+from ..common.recordings import Fields, read_requests
+from ..common.timing import side_by_side
+
+WAYS = {"plain": {}, "none": {"assistant": "none"}, "auto": {"assistant": "auto"}}
+_MAX_PROMPT = 256  # tokens of a prompt, its end
+
+
+def int8_speed(
+    sizes: Sequence[float], path: Path | None, dtype: str, num_prompts: int, num_tokens: int, repeats: int
+) -> list[dict[str, Any]]:
+    """
+    One row for every size and way to decode: tokens per second at batch 1 in `dtype` and in int8, and their ratio.
+
+    Args:
+        sizes (sequence of `float`): Parameters of the target.
+        path (`Path`, *optional*): Of the prompts; else the demo's.
+
+    Raises:
+        UsageError: for prompts or sizes that cannot be used, and CPUs that have no int8 products.
+    """
+    folder = demo_folder("--model")
+    name = str(folder / "models" / "target")
+    small, tokenizer, path = load_model(name, dtype), load_tokenizer(name), path or folder / "prompts.jsonl"
+    assert tokenizer is not None, "the demo's target has one"
+    requests = read_requests(path, Fields(), None, needs_responses=False)
+    data = DataSet.of(str(path), requests, tokenizer, num_prompts, 0, _MAX_PROMPT, num_tokens)
+    prompts = [torch.tensor(prompt)[None] for prompt in data.prompts]
+    rows = []
+    for size in track(sizes, desc=f"{dtype} against int8"):
+        try:
+            model = enlarge(small, size)
+            quantized = quantize(copy.deepcopy(model))
+        except ValueError as error:
+            raise UsageError(f"--parameters {size:.0f}: {error}") from error
+        rows += _compare(model, quantized, prompts, num_tokens, repeats)
+    return rows
+
+
+def _compare(
+    model: PreTrainedModel, quantized: PreTrainedModel, prompts: Sequence[torch.Tensor], num_tokens: int, repeats: int
+) -> list[dict[str, Any]]:
+    models = {"full": model, "int8": quantized}
+    for item in models.values():
+        item.generation_config = GenerationConfig(pad_token_id=0)
+    with enabled(model), enabled(quantized):
+        functions = {
+            (name, way): _decoding(item, prompts, num_tokens, arguments)
+            for way, arguments in WAYS.items()
+            for name, item in models.items()
+        }
+        named = {" ".join(key): function for key, function in functions.items()}
+        seconds = side_by_side(named, repeats, model.device, warmup=1)
+    new = num_tokens * len(prompts)
+    return [
+        {
+            "parameters": model.num_parameters(),
+            "way": way,
+            "full": new / seconds[f"full {way}"],
+            "int8": new / seconds[f"int8 {way}"],
+            "ratio": seconds[f"full {way}"] / seconds[f"int8 {way}"],
+            "mib": {name: sum(weight.nbytes for weight in item.parameters()) / 2**20 for name, item in models.items()},
+        }
+        for way in WAYS
+    ]
+
+
+def _decoding(
+    model: Any, prompts: Sequence[torch.Tensor], num_tokens: int, arguments: dict[str, Any]
+) -> Callable[[], object]:
+    def decode() -> None:
+        for ids in prompts:
+            model.generate(ids, max_new_tokens=num_tokens, eos_token_id=None, do_sample=False, **arguments)
+
+    return decode
+
+
+def print_int8_speed(console: Console, rows: Sequence[dict[str, Any]], dtype: str) -> None:
+    title = "Tokens per second at batch 1, cost-matched targets"
+    lines = table(title, "parameters", "decoding", "MiB", "MiB in int8", dtype, "int8", "int8 / " + dtype, num_text=2)
+    for row in rows:
+        mib = (f"{row['mib']['full']:,.0f}", f"{row['mib']['int8']:,.0f}")
+        speed = (f"{row['full']:.1f}", f"{row['int8']:.1f}", f"{row['ratio']:.2f}")
+        lines.add_row(f"{row['parameters'] / 1e6:.0f} M", row["way"], *mib, *speed)
+    console.print(lines)
