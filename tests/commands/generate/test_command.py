@@ -117,7 +117,7 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
 
 
 @pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
-def test_command_quantizes_the_target(folder, tmp_path, monkeypatch):
+def test_command_quantizes_the_target(folder, monkeypatch, deprecated_by_itself):
     targets, original = [], generate_command.measure
     monkeypatch.setattr(
         generate_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest))
