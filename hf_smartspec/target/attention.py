@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layout import PaddedPart, StepLayout
+from .varlen import is_trusted, judge, kind_of, varlen_attention
 
 PREFIX = "smartspec_tree_"
 
@@ -85,6 +86,29 @@ def packed_attention(
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
     """
+    kind = None if softcap is not None or dropout else kind_of(packed, key, layout, window)
+    if kind is None:
+        return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout)
+    trusted = is_trusted(kind)
+    if trusted:
+        return varlen_attention(packed, key, value, layout, window, scaling)
+    expected = _masked_attention(packed, key, value, layout, window, scaling)
+    if trusted is None:
+        judge(kind, partial(varlen_attention, packed, key, value, layout, window, scaling), expected)
+    return expected
+
+
+def _masked_attention(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: StepLayout,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """The same, by rectangles and masks."""
     num_heads, kv_heads = packed.shape[1], key.shape[1]
     groups = num_heads // kv_heads
     outputs = []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ import torch
 from ..device import send_together
 from ..drafts.tree import DraftTree
 from .row_groups import split
+
+if TYPE_CHECKING:
+    from .varlen import Spans
 
 
 @dataclass(eq=False)
@@ -99,6 +102,7 @@ class StepLayout:
             call of attention: between short contexts and long ones, and around prompts beside rows that decode.
         lines (`torch.Tensor` of shape `[N]`): Where that is in the cache's memory (`SlotCache.locate`).
         kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
+        spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
     """
 
     sent: ClassVar = ("tokens", "positions", "lines", "kept")
@@ -111,6 +115,7 @@ class StepLayout:
     parts: "list[PaddedPart]"
     lines: torch.Tensor | None = None
     kept: torch.Tensor | None = None
+    spans: "Spans | None" = None
 
 
 @dataclass(eq=False)
@@ -230,9 +235,9 @@ def send(
     """Brings all that layouts have for a device there, as one piece, and other tensors (int64), which are returned."""
     if device.type == "cpu":
         return list(others)
-    owners: list[StepLayout | PaddedPart] = []
+    owners: list[StepLayout | PaddedPart | Spans] = []
     for layout in layouts:
-        owners += [layout, *layout.parts]
+        owners += [layout, *layout.parts, *([] if layout.spans is None else [layout.spans])]
     places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
     tensors = send_together([*others, *[getattr(owner, name) for owner, name in places]], device)
     for (owner, name), tensor in zip(places, tensors[len(others) :]):

@@ -16,8 +16,9 @@ from .compat import shared_value
 from .hidden_states import HiddenStateTaps
 from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context, send
 from .rotary import LengthwiseRotary, seen_lengths
-from .row_groups import call_columns
+from .row_groups import call_columns, head_size
 from .slot_cache import SlotCache
+from .varlen import serves, spans_of
 
 if TYPE_CHECKING:
     from .written.decoder import WrittenDecoder
@@ -82,6 +83,7 @@ class PackedForward:
         heads = shared_value(config, "num_attention_heads") or 1
         self._groups = max(heads // (shared_value(config, "num_key_value_heads") or heads), 1)
         self._call = call_columns(config, model.device.type)
+        self._takes_spans = serves(self.device, model.dtype, head_size(config))
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def add(self) -> CacheRow:
@@ -136,6 +138,8 @@ class PackedForward:
         self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in rows]) + room)
         layout = build_layout(groups)
         self.cache.locate(layout)
+        if self._takes_spans:
+            layout.spans = spans_of(layout, self.cache.capacity)
         first_lines, kept = _kept(rows)
         layout.kept = None if kept is None else torch.tensor(kept)
         seen = seen_lengths(rows, layout.positions[0].numpy()) if self.rotary else None

@@ -20,10 +20,14 @@ TYPICAL_CALL = 170  # columns of a row, for 6 key/value heads of 64 dimensions o
 
 def call_columns(config: PreTrainedConfig, device_type: str) -> int:
     """What one more call of attention costs, in columns of a row, for a decoder's config."""
+    kv_heads = shared_value(config, "num_key_value_heads") or shared_value(config, "num_attention_heads") or 1
+    return (_CALL_ON_CPU if device_type == "cpu" else _CALL_ELSEWHERE) // (2 * kv_heads * head_size(config))
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Dimensions of a head, for a decoder's config."""
     heads = shared_value(config, "num_attention_heads") or 1
-    kv_heads = shared_value(config, "num_key_value_heads") or heads
-    head_dim = shared_value(config, "head_dim") or max(config.hidden_size // heads, 1)
-    return (_CALL_ON_CPU if device_type == "cpu" else _CALL_ELSEWHERE) // (2 * kv_heads * head_dim)
+    return shared_value(config, "head_dim") or max(config.hidden_size // heads, 1)
 
 
 def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], call: int) -> list[slice]:
