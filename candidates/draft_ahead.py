@@ -3,7 +3,7 @@ Several levels of drafting in a row, without a look at any of them: how many nod
 that all levels are laid out, and sent, at once; which tokens the nodes hold, only the device knows in the meantime.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..sampling.noise import NoiseKeys
 from ..target.layout import send
 from ..target.packed import PackedForward, PlannedForward
 from .draft_growth import Growth
@@ -35,12 +36,14 @@ class DraftLevel:
         growths (list of `Growth`): Whose trees get it, in the order of their rows' slots.
         planned (`PlannedForward`): Of the text, or of as many nodes as the level has.
         num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
+        noise (`NoiseKeys`, *optional*): Of its logits.
         going_on (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
     """
 
     growths: list[Growth]
     planned: PlannedForward
     num_nodes: int
+    noise: NoiseKeys | None = None
     going_on: torch.Tensor | None = None
 
     def run(self, forward: PackedForward, frontier: Frontier | None) -> torch.Tensor:
@@ -90,11 +93,15 @@ class DraftLevel:
 
 
 def plan_levels(
-    forward: PackedForward, growths: Sequence[Growth], depths: Sequence[int], width: int
+    forward: PackedForward,
+    growths: Sequence[Growth],
+    depths: Sequence[int],
+    width: int,
+    noise: Callable[[list[Growth], list[int], int], NoiseKeys | None],
 ) -> list[DraftLevel]:
     """
-    Lays out and sends all levels of trees that are `depths` deep, of `width` nodes per level. Their rows then count as
-    fed, as if the levels had been run.
+    Lays out and sends all levels of trees that are `depths` deep, of `width` nodes per level, with the `noise` of so
+    many nodes each of some trees, so deep. Their rows then count as fed, as if the levels had been run.
     """
     # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
     shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}
@@ -105,7 +112,8 @@ def plan_levels(
         inputs = [shapes[growth].next_input() for growth in members]
         planned = forward.plan(inputs if depth else forward.run_long_feeds(inputs), room)
         planned.settle()
-        levels.append(DraftLevel(members, planned, width if depth else 1))
+        num_nodes = width if depth else 1
+        levels.append(DraftLevel(members, planned, num_nodes, noise(members, [num_nodes] * len(members), depth)))
         for growth in members:
             shape = shapes[growth]
             shape.add_children(shape.frontier[0], [0] * width, [0.0] * width)
@@ -119,7 +127,10 @@ def plan_levels(
 
 
 def _send(forward: PackedForward, levels: Sequence[DraftLevel]) -> None:
-    going_on = [level.going_on for level in levels if level.going_on is not None]
-    sent = iter(send([level.planned.layout for level in levels], forward.device, going_on))
+    others: list[torch.Tensor] = []
     for level in levels:
+        others += [*(level.noise or ()), *([] if level.going_on is None else [level.going_on])]
+    sent = iter(send([level.planned.layout for level in levels], forward.device, others))
+    for level in levels:
+        level.noise = None if level.noise is None else NoiseKeys(next(sent), next(sent))
         level.going_on = None if level.going_on is None else next(sent)

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from ..device import fetch_together, waits_are_free
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from ..sampling.noise import add_gumbel_noise, draft_seed
+from ..sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
 from ..sampling.processors import process_lines, score_processors
 from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
@@ -185,7 +185,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
         while growths:
             logits, _ = self._forward.forward([growth.next_input() for growth in growths])
             numbers = [len(growth.frontier) for growth in growths]
-            children = self._best_children(growths, numbers, growths[0].depth, logits, self._width(price))
+            noise = self._noise(growths, numbers, growths[0].depth)
+            children = self._best_children(growths, numbers, logits, noise, self._width(price))
             tokens, probs = fetch_together(children)
             self._add_children(growths, tokens, probs, price)
             growths = self._worth_growing(growths, price)
@@ -196,7 +197,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         assert isinstance(forward, PackedForward)
         lengths = [growth.state.row.length for growth in growths]
         try:
-            levels = plan_levels(forward, growths, self._depths(growths, price), width)
+            levels = plan_levels(forward, growths, self._depths(growths, price), width, self._noise)
             found = self._run_levels(forward, levels, width, 1.0 if price is None else price.trust)
         except BaseException:  # what has not been run is not in the cache
             for growth, length in zip(growths, lengths):
@@ -218,10 +219,10 @@ class DraftModelCandidates(TreeCandidateGenerator):
         """Of every level what it found: children, their probabilities, and which of the level above had children."""
         found: list[torch.Tensor] = []
         frontier: Frontier | None = None
-        for depth, level in enumerate(levels):
+        for level in levels:
             logits = level.run(forward, frontier)
             numbers = [level.num_nodes] * len(level.growths)
-            tokens, probs = self._best_children(level.growths, numbers, depth, logits, width)
+            tokens, probs = self._best_children(level.growths, numbers, logits, level.noise, width)
             found += [tokens, probs, tokens[:0] if frontier is None else frontier.chosen]
             if level is not levels[-1]:
                 frontier = level.choose(tokens, probs, frontier, trust)
@@ -229,28 +230,31 @@ class DraftModelCandidates(TreeCandidateGenerator):
         return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
 
     def _best_children(
-        self, growths: list[Growth], numbers: list[int], depth: int, logits: torch.Tensor, width: int
+        self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         The `width` best tokens behind every node `[nodes, width]`, and their probabilities, where growths have so many
-        nodes each, `depth` tokens behind the text.
+        nodes each.
         """
         scores = logits.float()
-        if any(growth.state.seed is not None for growth in growths):
-            states = [growth.state for growth in growths]
-            scores = process_lines(scores, [(state.processors, num) for state, num in zip(states, numbers)])
+        if noise is not None:
+            scores = process_lines(scores, [(growth.state.processors, num) for growth, num in zip(growths, numbers)])
             if self.samples:  # a chain
                 for growth, line in zip(growths, scores.softmax(dim=-1)):
                     if growth.state.seed is not None:
                         growth.distributions.append(line)
-            seeds: list[int | None] = []
-            positions: list[int] = []
-            for state, num in zip(states, numbers):
-                seed = draft_seed(state.seed) if self.samples and state.seed is not None else state.seed
-                seeds += [seed] * num
-                positions += [state.num_generated + depth] * num
-            scores = add_gumbel_noise(scores, seeds, positions)
+            scores = add_noise(scores, noise)
         return likeliest_tokens(scores, width)
+
+    def _noise(self, growths: list[Growth], numbers: list[int], depth: int) -> NoiseKeys | None:
+        """Of growths that have so many nodes each, `depth` tokens behind the text."""
+        seeds: list[int | None] = []
+        positions: list[int] = []
+        for growth, num in zip(growths, numbers):
+            seed = growth.state.seed
+            seeds += [draft_seed(seed) if self.samples and seed is not None else seed] * num
+            positions += [growth.state.num_generated + depth] * num
+        return noise_keys(seeds, positions)
 
     def _add_children(
         self, growths: list[Growth], tokens: np.ndarray, probs: np.ndarray, price: LevelPrice | None

@@ -134,13 +134,12 @@ def check_counts(steps: list[Counter], source: str, name: str) -> None:
     levels, picks_at_once = LEVELS.get(source, 0), name in AT_ONCE
     waits_of_source = levels > 0 or (source in ("suffix", "auto") and name not in ("greedy", "stop strings"))
     sent = SENT_TO_PICK.get(name, 0)
-    noise_of_draft = levels if OPTIONS[name].get("do_sample") else 0
     of_rejection = 3 if source == "rejection" and sent else 0
     for counts in steps:
         num_picks = 1 if picks_at_once else 1 + counts["accepted"]
         assert counts["waits"] <= waits_of_source + num_picks
         num_forwards = 1 + (levels > 0)
-        others = MOVES.get(source, 0) + noise_of_draft + of_rejection
+        others = MOVES.get(source, 0) + of_rejection
         assert counts["uploads"] <= num_forwards + sent * num_picks + others
         if picks_at_once:
             assert counts["dispatched"] <= 210 * (1 + levels)

@@ -1,12 +1,13 @@
 """Gumbel noise that can be repeated: an arg max over scores plus noise is an exact sample."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from ..device import to_device
+from ..device import send_together
 from ..validate import check_seed
 from .top import argmax
 
@@ -87,17 +88,37 @@ def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], position
     Noise is added only to tokens that can still win: those that the processors left, and whose score, with the largest
     noise there is, exceeds that of the highest score with its own noise. No device is waited for.
     """
-    pairs = [(seed, position) for seed, position in zip(seeds, positions) if seed is not None]
-    if not pairs:
+    noise = noise_keys(seeds, positions)
+    if noise is None:
         return scores.clone()
-    keys = _keys(*zip(*pairs))
-    if len(pairs) == len(scores):
-        return _noisy(scores.clone(), keys)
-    lines = to_device(np.array([line for line, seed in enumerate(seeds) if seed is not None]), scores.device)
-    return scores.index_copy(0, lines, _noisy(scores.index_select(0, lines), keys))
+    return add_noise(scores, NoiseKeys(*send_together(noise, scores.device)))
 
 
-def _noisy(scores: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+class NoiseKeys(NamedTuple):
+    """What makes the noise of some lines of scores, wherever these are."""
+
+    keys: torch.Tensor  # [noisy lines] int64
+    lines: torch.Tensor  # [noisy lines] int64, which these are; [0] where it is all of them
+
+
+def noise_keys(seeds: Sequence[int | None], positions: Sequence[int]) -> NoiseKeys | None:
+    """Of each line's seed and position, on the host; None where no line has a seed."""
+    lines = [line for line, seed in enumerate(seeds) if seed is not None]
+    if not lines:
+        return None
+    keys = _keys([seed for seed in seeds if seed is not None], [positions[line] for line in lines])
+    some = torch.tensor(lines if len(lines) < len(seeds) else [], dtype=torch.long)
+    return NoiseKeys(torch.from_numpy(keys.view(np.int64)), some)
+
+
+def add_noise(scores: torch.Tensor, noise: NoiseKeys) -> torch.Tensor:
+    """`add_gumbel_noise`, from keys that are where the scores are."""
+    if not len(noise.lines):
+        return _noisy(scores.clone(), noise.keys)
+    return scores.index_copy(0, noise.lines, _noisy(scores.index_select(0, noise.lines), noise.keys))
+
+
+def _noisy(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Adds noise in place, to a few lines at a time, so that what it takes stays in the cache or is soon free again."""
     is_on_cpu = scores.device.type == "cpu"
     add, num = (_add_sparsely, _CPU_BLOCK) if is_on_cpu else (_add_densely, _BLOCK)
@@ -107,18 +128,18 @@ def _noisy(scores: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     return scores
 
 
-def _add_densely(scores: torch.Tensor, keys: np.ndarray) -> None:
+def _add_densely(scores: torch.Tensor, keys: torch.Tensor) -> None:
     """Makes all tokens' noise, of which those take theirs that can win."""
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    noise = _gumbel(_uniform_torch(to_device(keys.view(np.int64), scores.device), tokens))
+    noise = _gumbel(_uniform_torch(keys, tokens))
     best = scores.argmax(dim=-1, keepdim=True)
     keep = _can_win(scores, scores.gather(1, best) + noise.gather(1, best))
     scores.copy_(torch.where(keep, scores + noise, scores))
 
 
-def _add_sparsely(scores: torch.Tensor, keys: np.ndarray) -> None:
+def _add_sparsely(scores: torch.Tensor, signed_keys: torch.Tensor) -> None:
     """Finds out first which tokens can win; on a CPU nobody waits for that."""
-    best = np.array(argmax(scores))[:, None]
+    keys, best = signed_keys.numpy().view(np.uint64), np.array(argmax(scores))[:, None]
     noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, best)))
     keep = _can_win(scores, scores.gather(1, torch.from_numpy(best)) + noise)
     places = keep.numpy().ravel().nonzero()[0]

@@ -157,7 +157,7 @@ def test_all_rows_get_their_noise_at_once_and_devices_agree_on_it(dtype, data):
             line[:] = torch.where((line >= bound) & line.isfinite(), (line + noise).to(dtype), line)
     assert torch.equal(add_gumbel_noise(scores, own_seeds, positions), expected)
     if None not in own_seeds:
-        module._add_densely(scores, module._keys(own_seeds, positions)[:, None])
+        module._add_densely(scores, module.noise_keys(own_seeds, positions).keys[:, None])
         assert torch.equal(scores, expected)
 
 
