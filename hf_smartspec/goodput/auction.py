@@ -118,14 +118,28 @@ class GoodputAuction(LengthPolicy):
 
     def _levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """`max_nodes` of a source that is asked for as many levels as pay."""
-        best = self._best_levels(rows, stage, caps, before)
-        if not best.any():
-            best = self._best_levels(rows, stage, caps, before, in_doubt=True)
+        best = self._weighed(rows, stage, caps, before)
         levels = self._with_probes(stage, best, (caps > 0) & (before.promises < _UNPROMISING))
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
         # One that heeds prices sees better than averages do how deep the draft should be.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
+
+    def _weighed(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
+        """
+        The best levels, those in doubt where none pay else. What did not pay last time mostly does not even in doubt:
+        that is looked at first then, since no level that pays fails to pay in doubt.
+        """
+        record = self.records[stage.cost]
+        hopes_first = not record.pays and stage.cost.is_autoregressive
+        hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hopes_first else None
+        if hoped is not None and not hoped.any():
+            return hoped
+        best = self._best_levels(rows, stage, caps, before)
+        record.pays = bool(best.any())
+        if record.pays:
+            return best
+        return self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
 
     def _best_levels(
         self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False

@@ -48,8 +48,7 @@ class CostModel:
     behind which a GPU waits for its multipliers and no longer for its memory. `alpha` is what reading keys and values
     costs, `beta` what each query costs per column. Attention is padded to the row with most queries, `width`; Eq. 7
     leaves this out, and CPUs notice it. `host` is the time that launching a forward's kernels takes: a GPU works
-    meanwhile, and whatever it does in less time costs nothing. Forwards that are padded to `buckets`, as CUDA graphs
-    are, cost what their bucket does.
+    meanwhile, and whatever it does in less time costs nothing.
 
     `observe` corrects the prediction while serving: a factor per size of the forward, learnt from measured steps.
 
@@ -58,7 +57,6 @@ class CostModel:
         delta (`float`): Seconds of any forward.
         knots, curve (sequences of `float`): f at rising numbers of tokens; both empty for the line.
         host (`float`): Seconds that a forward takes at least.
-        buckets (sequence of `float`): Rising numbers of tokens that forwards are padded to. Larger ones are not.
     """
 
     alpha: float
@@ -68,7 +66,6 @@ class CostModel:
     knots: Sequence[float] = ()
     curve: Sequence[float] = ()
     host: float = 0.0
-    buckets: Sequence[float] = ()
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
     _num_seen: np.ndarray = field(default_factory=lambda: np.full(_NUM_BINS, _TRUST), repr=False, compare=False)
     _num_observed: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
@@ -85,10 +82,7 @@ class CostModel:
             )
         if (np.diff(self.knots) <= 0).any() or (np.diff(self.curve) < 0).any() or min(self.curve, default=0) < 0:
             raise ValueError(f"`knots` must rise and `curve` must not fall, got {self.knots} and {self.curve}.")
-        if (np.diff(self.buckets) <= 0).any() or min(self.buckets, default=1) < 1:
-            raise ValueError(f"`buckets` must rise from at least 1, got {self.buckets}.")
         self.knots, self.curve = tuple(map(float, self.knots)), tuple(map(float, self.curve))
-        self.buckets = tuple(map(float, self.buckets))
         if self.profiled(0, 1) <= 0:
             raise ValueError("A forward must cost something: `gamma`, `delta` and `curve` say that it costs nothing.")
 
@@ -137,14 +131,8 @@ class CostModel:
 
     def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """`seconds` before any correction: never less for larger forwards."""
-        device = (self.alpha + self.beta * width) * context + self._tokens_seconds(self._padded(batched))
+        device = (self.alpha + self.beta * width) * context + self._tokens_seconds(batched)
         return np.maximum(device, self.host) if self.host else device
-
-    def _padded(self, batched: Any) -> Any:
-        """Tokens with those that fill the bucket."""
-        if not self.buckets:
-            return batched
-        return np.maximum(np.append(self.buckets, 0.0)[np.searchsorted(self.buckets, batched)], batched)
 
     def _tokens_seconds(self, batched: Any) -> Any:
         if not self.knots:
@@ -169,13 +157,10 @@ class CostModel:
         return self._log_factors[low] * (1 - share) + self._log_factors[low + 1] * share
 
     @classmethod
-    def fit(cls, points: Sequence[CostPoint], buckets: Sequence[float] = ()) -> "CostModel":
+    def fit(cls, points: Sequence[CostPoint]) -> "CostModel":
         """
         Fits measured forwards by least squares of the relative error, all coefficients at least 0. The curve is taken
         in place of the line, and a time of the host's, where this explains more than noise would.
-
-        Args:
-            buckets (sequence of `float`): Numbers of tokens that the forwards were padded to.
 
         Raises:
             ValueError: for fewer than four points, or seconds that are not positive.
@@ -185,8 +170,7 @@ class CostModel:
         context, batched, width, seconds = np.array(points, np.float64).T
         if not (seconds > 0).all():
             raise ValueError(f"`points` must have positive seconds, got {float(seconds.min())}.")
-        padded = cls(0.0, 0.0, 1.0, buckets=buckets)._padded(batched)
-        return cls(**fit_coefficients(Measurements(context, padded, width, seconds)), buckets=tuple(buckets))
+        return cls(**fit_coefficients(Measurements(context, batched, width, seconds)))
 
     def errors(self, points: Sequence[CostPoint]) -> np.ndarray:
         """Relative errors of the prediction, `[n]` float64: above 0 where it is too high."""

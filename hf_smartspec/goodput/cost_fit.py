@@ -15,7 +15,7 @@ _MOST_TURNS = 8  # of telling the host's forwards from the device's
 
 @dataclass(frozen=True)
 class Measurements:
-    """Forwards, `[n]` float64 each; `batched` as it is run, with what fills it up to a bucket."""
+    """Forwards, `[n]` float64 each; `batched` as it is run."""
 
     context: np.ndarray
     batched: np.ndarray

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-_CERTAIN = 0.995  # no rate is estimated above: a perfect record proves little
+CERTAIN = 0.995  # no rate is estimated above: a perfect record proves little
 _NUM_DEPTHS = 8  # that are told apart in what is kept of a request; deeper levels count as the last
 _DOUBT = (
     12.0  # tried levels that are added where the doubt in a rate is estimated, so that little is not taken for none
@@ -110,11 +110,11 @@ class AcceptanceEstimator:
 
     def of_requests(self, request_ids: Sequence[Hashable], num_depths: int = 1) -> np.ndarray:
         """The same for each request, `[rows, num_depths]` float64: all depths scaled by how it does on the whole."""
-        return np.minimum(self.by_depth(num_depths) * self._ratios(request_ids)[:, None], _CERTAIN)
+        return np.minimum(self.by_depth(num_depths) * self._ratios(request_ids)[:, None], CERTAIN)
 
     def rates(self, request_ids: Sequence[Hashable]) -> np.ndarray:
         """alpha of each request, one for all depths; `[rows]` float64."""
-        return np.minimum(self.rate * self._ratios(request_ids), _CERTAIN)
+        return np.minimum(self.rate * self._ratios(request_ids), CERTAIN)
 
     def _ratios(self, request_ids: Sequence[Hashable]) -> np.ndarray:
         """Observed successes by those that the averages over all requests expect."""
@@ -136,7 +136,7 @@ class AcceptanceEstimator:
 
 def _drawn(succeeded: float, tried: float, general: float, strength: float) -> float:
     """A rate that is drawn to the general one."""
-    return min(float((succeeded + strength * general) / (tried + strength)), _CERTAIN)
+    return min(float((succeeded + strength * general) / (tried + strength)), CERTAIN)
 
 
 def _folded(tried: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
-from .estimators import AcceptanceEstimator
+from .estimators import CERTAIN, AcceptanceEstimator
 from .running import Running
 from .stage import Stage
 
@@ -14,7 +14,6 @@ _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  #
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # of the share: where much is promised, little is left to add
 _HALF_LIFE = 300.0  # of a level that came true, in such levels of its bin
 _STRENGTH = 4.0  # of what is known in general, in levels
-_LIKELIEST = 0.995  # of a level
 _MOST_LEFT_OUT = 8  # drafts in a row with prompts among them
 
 
@@ -27,6 +26,7 @@ class StageRecord:
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
         self.benefit = Running()  # seconds that drafts have saved, of first sources that draft in one call
+        self.pays = False  # whether levels lately promised more than they cost, of sources that are asked by level
         self._newcomers = Newcomers()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
@@ -45,7 +45,7 @@ class StageRecord:
         known = self.acceptance
         rates = known.of_requests(request_ids, num_levels)
         if in_doubt:
-            rates = np.minimum(rates * (1 + known.doubt / known.rate), _LIKELIEST)
+            rates = np.minimum(rates * (1 + known.doubt / known.rate), CERTAIN)
         acceptance = np.cumprod(rates, axis=1)
         return acceptance * self.novelty.share(promises)[:, None]
 

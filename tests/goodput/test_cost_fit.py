@@ -8,18 +8,16 @@ import pytest
 from hf_smartspec.goodput import CostModel, CostPoint
 from hf_smartspec.target.measuring import DESIGN, Design
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MOST_TOKENS = 2**19  # of keys and values that fit into memory
 
 
 class Roofline(NamedTuple):
     """
     A decoder of 8 G parameters with grouped heads on an H100: every operation takes as long as its multiplications, or
-    as long as its bytes, whichever is more; with `host` seconds to launch all of them, or run as graphs.
+    as long as its bytes, whichever is more; with `host` seconds to launch all of them, or run as one graph.
     """
 
     host: float = 0.0
-    buckets: tuple[int, ...] = ()
     flops: float = 0.6 * 990e12  # 60 % of the data sheet's
     bandwidth: float = 0.8 * 3.35e12
     num_parameters: float = 7.5e9
@@ -30,8 +28,6 @@ class Roofline(NamedTuple):
 
     def seconds(self, rows: int, context: int, width: int) -> float:
         tokens = rows * width
-        if self.buckets and tokens <= self.buckets[-1]:
-            tokens = self.buckets[np.searchsorted(self.buckets, tokens)]
         weights = self.num_parameters / self.num_layers
         linear = max(2 * weights / self.bandwidth, 2 * weights * tokens / self.flops)
         cached = 4 * self.kv_size * rows * context / self.bandwidth
@@ -45,7 +41,7 @@ class Roofline(NamedTuple):
         return CostPoint(rows * context, rows * width, width, self.seconds(*item) * noise)
 
 
-EAGER, GRAPHED = Roofline(host=13e-3), Roofline(buckets=BUCKETS)
+EAGER, GRAPHED = Roofline(host=13e-3), Roofline()
 
 
 def steps() -> list[Design]:
@@ -61,10 +57,10 @@ def steps() -> list[Design]:
 
 def fitted(device: Roofline, noise: float = 0.01) -> CostModel:
     rng = np.random.default_rng(1)
-    return CostModel.fit([device.point(item, rng.lognormal(0, noise)) for item in DESIGN], device.buckets)
+    return CostModel.fit([device.point(item, rng.lognormal(0, noise)) for item in DESIGN])
 
 
-@pytest.mark.parametrize("device", [EAGER, GRAPHED, Roofline(), Roofline(host=7e-3)])
+@pytest.mark.parametrize("device", [EAGER, GRAPHED, Roofline(host=7e-3)])
 def test_predictions_of_a_roofline_are_right_up_to_2048_tokens_and_contexts_of_8k(device):
     cost, points = fitted(device), [device.point(item) for item in steps()]
     errors = np.abs(cost.errors(points))
@@ -77,16 +73,6 @@ def test_tokens_are_free_while_the_host_launches_kernels():
     assert cost.host == pytest.approx(13e-3, rel=0.02)
     assert cost.seconds(0, 256) == cost.seconds(4000, 1) == cost.host < cost.seconds(0, 1024)
     assert fitted(GRAPHED).host == 0.0
-
-
-def test_forwards_of_one_bucket_cost_the_same():
-    cost = fitted(GRAPHED)
-    sizes = np.arange(1, 2049)
-    seconds = cost.seconds(0, sizes)
-    assert (np.diff(seconds) >= 0).all()
-    assert cost.seconds(0, 1025) == cost.seconds(0, 1536) > 1.3 * cost.seconds(0, 1024)
-    assert len(np.unique(seconds)) <= len(BUCKETS) and cost.seconds(0, 4096) > seconds[-1]
-    assert [float(cost.seconds(0, size)) for size in (3, 700, 3000)] == list(cost.seconds(0, np.array([3, 700, 3000])))
 
 
 def test_the_jump_from_one_token_to_two_is_kept():
@@ -102,9 +88,6 @@ def test_the_jump_from_one_token_to_two_is_kept():
         assert cost.seconds(0, num) == pytest.approx(true, rel=0.03)
 
 
-@pytest.mark.parametrize("buckets", [(2, 1), (0, 1), (4, 4)])
-def test_impossible_buckets_are_refused(buckets):
-    with pytest.raises(ValueError, match="buckets"):
-        CostModel(0.0, 0.0, 1.0, buckets=buckets)
+def test_an_impossible_time_of_the_host_is_refused():
     with pytest.raises(ValueError, match="host"):
         CostModel(0.0, 0.0, 1.0, host=-1.0)

@@ -60,6 +60,34 @@ def staged_rows(num, cost=None, serves=None):
     return StepRows(list(range(num)), np.full(num, 50), caps, stages=stages)
 
 
+@pytest.mark.parametrize(("per_call", "pays"), [(1e-9, True), (1.0, False)])
+def test_levels_are_weighed_once_a_step_where_they_always_pay_or_never(per_call, pays, monkeypatch):
+    calls, weigh = [], GoodputAuction._best_levels
+    monkeypatch.setattr(GoodputAuction, "_best_levels", lambda *args, **named: calls.append(1) or weigh(*args, **named))
+    policy, cost, caps = GoodputAuction(line()), model_cost(per_call), np.full(2, 8)
+    for _ in range(20):
+        rows = StepRows([0, 1], np.full(2, 50), caps, stages=[Stage(cost, caps)])
+        asked = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2)
+        assert asked.any() == pays
+    assert len(calls) == 20 + pays
+
+
+@pytest.mark.parametrize("paid_before", [False, True])
+def test_levels_pay_or_are_in_doubt_whichever_is_looked_at_first(paid_before):
+    policy, caps, found = GoodputAuction(line()), np.full(2, 8), set()
+    for per_call in np.geomspace(1e-5, 1e-1, 60):
+        cost = model_cost(float(per_call))
+        rows = StepRows([0, 1], np.full(2, 50), caps, stages=[Stage(cost, caps)])
+        policy._begin(rows)
+        before = policy._before(rows, [DraftTree.empty()] * 2)
+        certain, hoped = (policy._best_levels(rows, rows.stages[0], caps, before, doubt) for doubt in (False, True))
+        policy.records[cost].pays = paid_before
+        weighed = policy._weighed(rows, rows.stages[0], caps, before)
+        assert weighed.tolist() == (certain if certain.any() else hoped).tolist()
+        found.add((bool(certain.any()), bool(hoped.any())))
+    assert found == {(True, True), (False, True), (False, False)}
+
+
 def draft_first(policy, rows, trees):
     """The trees of the first stage, as the policy reads them."""
     first = rows.stages[0]
