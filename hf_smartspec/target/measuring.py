@@ -103,16 +103,24 @@ def measure(
     if not designs:
         raise ValueError(f"A model of {longest} positions is too short to be measured.")
     with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
-        start = time.perf_counter()
-        bench = _Bench(model, [*designs, *held_out])
-        seconds = bench.explore(designs, held_out)
-        for turn in tqdm(_rounds(start), desc="Measuring the model's speed", leave=False, disable=not progress):
-            items = list(seconds)
-            for index in np.random.default_rng(turn).permutation(len(items)):  # what ran before leaves its mark
-                seconds[items[index]].append(bench.run(items[index]))
+        seconds = _measured(model, designs, held_out, progress)
     return Measured(
         *([_point(item, seconds[item]) for item in items if item in seconds] for items in (designs, held_out))
     )
+
+
+def _measured(
+    model: PreTrainedModel, designs: Sequence[Design], held_out: Sequence[Design], progress: bool
+) -> dict[Design, list[float]]:
+    """Seconds of every run of each point. All memories are gone when this returns."""
+    start = time.perf_counter()
+    bench = _Bench(model, [*designs, *held_out])
+    seconds = bench.explore(designs, held_out)
+    for turn in tqdm(_rounds(start), desc="Measuring the model's speed", leave=False, disable=not progress):
+        items = list(seconds)
+        for index in np.random.default_rng(turn).permutation(len(items)):  # what ran before leaves its mark
+            seconds[items[index]].append(bench.run(items[index]))
+    return seconds
 
 
 def _point(item: Design, seconds: Sequence[float]) -> CostPoint:

@@ -1,7 +1,10 @@
 """What is measured of a model: as much as positions, memory and time allow."""
 
+import weakref
+
 import numpy as np
 import pytest
+import torch
 
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.target import measuring
@@ -48,6 +51,22 @@ def test_measures_every_point_that_the_model_has_positions_for(monkeypatch):
     assert all(0 < point.seconds < 60 for point in points)
     with pytest.raises(ValueError, match="too short"):
         measure(model, [Design(1, longest, 1)], progress=False)
+
+
+def test_memory_is_given_back_when_nobody_holds_it_any_more(monkeypatch):
+    benches, alive = [], []
+    make = measuring._Bench.__init__
+
+    def made(bench, *args):
+        benches.append(weakref.ref(bench))
+        make(bench, *args)
+
+    monkeypatch.setattr(measuring._Bench, "__init__", made)
+    monkeypatch.setattr(measuring, "_SECONDS", 0.0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.extend(bench() is not None for bench in benches))
+    measure(new_model("llama"), FEW, progress=False)
+    assert alive == [False]
 
 
 def test_a_fast_machine_is_measured_up_to_2048_tokens_and_contexts_of_8k(seconds):
