@@ -193,6 +193,7 @@ class DecodingLoop:
                     self._attempt(rows, pick_ahead, rows)
             ended = [request for request in ready if request.picks]
             trees = [request.tree for request in ended if request.tree is not None]
+            assert len(trees) == len(ended), "picks stand beside the draft that they verify"
             paths = accepted_paths(trees, [request.picks for request in ended])
             for request, path in zip(ended, paths):
                 _follow(request, path)

@@ -1,6 +1,6 @@
 """The accepted path: which token the target picks at each node, and whether the draft holds it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 
 from ..device import to_device
 from ..drafts.tree import DraftTree
-from ..sampling.noise import add_gumbel_noise, gumbel_noise
+from ..sampling.noise import add_gumbel_noise, uniform_noise
 from ..sampling.top import argmax
 from .request import Request
 
@@ -18,8 +18,8 @@ _ACCEPT_STREAM = 0x5EED_ACCE
 
 _FEW_NODES = 256  # up to here a loop over all nodes finds paths faster than numpy
 
-# Entries of scores up to which processing all nodes' costs less than waiting for the device at every token: estimated,
-# as that of a few milliseconds, and of 100 MB of memory.
+# Entries of scores that are processed together where all nodes' are, which takes less time than waiting for the device
+# at every token: those of 100 MB of memory, estimated.
 _MOST_AHEAD = 2**24
 
 
@@ -154,28 +154,39 @@ def _draft_distributions(places: Sequence[Place]) -> torch.Tensor:
 
 
 def _uniform(places: Sequence[Place]) -> np.ndarray:
-    """
-    Uniform variates of a stream of their own, float64 `[places]`, from Gumbel noise by its distribution function
-    exp(-exp(-g)).
-    """
-    first = torch.zeros(1, dtype=torch.long)
+    """Uniform variates of a stream of their own, float64 `[places]`."""
     seeds = [(place.request.seed or 0) ^ _ACCEPT_STREAM for place in places]
-    noise = [gumbel_noise(seed, place.position, first) for seed, place in zip(seeds, places)]
-    return torch.exp(-torch.exp(-torch.cat(noise).double())).numpy()
+    return uniform_noise(seeds, [place.position for place in places])
 
 
 def picks_ahead(rows: Sequence[Request]) -> bool:
     """
-    Whether the tokens behind all nodes of rows that pick alike are picked at once, with one wait for the device in all.
-    On a CPU, where nobody waits, what lies behind rejected nodes would be processed in vain.
+    Whether the tokens behind all nodes of rows that pick alike are picked at once, with one wait for the device. On a
+    CPU, where nobody waits, what lies behind rejected nodes would be processed in vain.
     """
-    logits = [request.node_logits for request in rows]
-    on_cpu = logits[0].device.type == "cpu"
-    return rows[0].call.may_pick_ahead and not on_cpu and sum(lines.numel() for lines in logits) <= _MOST_AHEAD
+    return rows[0].call.may_pick_ahead and rows[0].node_logits.device.type != "cpu"
 
 
 def pick_ahead(rows: Sequence[Request]) -> None:
-    """Leaves rows that pick alike with the target's tokens behind every node."""
+    """Leaves rows that pick alike with the target's tokens behind every node; `_MOST_AHEAD` scores at a time."""
+    for part in _in_parts(rows):
+        _pick_together(part)
+
+
+def _in_parts(rows: Sequence[Request]) -> Iterator[list[Request]]:
+    part: list[Request] = []
+    num = 0
+    for request in rows:
+        own = request.node_logits.numel()
+        if part and num + own > _MOST_AHEAD:
+            yield part
+            part, num = [], 0
+        part.append(request)
+        num += own
+    yield part
+
+
+def _pick_together(rows: Sequence[Request]) -> None:
     call = rows[0].call
     places = [place for request in rows for place in Place.all_of(request)]
     logits = torch.cat([request.node_logits for request in rows]).to(torch.float32)

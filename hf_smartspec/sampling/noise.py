@@ -36,6 +36,11 @@ def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor
     return _gumbel(uniform)
 
 
+def uniform_noise(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Uniform variates in the open interval (0, 1) of pairs of seeds and positions, float64 `[pairs]`."""
+    return _uniform_numpy(_keys(seeds, positions), np.zeros(1, np.int64))
+
+
 def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
     """Noise from uniform variates in float64, which are overwritten; float32."""
     # In float64, since the upper tail, which decides who wins, is lost where float32 rounds the uniform to 1.

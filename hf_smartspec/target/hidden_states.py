@@ -1,4 +1,4 @@
-"""Hidden states of a target, taken out of its forwards: by hooks that are there only while somebody asks."""
+"""Hidden states of a target, taken out of its forwards by hooks that are there only while somebody asks."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -122,7 +122,8 @@ class HiddenStateTaps:
     def taking(self, layers: Collection[int]) -> Iterator[Mapping[CacheRow, FedStates]]:
         """
         What is run within leaves its hidden states: of every row that was fed, unless a layer's were not to be had.
-        Without `layers`, nothing is done at all.
+        The model's own forward leaves them only where it runs within `installed()` too; one that is written out hands
+        them to `keep`. Without `layers`, nothing is done at all.
         """
         self._layers, self._states, self._fed = frozenset(layers), {}, {}
         try:

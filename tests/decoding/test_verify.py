@@ -21,7 +21,7 @@ from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProc
 from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.request import Request
 from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks
-from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
+from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise
 from hf_smartspec.sampling.top import argmax
 
 from ..models import new_model
@@ -93,6 +93,24 @@ def test_a_coupled_pick_does_not_depend_on_the_draft():
     scores = torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
     trees = [None, DraftTree.chain([3]), DraftTree.chain([4, 5], distributions=torch.full((2, 20), 0.05))]
     assert len({coupled_picks(at_cursors(a_request(5, 2, tree)), scores)[0] for tree in trees}) == 1
+
+
+def test_scores_of_all_nodes_are_processed_as_many_rows_at_a_time_as_there_is_room_for(monkeypatch):
+    requests = [a_request(None, tree=DraftTree.chain([3] * size)) for size in (1, 2, 0, 4, 1)]
+    for request in requests:
+        request.logits = torch.zeros(1 + len(request.tree), 10)
+    monkeypatch.setattr(verify, "_MOST_AHEAD", 50)
+    parts = list(verify._in_parts(requests))
+    assert [[len(request.tree) for request in part] for part in parts] == [[1, 2], [0], [4], [1]]
+
+
+def test_uniform_variates_are_those_of_the_places_noise():
+    places = [Place(a_request(seed), -1, position) for seed in (3, 4, 2**40) for position in range(20)]
+    first = torch.zeros(1, dtype=torch.long)
+    noise = [gumbel_noise(place.request.seed ^ verify._ACCEPT_STREAM, place.position, first) for place in places]
+    expected = torch.exp(-torch.exp(-torch.cat(noise).double())).numpy()
+    assert np.abs(verify._uniform(places) - expected).max() < 1e-6, "whose single precision they do not share"
+    assert len(np.unique(verify._uniform(places))) == len(places)
 
 
 def distribution(*weights: float) -> np.ndarray:
