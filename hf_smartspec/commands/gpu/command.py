@@ -128,6 +128,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "driver": _driver(),
+        "float32_products": torch.get_float32_matmul_precision(),  # with fewer bits, other shapes give other tokens
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
