@@ -229,20 +229,18 @@ def padded_context(rows: Sequence[CacheRow], call: int) -> int:
     return context + call * (len(runs) - 1)
 
 
-def send(
-    layouts: Sequence[StepLayout], device: torch.device, others: Sequence[torch.Tensor] = ()
-) -> list[torch.Tensor]:
-    """Brings all that layouts have for a device there, as one piece, and other tensors (int64), which are returned."""
+def send(layouts: Sequence[StepLayout], device: torch.device, more: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Brings all that layouts have for a device there, as one piece, and more tensors (int64), which are returned."""
     if device.type == "cpu":
-        return list(others)
+        return list(more)
     owners: list[StepLayout | PaddedPart | Spans] = []
     for layout in layouts:
         owners += [layout, *layout.parts, *([] if layout.spans is None else [layout.spans])]
     places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
-    tensors = send_together([*others, *[getattr(owner, name) for owner, name in places]], device)
-    for (owner, name), tensor in zip(places, tensors[len(others) :]):
+    tensors = send_together([*more, *[getattr(owner, name) for owner, name in places]], device)
+    for (owner, name), tensor in zip(places, tensors[len(more) :]):
         setattr(owner, name, tensor)
-    return tensors[: len(others)]
+    return tensors[: len(more)]
 
 
 def build_layout(groups: Sequence[Sequence[RowInput]]) -> StepLayout:
