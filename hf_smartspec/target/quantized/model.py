@@ -21,8 +21,8 @@ _REMEDY = "Load the model anew without it, and quantize that."
 
 def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     """
-    Replaces a model's linear maps, the output layer included, by ones in int8: half the bytes of bfloat16, and up
-    to twice its speed on CPUs with int8 instructions. The same tokens with and without speculation are then those of the
+    Replaces a model's linear maps, the output layer included, by ones in int8: half the bytes of bfloat16, and up to
+    twice its speed on CPUs with int8 instructions. The same tokens with and without speculation are then those of the
     quantized model (docs/quantized.md).
 
     Embeddings, norms, convolutions and experts that are no `nn.Linear` stay as they are. An output layer that is tied
