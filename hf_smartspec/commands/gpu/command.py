@@ -35,7 +35,7 @@ SECTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="default: cuda, which must be there; cpu: with --smoke only")
     parser.add_argument(
-        "--smoke", action="store_true", help="the same code on tiny shapes, within half a minute; figures mean nothing"
+        "--smoke", action="store_true", help="the same code on tiny shapes, in about a minute; figures mean nothing"
     )
     parser.add_argument(
         "--seconds", type=positive_number, default=520.0, metavar="S",
