@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import GenerationMixin, LogitsProcessorList
 
-from hf_smartspec import SeededGumbelLogitsProcessor
+from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SuffixTreeCandidates
 
 from ..generate.helpers import BOS, VOCAB_SIZE
 
@@ -20,6 +20,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 3},
     {"min_new_tokens": 6},
 ]
+TIMEOUT = 60.0
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 
 
@@ -65,3 +66,19 @@ def random_requests(count: int, seed: int = 0, longest: int = 40, max_new_tokens
         seed_of = int(rng.integers(1000)) if settings.get("do_sample") else None
         requests.append(Asked((common if index % 3 == 0 else []) + own, settings, seed_of))
     return requests
+
+
+def suffix() -> SuffixTreeCandidates:
+    """Drafts much, since little is known."""
+    return SuffixTreeCandidates(min_probability=0.02, max_bytes=2**22)
+
+
+def check_all(engine: Engine, model, requests: list[Asked]) -> list:
+    """Adds all requests and compares every output with the request by itself."""
+    names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests]
+    outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
+    for asked, output in zip(requests, outputs):
+        assert output is not None and output.error is None
+        assert output.generated_tokens == asked.alone(model), asked
+        assert output.prompt_ids == asked.prompt
+    return outputs
