@@ -18,6 +18,7 @@ from hf_smartspec.goodput.policy import FixedLength
 
 from .accelerator import DEVICE, Accelerator
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
+from .models import new_model
 
 NUM_TOKENS = 14
 LENGTHS = (9, 5, 12, 5)  # of prompts
@@ -125,11 +126,11 @@ def tokens_of(output) -> list[list[int]]:
     return output.sequences.cpu().tolist()
 
 
-def check_counts(steps: list[Counter], source: str, name: str) -> None:
+def check_counts(steps: list[Counter], source: str, name: str, dispatched: int = 210) -> None:
     """
     One wait for the target's picks, whatever the number of rows, and one for all levels of a draft model; one upload
     for the target's forward, and one for all levels together. Where picks are no arg max, sources that learn from what
-    was likely wait once more.
+    was likely wait once more. A forward dispatches `dispatched` operations at most.
     """
     levels, picks_at_once = LEVELS.get(source, 0), name in AT_ONCE
     waits_of_source = levels > 0 or (source in ("suffix", "auto") and name not in ("greedy", "stop strings"))
@@ -142,7 +143,7 @@ def check_counts(steps: list[Counter], source: str, name: str) -> None:
         others = MOVES.get(source, 0) + of_rejection
         assert counts["uploads"] <= num_forwards + sent * num_picks + others
         if picks_at_once:
-            assert counts["dispatched"] <= 210 * (1 + levels)
+            assert counts["dispatched"] <= dispatched * (1 + levels)
     assert sum(counts["waits"] for counts in steps) >= len(steps), "nothing was counted"
 
 
@@ -159,6 +160,22 @@ def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, sou
     for own, others in zip(output.scores or (), expected[name].scores or ()):
         torch.testing.assert_close(own.cpu(), others, rtol=1e-4, atol=1e-4)
     check_counts(steps, source, name)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3_text"])
+def test_sliding_windows_are_no_reason_to_wait(accelerator, steps, architecture):
+    """Of trees, too: what a window hides depends on positions, which are not those of the columns."""
+    target = new_model(architecture, eos_token_id=None)
+    target.generation_config.eos_token_id = None
+    assert target.config.sliding_window < min(LENGTHS) + NUM_TOKENS
+    models = target, noisy_copy(target, 0.03)
+    expected = tokens_of(generate(models, "none", {}))
+    on_device = [noisy_copy(model, 0.0).to(DEVICE) for model in models]
+    for source in ("tree", "chain"):
+        steps.clear()
+        output = generate(on_device, source, {})
+        assert tokens_of(output) == expected and output.statistics.accepted_tokens > 0
+        check_counts(steps, source, "greedy", dispatched=220)  # two kinds of layers have two masks
 
 
 def test_devices_agree_on_rejection(on_cpu, on_device, steps):
