@@ -1,8 +1,8 @@
 """The contract between the engine and whatever proposes draft tokens."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -108,6 +108,7 @@ class TreeCandidateGenerator(CandidateGenerator):
 
         Sources that heed prices take a further argument, `price: LevelPrice | None = None`: what a further level must
         be worth in this step, in expected tokens (the sum of its nodes' path probabilities), and what a node must be.
+        Forwards become dearer in steps: `price.beyond(depth)` is what the level behind `depth` levels must be worth.
         None where nobody decides that: drafts then have their usual size.
         """
 
@@ -116,6 +117,9 @@ class TreeCandidateGenerator(CandidateGenerator):
         Comes behind `start`, and only in sources that need hidden states, where keys and values of the first `length`
         tokens of the prompt are there already: those of the text of `earlier`, a request that runs or has ended (None:
         a cache that the caller brought along).
+
+        It may be asked again with a smaller `length`, since another source can do without fewer tokens. Only the last
+        answer counts, and must be as if nothing had been asked before.
 
         Returns:
             How many of these tokens the source can do without hidden states of, since it has kept what it made of them
@@ -189,6 +193,27 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: what was accepted is seen by comparing sequences."""
+
+
+_Source = TypeVar("_Source")
+
+
+def common_reuse(sources: Sequence[_Source], length: int, ask: Callable[[_Source, int], int | None]) -> int:
+    """
+    How many of `length` tokens all of some sources can do without. What one must be shown again, all are: who was asked
+    before and can do without more is asked anew.
+
+    Args:
+        ask (`Callable`): A source's `reuse` of so many tokens, no more than these; None where it has failed, and counts
+            no longer.
+    """
+    granted = [length + 1] * len(sources)
+    while asking := [place for place, num in enumerate(granted) if num > length]:
+        for place in asking:
+            answer = ask(sources[place], length)
+            granted[place] = 0 if answer is None else answer
+            length = length if answer is None else answer
+    return length
 
 
 def check_needs(source: TreeCandidateGenerator) -> None:

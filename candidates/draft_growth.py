@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList
 
 from ..drafts.tree import DraftTree
+from ..sampling.processors import ScoreProcessing
 from ..target.layout import CacheRow, RowInput
 
 _MEMORY = 0.8  # weight of all earlier drafts against the newest
@@ -43,7 +43,7 @@ class DraftState:
     row: CacheRow
     tokens: list[int]
     outlook: Outlook
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    processing: ScoreProcessing = field(default_factory=ScoreProcessing)
     seed: int | None = None
     num_generated: int = 0
     nodes: DraftTree = field(default_factory=DraftTree.empty)

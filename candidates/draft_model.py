@@ -11,7 +11,7 @@ from ..device import fetch_together, waits_are_free
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
-from ..sampling.processors import process_lines, score_processors
+from ..sampling.processors import ScoreProcessing, process_lines
 from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
 from ..target.packed import PackedForward
@@ -87,7 +87,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._forward: PackedForward | ChainForward | None = None
         self._states: dict[Hashable, DraftState] = {}
         self._cached_version = self.weights_version  # what the cache was computed with
-        self._coupling: dict[Hashable, tuple[LogitsProcessorList, int | None]] = {}
+        self._coupling: dict[Hashable, tuple[ScoreProcessing, int | None]] = {}
         self._outlook = Outlook()  # of all requests
 
     @property
@@ -100,16 +100,16 @@ class DraftModelCandidates(TreeCandidateGenerator):
         return self._most_nodes
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        self._coupling[request_id] = (score_processors(processors), seed)
+        self._coupling[request_id] = (ScoreProcessing(processors), seed)
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         # The cache lives while requests do: weights may change between calls.
         self._forward = self._forward or self._new_forward()
-        processors, seed = self._coupling.pop(request_id, (LogitsProcessorList(), None))
+        processing, seed = self._coupling.pop(request_id, (ScoreProcessing(), None))
         if seed is None:
-            processors = LogitsProcessorList()  # the arg max does not change
+            processing = ScoreProcessing()  # the arg max does not change
         outlook = self._outlook.of_another()
-        self._states[request_id] = DraftState(self._forward.add(), prompt.tolist(), outlook, processors, seed)
+        self._states[request_id] = DraftState(self._forward.add(), prompt.tolist(), outlook, processing, seed)
 
     def _new_forward(self) -> PackedForward | ChainForward:
         return packed_forward(self.model) if self._draws_trees else ChainForward(self.model)
@@ -238,7 +238,7 @@ class DraftModelCandidates(TreeCandidateGenerator):
         """
         scores = logits.float()
         if noise is not None:
-            scores = process_lines(scores, [(growth.state.processors, num) for growth, num in zip(growths, numbers)])
+            scores = process_lines(scores, [(growth.state.processing, num) for growth, num in zip(growths, numbers)])
             if self.samples:  # a chain
                 for growth, line in zip(growths, scores.softmax(dim=-1)):
                     if growth.state.seed is not None:

@@ -7,9 +7,9 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from ..drafts.price import LevelPrice
-from ..drafts.tree import DraftTree
+from ..drafts.tree import DraftTree, check_trees
 from ..log import get_logger
-from .base import TreeCandidateGenerator
+from .base import TreeCandidateGenerator, common_reuse
 from .committed import HIDDEN_STATES, Committed, Likeliest
 
 logger = get_logger(__name__)
@@ -79,25 +79,18 @@ class MemberCandidates(TreeCandidateGenerator):
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         """What every source that needs hidden states can do without."""
-        granted: dict[int, int] = {}
         looking = [source for source in self.sources if HIDDEN_STATES in source.needs]
-        # What one must be shown again, all are: who was asked before and can do without more is asked anew.
-        while asking := [source for source in looking if granted.get(id(source), length + 1) > length]:
-            for source in asking:
-                granted[id(source)] = length = self._reused(source, request_id, length, earlier)
-        return length
 
-    def _reused(
-        self, source: TreeCandidateGenerator, request_id: Hashable, length: int, earlier: Hashable | None
-    ) -> int:
-        """`length` where the source has failed."""
-        if (request_id, id(source)) in self._failed:
-            return length
-        try:
-            return max(min(length, source.reuse(request_id, length, earlier)), 0)
-        except Exception as error:
-            self._drop(source, [request_id], error)
-            return length
+        def ask(source: TreeCandidateGenerator, length: int) -> int | None:
+            if (request_id, id(source)) in self._failed:
+                return None
+            try:
+                return max(min(length, source.reuse(request_id, length, earlier)), 0)
+            except Exception as error:
+                self._drop(source, [request_id], error)
+                return None
+
+        return common_reuse(looking, length, ask)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)
@@ -150,8 +143,7 @@ class MemberCandidates(TreeCandidateGenerator):
         arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
         try:
             found = source.propose(names, [max_nodes[row] for row in rows], **arguments) if rows else []
-            for tree in found:
-                tree.check_integrity(self.vocab_size or 2**31)
+            check_trees(found, self.vocab_size or 2**31)
         except Exception as error:
             self._drop(source, names, error)
             return trees

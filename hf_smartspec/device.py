@@ -5,6 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+_WITHOUT_FLOAT64 = {"mps"}
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in double precision."""
+    return device.type not in _WITHOUT_FLOAT64
+
 
 def waits_are_free(device: torch.device) -> bool:
     """Whether the host can look at what the device has computed without waiting for it: where they are one."""

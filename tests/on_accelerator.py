@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import DraftModelCandidates, SmartSpecConfig
+from hf_smartspec import DraftModelCandidates, PromptLookupCandidates, SmartSpecConfig, device
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput.policy import FixedLength
+from hf_smartspec.sampling import noise
 
 from .accelerator import DEVICE, Accelerator
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
@@ -200,6 +201,52 @@ def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
         numbers.append(max(counts["dispatched"] for counts in steps))
         check_counts(steps, source, name)
     assert numbers[1] <= 1.3 * numbers[0], "ragged drafts are padded and cut: that is all there is to more rows"
+
+
+class Looking(PromptLookupCandidates):
+    """Is shown hidden states, and leaves them where they are."""
+
+    needs = frozenset({"hidden_states"})
+
+    def __init__(self, layers):
+        super().__init__()
+        self.hidden_layers, self.num_shown = layers, Counter()
+
+    def reuse(self, request_id, length, earlier):
+        return length
+
+    def observe(self, request_id, committed):
+        for layer, states in committed.hidden_states.items():
+            assert states.device.type == DEVICE
+            self.num_shown[layer] += len(states)
+        if len(committed.tokens):
+            super().observe(request_id, committed.tokens)
+
+
+def test_hidden_states_are_sent_for_once_whatever_the_number_of_layers(on_device, expected, steps, monkeypatch):
+    counted = []
+    for layers in ((-1,), (-1, 0, 1)):
+        steps.clear()
+        source = Looking(layers)
+        monkeypatch.setitem(SOURCES, "looking", lambda draft, source=source: SmartSpecConfig(source, num_nodes=CHAIN))
+        output = generate(on_device, "looking", OPTIONS["greedy"])
+        assert tokens_of(output) == tokens_of(expected["greedy"]) and output.statistics.accepted_tokens > 0
+        assert source.num_shown.keys() == set(layers) and min(source.num_shown.values()) > sum(LENGTHS)
+        check_counts(steps, "looking", "greedy")
+        counted.append([(counts["uploads"], counts["waits"]) for counts in steps])
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("source", ["none", "chain", "rejection"])
+def test_devices_without_double_precision_sample_the_same(on_cpu, on_device, accelerator, monkeypatch, source):
+    expected = generate(on_cpu, source, OPTIONS["warped"])
+    monkeypatch.setattr(device, "_WITHOUT_FLOAT64", {DEVICE})
+    monkeypatch.setattr(noise, "_uniform_torch", None)  # where double precision is made on the device
+    sent, to_device = [], verify.to_device
+    monkeypatch.setattr(verify, "to_device", lambda array, place: sent.append(array.dtype) or to_device(array, place))
+    output = generate(on_device, source, OPTIONS["warped"])
+    assert tokens_of(output) == tokens_of(expected)
+    assert "float64" not in map(str, sent) and ("float32" in map(str, sent)) == (source == "rejection")
 
 
 @pytest.mark.parametrize("source", ["tree", "rejection"])

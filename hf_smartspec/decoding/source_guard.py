@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..candidates.base import TreeCandidateGenerator
+from ..candidates.base import TreeCandidateGenerator, common_reuse
 from ..candidates.committed import HIDDEN_STATES, Committed, Likeliest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
@@ -54,13 +54,12 @@ class GuardedSources:
         row = request.cache_row
         if not request.call.hidden_layers or not row.length:
             return
-        length, granted = row.length, dict[int, int]()
-        # What one must be shown again, all are: who was asked before and can do without more is asked anew.
-        while asking := [item for item in self._looking(request) if granted.get(item[0], length + 1) > length]:
-            for position, source in asking:
-                reused = self._guarded(request, position, _reuse, request, source, length)
-                if reused is not None:
-                    granted[position] = length = reused
+
+        def ask(item: tuple[int, TreeCandidateGenerator], length: int) -> int | None:
+            position, source = item
+            return self._guarded(request, position, _reuse, request, source, length)
+
+        length = common_reuse(self._looking(request), row.length, ask)
         if length < row.length:
             request.call.forward.cut(row, length)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..device import to_device
+from ..device import has_float64, to_device
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, uniform_noise
 from ..sampling.top import argmax
@@ -132,8 +132,9 @@ def _kept_or_residual(places: Sequence[Place], scores: torch.Tensor) -> torch.Te
     """Scores `[places, vocab_size]`: where the draft's token is kept, of it alone, and of max(0, p - q) elsewhere."""
     target, draft = scores.softmax(dim=-1), _draft_distributions(places).to(scores.device)
     tokens = to_device(_drafted(places), scores.device)[:, None]
-    uniform = to_device(_uniform(places), scores.device)[:, None]
-    is_kept = uniform * draft.gather(1, tokens) < target.gather(1, tokens)  # in float64
+    precision = np.float64 if has_float64(scores.device) else np.float32
+    uniform = to_device(_uniform(places).astype(precision), scores.device)[:, None]
+    is_kept = uniform * draft.gather(1, tokens) < target.gather(1, tokens)
     kept = torch.zeros_like(target).scatter(1, tokens, 1.0)
     return torch.where(is_kept, kept, _residual(target, draft)).log()
 

@@ -21,10 +21,10 @@ class LevelPrice(NamedTuple):
     deeper: tuple[tuple[float, float], ...] = ()  # (call, row)
 
     def beyond(self, depth: int) -> "LevelPrice":
-        """The price of the level behind `depth` levels."""
+        """The price of the level behind `depth` levels; of the first level of all, that of the second."""
         if not self.deeper:
             return self
-        call, row = self.deeper[min(depth, len(self.deeper)) - 1]
+        call, row = self.deeper[min(max(depth, 1), len(self.deeper)) - 1]
         return self._replace(call=call, row=row)
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from ..device import send_together
+from ..device import has_float64, send_together
 from ..validate import check_seed
 from .top import argmax
 
@@ -118,6 +118,8 @@ def noise_keys(seeds: Sequence[int | None], positions: Sequence[int]) -> NoiseKe
 
 def add_noise(scores: torch.Tensor, noise: NoiseKeys) -> torch.Tensor:
     """`add_gumbel_noise`, from keys that are where the scores are."""
+    if not has_float64(scores.device):  # which noise is exact in
+        return add_noise(scores.cpu(), NoiseKeys(*(item.cpu() for item in noise))).to(scores.device)
     if not len(noise.lines):
         return _noisy(scores.clone(), noise.keys)
     return scores.index_copy(0, noise.lines, _noisy(scores.index_select(0, noise.lines), noise.keys))

@@ -1,7 +1,7 @@
 """How the target picks a token: logits processors as plain decoding applies them, and noise that can be repeated."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -154,17 +154,31 @@ def score_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
     return LogitsProcessorList([processor for processor in processors if type(processor) in _SCORE_ONLY])
 
 
-def process_lines(scores: torch.Tensor, owners: Sequence[tuple[LogitsProcessorList, int]]) -> torch.Tensor:
+class ScoreProcessing:
     """
-    Scores `[lines, vocab_size]` of owners that have so many lines each, in order, after their own processors, which
-    look at scores alone. Neighbours with the same ones are processed together.
+    A request's processors as far as they look at scores alone, for drafters to apply to their own scores.
+
+    Attributes:
+        key (`Hashable`): Equal for those that do the same, whether or not they are the same objects.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()):
+        self.processors = score_processors(LogitsProcessorList(processors))
+        signature = _signature(self.processors)
+        self.key: Hashable = tuple(map(id, self.processors)) if signature is None else signature
+
+
+def process_lines(scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, int]]) -> torch.Tensor:
+    """
+    Scores `[lines, vocab_size]` of owners that have so many lines each, in order, after their own processors.
+    Neighbours whose processors do the same are processed together.
     """
     parts, first = [], 0
-    for _, group in groupby(owners, key=lambda owner: [id(processor) for processor in owner[0]]):
+    for _, group in groupby(owners, key=lambda owner: owner[0].key):
         members = list(group)
         end = first + sum(num for _, num in members)
         part, first = scores[first:end], end
-        for processor in members[0][0]:
+        for processor in members[0][0].processors:
             part = processor(None, part)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..device import to_device
 from .layout import CacheRow, RowInput
 
 _LISTS = ("layers", "h", "block", "blocks")  # what decoders call their layers
@@ -66,9 +67,10 @@ def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[in
 
 
 def _split(states: dict[int, torch.Tensor], lines: Sequence[np.ndarray]) -> Iterator[dict[int, torch.Tensor]]:
-    index = torch.from_numpy(np.concatenate(lines))
+    index = np.concatenate(lines)
     sizes = [len(item) for item in lines]
-    chosen = {layer: item[index.to(item.device)].split(sizes) for layer, item in states.items()}
+    sent = {device: to_device(index, device) for device in {item.device for item in states.values()}}  # one, mostly
+    chosen = {layer: item[sent[item.device]].split(sizes) for layer, item in states.items()}
     for number in range(len(sizes)):
         yield {layer: items[number] for layer, items in chosen.items()}
 

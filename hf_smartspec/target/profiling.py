@@ -31,6 +31,7 @@ _Setting = tuple[torch.dtype, torch.device, int, str]  # what may change between
 
 _models: WeakKeyDictionary[PreTrainedModel, tuple[_Setting, CostModel]] = WeakKeyDictionary()
 _doubted: set[Path] = set()  # profiles that this process has found wrong
+_judged: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()  # and the costs that showed it
 _lock = Lock()
 
 
@@ -147,10 +148,13 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
     """
     if not cost.is_wrong:
         return
-    path = profile_path(model)
     with _lock:
         _, known = _models.get(model, (None, None))
-        if known is not cost or path in _doubted:
+        if known is not cost or _judged.get(model) is cost:
+            return
+        _judged[model] = cost
+        path = profile_path(model)  # milliseconds, and calls end here again and again
+        if path in _doubted:
             return
         _doubted.add(path)
     if "cost" not in _read(model) or (num_doubts := _num_doubts(model)) >= _MOST_DOUBTS:

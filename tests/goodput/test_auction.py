@@ -298,6 +298,7 @@ def test_levels_are_priced_where_they_stand_on_the_steps_of_a_forwards_cost():
     assert totals[2] < (1.0 + 0.1) / rate, "several levels share the wall"
     assert price.beyond(1) == price and sum(price.beyond(3)[:2]) == totals[2]
     assert price.beyond(99)[:2] == price.deeper[-1]
+    assert price.beyond(0) == price, "a level behind none is the first, never the deepest"
 
 
 def test_a_draft_model_is_not_given_up_before_its_bad_luck_is_proven():

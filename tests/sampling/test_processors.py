@@ -186,19 +186,28 @@ def test_drafters_are_told_of_score_processors_only():
     assert names == ["TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper"]
 
 
-def test_lines_are_processed_by_their_owners_processors_neighbours_with_the_same_ones_at_once():
-    first, second = processors("top_p"), processors("temperature")
-    calls = []
+def test_lines_are_processed_by_their_owners_processors_neighbours_with_equal_ones_at_once(monkeypatch):
+    """Every request of an engine has processors of its own."""
+    calls: list[tuple[str, int]] = []
+    for warper in (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.SuppressTokensLogitsProcessor):
 
-    class Counting(hf.TemperatureLogitsWarper):
-        def __call__(self, input_ids, scores):
-            calls.append(len(scores))
-            return super().__call__(input_ids, scores)
+        def noting(self, input_ids, scores, apply=warper.__call__):
+            calls.append((type(self).__name__, len(scores)))
+            return apply(self, input_ids, scores)
 
-    counting = Counting(0.5)
-    owners = [(first, 1), (LogitsProcessorList([counting]), 2), (LogitsProcessorList([counting]), 1), (second, 2)]
-    owners += [(LogitsProcessorList(), 1)]
-    scores = torch.randn(7, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    expected = torch.cat([first(None, scores[:1]), scores[1:4] / 0.5, second(None, scores[4:6]), scores[6:]])
-    assert torch.equal(module.process_lines(scores, owners), expected)
-    assert calls == [3]
+        monkeypatch.setattr(warper, "__call__", noting)
+    owners = [
+        (module.ScoreProcessing([hf.TemperatureLogitsWarper(0.8), hf.TopKLogitsWarper(top_k)]), 2)
+        for top_k in (5, 5, 5, 6)
+    ]
+    # A list of tokens is more than a number: these are compared by who they are.
+    owners += [(module.ScoreProcessing([hf.SuppressTokensLogitsProcessor([3])]), 1) for _ in range(2)]
+    owners.append((module.ScoreProcessing([Stateful()]), 1))  # looks at more than scores: left out
+    scores = torch.randn(11, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    parts = [scores[2 * place : 2 * place + 2] / 0.8 for place in range(4)]
+    expected = [hf.TopKLogitsWarper(5 + place // 3)(None, part) for place, part in enumerate(parts)]
+    expected += [hf.SuppressTokensLogitsProcessor([3])(None, scores[8:10]), scores[10:]]
+    calls.clear()
+    assert torch.equal(module.process_lines(scores, owners), torch.cat(expected))
+    warped = [("TemperatureLogitsWarper", 6), ("TopKLogitsWarper", 6), ("TemperatureLogitsWarper", 2)]
+    assert calls == [*warped, ("TopKLogitsWarper", 2), *[("SuppressTokensLogitsProcessor", 1)] * 2]

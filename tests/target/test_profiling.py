@@ -102,6 +102,7 @@ def next_process(monkeypatch):
     def begin():
         monkeypatch.setattr(profiling, "_models", WeakKeyDictionary())
         monkeypatch.setattr(profiling, "_doubted", set())
+        monkeypatch.setattr(profiling, "_judged", WeakKeyDictionary())
 
     begin()
     return begin
@@ -131,6 +132,17 @@ def test_a_model_whose_profiles_always_prove_wrong_is_not_measured_for_ever(monk
         doubt_profile(model, load_or_profile(model))
         next_process()
     assert len(num_measured) == 3
+
+
+def test_what_was_doubted_once_is_not_looked_for_again(monkeypatch, next_process):
+    model, wrong, paths = new_model("llama"), wrong_profile(), []
+    monkeypatch.setattr(profiling, "profile_model", lambda *_: wrong)
+    load_or_profile(model)
+    doubt_profile(model, wrong)
+    monkeypatch.setattr(profiling, "profile_path", paths.append)
+    doubt_profile(model, wrong)
+    doubt_profile(model, wrong_profile())  # somebody's own
+    assert not paths, "its name is made of all of the model's parameters"
 
 
 def test_only_what_steps_have_proved_wrong_is_doubted():
