@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..validate import check_seed
 from .call import PreparedCall, prepare_call
 from .checks import check_mask, check_settings, check_source_options, check_token_ids
 from .config import SmartSpecConfig
-from .resolve import Assistant, resolve
+from .resolve import Assistant, Drafters, resolve
 
 logger = get_logger(__name__)
 
@@ -66,10 +67,14 @@ def run_with(
     kwargs: dict[str, Any],
     assistant: Any,
     seed: Any,
+    drafters: Drafters | None = None,
 ) -> Any:
-    """Checks the arguments of a `generate` call and runs `method` with them: see `CheckedArguments`."""
+    """
+    Checks the arguments of a `generate` call and runs `method` with them: see `CheckedArguments`, and `resolve` for
+    `drafters`.
+    """
     arguments = check_arguments(model, kwargs, assistant, seed)
-    return arguments.run(method, original, resolve(arguments.assistant, model))
+    return arguments.run(method, original, resolve(arguments.assistant, model, drafters))
 
 
 def by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -98,13 +103,17 @@ def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: A
 def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig | Assistant:
     """`num_assistant_tokens` says how much to draft, as for transformers' assistants."""
     num_nodes = kwargs.pop("num_assistant_tokens", None)
-    if isinstance(assistant, SmartSpecConfig | Assistant):
+    if isinstance(assistant, SmartSpecConfig):
         if num_nodes is not None:
             raise ValueError("`num_assistant_tokens` has no effect on a SmartSpecConfig. Set its `num_nodes` instead.")
         return assistant
     if num_nodes is None:
         num_nodes = getattr(kwargs.get("generation_config"), "num_assistant_tokens", None)
-    return SmartSpecConfig(assistant, num_nodes=num_nodes)
+    if not isinstance(assistant, Assistant):
+        return SmartSpecConfig(assistant, num_nodes=num_nodes)
+    if num_nodes is None:
+        return assistant
+    return assistant._replace(config=replace(assistant.config, num_nodes=num_nodes, policy=None))
 
 
 def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> GenerationConfig:

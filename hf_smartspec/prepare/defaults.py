@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from .config import SmartSpecConfig
 from .resolve import check_assistant
 
 _is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)
@@ -70,32 +69,36 @@ def asked_by(config: Any, model: PreTrainedModel) -> Any:
     Raises:
         ValueError, TypeError: if it names what is no assistant.
     """
-    of_call = _checked(config)
+    of_call = assistant_of(config)
     return None if of_call is None or of_call == _of_model(model) else of_call
 
 
 def _of_model(model: PreTrainedModel) -> Any:
     """What the model's own `generation_config` names, which transformers copies in every call, and saves."""
-    assistant = _checked(getattr(model, "generation_config", None))
+    assistant = assistant_of(getattr(model, "generation_config", None))
     if _is_live(assistant):
         raise ValueError(
             "`assistant` of a model's own `generation_config` must be a preset name, the folder or hub id of a draft "
-            "model, or a list of these, since transformers copies it in every call. Give models and candidate sources "
-            "to `enable(model, assistant=...)`."
+            "model, or a list of these, since transformers copies it in every call, and saves it. Give models, "
+            "candidate sources and SmartSpecConfigs to `enable(model, assistant=...)`."
         )
     return assistant
 
 
 def _is_live(assistant: Any) -> bool:
     """Whether it is, or holds, more than names."""
-    if isinstance(assistant, SmartSpecConfig):
-        return _is_live(assistant.assistant)
     if isinstance(assistant, list | tuple):
         return any(map(_is_live, assistant))
     return not isinstance(assistant, str | None)
 
 
-def _checked(config: Any) -> Any:
+def assistant_of(config: Any) -> Any:
+    """
+    What a `generation_config` names, if it is there and names something.
+
+    Raises:
+        ValueError, TypeError: if that is no assistant.
+    """
     assistant = getattr(config, "assistant", None)
     if assistant is not None:
         check_assistant(assistant)

@@ -4,7 +4,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -37,12 +39,34 @@ class Assistant(NamedTuple):
     source: TreeCandidateGenerator
 
 
-def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
+class Drafters:
+    """Draft models as sources: who drafts with one in the same way as others shares its forwards with them."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # A source holds its model, so that no other one gets its id, and goes with the last request that needs it.
+        self._sources: WeakValueDictionary[tuple[int, int | None, bool], DraftModelCandidates] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def source(self, model: PreTrainedModel, width: int | None, samples: bool) -> DraftModelCandidates:
+        """See `DraftModelCandidates`."""
+        with self._lock:
+            source = self._sources.get((id(model), width, samples))
+            if source is None:
+                source = DraftModelCandidates(model, width=width, samples=samples)
+                self._sources[id(model), width, samples] = source
+            return source
+
+
+def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None = None) -> Assistant:
     """
     What `assistant=` means for `target`.
 
     Args:
         assistant: As `SmartSpecConfig.assistant`, or a `SmartSpecConfig`.
+        drafters (`Drafters`, *optional*): Of requests that run together; by default, nothing is shared.
 
     Raises:
         ValueError: for an unknown preset, or a draft model with another vocabulary.
@@ -51,7 +75,7 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
     if isinstance(assistant, Assistant):
         return assistant
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
-    source = _as_source(config, target)
+    source = _as_source(config, target, drafters or Drafters())
     if config.verification == "rejection" and not getattr(source, "samples", False):
         raise ValueError(
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
@@ -103,11 +127,11 @@ def _is_downloaded(name: str) -> bool:
         return False
 
 
-def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
+def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
     assistant = config.assistant
     check_assistant(assistant)
     if _is_tuned(assistant):
-        return _fused(replace(config, assistant=[assistant]), target)
+        return _fused(replace(config, assistant=[assistant]), target, drafters)
     if isinstance(assistant, str):
         assistant = _named(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
@@ -119,7 +143,7 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
     if isinstance(assistant, PreTrainedModel):
         check_draft_model(assistant, target)
         samples = config.verification == "rejection"
-        return DraftModelCandidates(assistant, width=1 if samples else config.width, samples=samples)
+        return drafters.source(assistant, 1 if samples else config.width, samples)
     if isinstance(assistant, TreeCandidateGenerator):
         if isinstance(assistant, DraftModelCandidates):
             check_draft_model(assistant.model, target)
@@ -127,20 +151,21 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidat
     if isinstance(assistant, CandidateGenerator):
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)
         return WrappedCandidates(assistant, target.device, num_layers)
-    return _fused(config, target)
+    return _fused(config, target, drafters)
 
 
-def _fused(config: SmartSpecConfig, target: PreTrainedModel) -> TreeCandidateGenerator:
+def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
     """
     A list of assistants as one source: those that cost nothing by the level are merged, draft models and sources that
     need hidden states are further stages, in their order.
     """
     items, discounts, options = _expanded(config.assistant, target)
     are_sources = [is_preset(item) or isinstance(item, CandidateGenerator) for item in items]
-    sources = [
-        _as_source(replace(config, assistant=item, width=None if is_source else config.width, references=()), target)
+    configs = [
+        replace(config, assistant=item, width=None if is_source else config.width, references=())
         for item, is_source in zip(items, are_sources)
     ]
+    sources = [_as_source(item, target, drafters) for item in configs]
     stages = [(stage, discount) for source, discount in zip(sources, discounts) for stage in source.stages]
     cheap = [item for item in stages if not _is_costly(item[0])]
     line = [stage for stage, _ in cheap]

@@ -1,6 +1,5 @@
 """Continuous batching: requests come and go while others run, all in one decoding loop."""
 
-import os
 import threading
 import time
 import weakref
@@ -21,11 +20,10 @@ from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
 from ..prepare.arguments import run_with
 from ..prepare.call import PreparedCall, decoding_call, model_limits
-from ..prepare.config import SmartSpecConfig, is_preset
-from ..prepare.defaults import asked_by, without_assistant
-from ..prepare.model_state import state_of
+from ..prepare.config import SmartSpecConfig
+from ..prepare.defaults import assistant_of, without_assistant
 from ..prepare.policy import cost_of
-from ..prepare.resolve import Assistant, check_assistant, resolve
+from ..prepare.resolve import Drafters, resolve
 from ..target.profiling import doubt_profile
 from ..target.support import can_pack
 from ..validate import check_positive
@@ -92,13 +90,13 @@ class Engine:
                 "decodes it row by row."
             )
         self._memory = self._new_memory(max_batch_size, max_kv_bytes)
-        self._assistant = resolve(self.config, self.model)
+        self._drafters = Drafters()
+        self._assistant = resolve(self.config, self.model, self._drafters)
         self._results = Results()
         self._policy = self._make_policy()
         self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
         weakref.finalize(self, EngineRunner.end, self._runner)
         self._names = 0
-        self._drafters: dict[int, Assistant] = {}  # by draft model
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs
 
@@ -136,7 +134,7 @@ class Engine:
             streaming (`bool`): Whether outputs are handed out while it runs, too.
             assistant (*optional*): What drafts for it, in place of the engine's: "none" for no speculation, or a
                 `SmartSpecConfig` for a bound on draft nodes or a namespace. By default, what a `generation_config` of
-                the request's says.
+                the request's says; that of the model says nothing here.
             seed (`int`, *optional*): For sampling: the same tokens for the same seed.
             kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
                 `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
@@ -194,28 +192,19 @@ class Engine:
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
         kwargs = {"tokenizer": self.tokenizer, **kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if assistant is None:
-            assistant = asked_by(kwargs.get("generation_config"), self.model)
-        original = MethodType(GenerationMixin.generate, self.model)
-        resolved = self._resolved(assistant)
-        return run_with(self._captured, self.model, original, without_assistant(kwargs), resolved, seed)
+        original, kept = MethodType(GenerationMixin.generate, self.model), without_assistant(kwargs)
+        choice = self._choice(assistant, kwargs.get("generation_config"))
+        return run_with(self._captured, self.model, original, kept, choice, seed, self._drafters)
 
-    def _resolved(self, assistant: Any) -> Any:
-        """What drafts for a request, by its own choice or the engine's."""
+    def _choice(self, assistant: Any, config: Any) -> Any:
+        """What drafts for a request: what itself or its `generation_config` names, or the engine's own."""
         if assistant is None:
-            return self._assistant
-        if isinstance(assistant, SmartSpecConfig):
-            if assistant.policy is not None:
-                raise ValueError(
-                    "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
-                )
-            return assistant
-        check_assistant(assistant)
-        if isinstance(assistant, str) and not is_preset(assistant):
-            assistant = state_of(self.model).draft_model(os.path.expanduser(assistant), self.model)
-        if isinstance(assistant, PreTrainedModel):  # one source for all that draft with it: they share its forwards
-            return self._drafters.setdefault(id(assistant), resolve(assistant, self.model))
-        return assistant
+            assistant = assistant_of(config)
+        if isinstance(assistant, SmartSpecConfig) and assistant.policy is not None:
+            raise ValueError(
+                "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
+            )
+        return self._assistant if assistant is None else assistant
 
     def _captured(self, prepared: PreparedCall) -> DecodingCall:
         """What a decoding method gets, ready for the loop."""

@@ -277,14 +277,20 @@ def test_defaults_give_way_where_processes_wait_for_one_another(model, spy, monk
 
 
 @pytest.mark.parametrize("wrap", [lambda item: item, lambda item: ["suffix", item], SmartSpecConfig])
-def test_configs_of_models_hold_names_only(model, draft, wrap):
-    """transformers copies them, weights and all, in every call."""
+def test_configs_of_models_hold_names_only(model, draft, wrap, tmp_path):
+    """transformers copies them, weights and all, in every call; what cannot be saved would be lost with the model."""
     hf_smartspec.enable(model).generation_config.assistant = wrap(draft)
     with pytest.raises(ValueError, match="enable"):
         model.generate(**INPUTS, max_new_tokens=3)
     model.generation_config.assistant = wrap("prompt_lookup")
+    if wrap is SmartSpecConfig:
+        with pytest.raises(ValueError, match="SmartSpecConfigs"):
+            model.generate(**INPUTS, max_new_tokens=3)
+        return
     model.generate(**INPUTS, max_new_tokens=3)
     assert model.smartspec_statistics.num_calls == 1
+    model.generation_config.save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).assistant == wrap("prompt_lookup")
 
 
 # --- Draft models by name

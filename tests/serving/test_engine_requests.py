@@ -196,13 +196,6 @@ def test_generation_configs_of_requests_name_assistants(model, tmp_path):
                 engine.add_request([3], generation_config=GenerationConfig(assistant=assistant))
 
 
-def test_requests_that_name_one_draft_share_it(model, tmp_path):
-    noisy_copy(model).save_pretrained(tmp_path)
-    engine = Engine(model, "none")
-    sources = {id(engine._prepare(torch.tensor([[3, 4]]), str(tmp_path), None, {}).source) for _ in range(3)}
-    assert len(sources) == 1
-
-
 def test_bad_engines_are_refused(model):
     for name in ("max_batch_size", "max_kv_bytes", "max_prefill_tokens"):
         for value in (0, -1, 2.5, True):
