@@ -150,6 +150,7 @@ class Request:
 
     def uncached(self) -> np.ndarray:
         """Committed tokens whose keys and values are not in the cache yet; at least one."""
+        # Written out, as `num_uncached` is: asked of every row at every step.
         prompt, first = self.prompt, self.cache_row.length - len(self.prompt)
         if first >= 0:
             return self._padded[self._start + first : self._start + len(self.tokens)]

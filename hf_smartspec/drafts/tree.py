@@ -92,17 +92,6 @@ class DraftTree:
         return np.array(products, np.float32)
 
     @cached_property
-    def ancestors(self) -> np.ndarray:
-        """`[n, n]` bool: entry (i, j) tells whether j is i or an ancestor of i, that is, whether i may attend to j."""
-        if self.is_chain:
-            return np.tri(len(self), dtype=bool)
-        visible = np.eye(len(self), dtype=bool)
-        for depth in range(2, self.depths.max() + 1):
-            level = np.flatnonzero(self.depths == depth)
-            visible[level] |= visible[self.parents[level]]
-        return visible
-
-    @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
         # Reversed, so that of two equal siblings the first one is found.
         nodes = range(len(self) - 1, -1, -1)

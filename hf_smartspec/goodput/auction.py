@@ -188,6 +188,9 @@ class GoodputAuction(LengthPolicy):
         price, benefit = record.seconds(stage.cost, caps > 0), record.benefit
         return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
 
+    def most_nodes(self, usual: int, most: int) -> int:
+        return most
+
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         cost = stage.cost
         if not len(rows) or not cost.heeds_prices:

@@ -110,6 +110,13 @@ class LengthPolicy(ABC):
         not asked. `trees` are what the stages before it have drafted, by row.
         """
 
+    def most_nodes(self, usual: int, most: int) -> int:
+        """
+        Draft nodes per row and step at most, of a source whose drafts usually have `usual` and never more than `most`:
+        by default `usual`. `most` is for policies that set prices, by which sources know where to end.
+        """
+        return usual
+
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """
         What a further level of an autoregressive draft, or a node of any other, must be worth in this step, for sources
@@ -167,6 +174,9 @@ class FixedLength(LengthPolicy):
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return stage.limits(self.num_nodes, trees)
+
+    def most_nodes(self, usual: int, most: int) -> int:
+        return self.num_nodes
 
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         heeds = stage.cost.heeds_prices and not stage.cost.is_autoregressive

@@ -57,10 +57,6 @@ class PrefillGate:
         self._refused.add(request_id)
         return False
 
-    def is_refused(self, request_id: Hashable) -> bool:
-        """Whether the request is served without speculation."""
-        return request_id in self._refused
-
     def forget(self, request_id: Hashable) -> None:
         """The request has ended. Unknown ids are ignored."""
         self._refused.discard(request_id)

@@ -106,6 +106,9 @@ class LoggedPolicy(LengthPolicy):
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
         return self.policy.max_nodes(rows, stage, trees)
 
+    def most_nodes(self, usual: int, most: int) -> int:
+        return self.policy.most_nodes(usual, most)
+
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         return self.policy.price(rows, stage)
 

@@ -94,13 +94,8 @@ class SmartSpecConfig:
 
     def max_nodes_for(self, source: TreeCandidateGenerator) -> int:
         """Draft nodes per row and step, at most."""
-        if isinstance(self.policy, FixedLength):
-            return self.policy.num_nodes
-        if self.num_nodes is not None:
-            return self.num_nodes
-        policy = self.policy or self.policy_for(source)
-        sets_prices = policy is None or type(policy).price is not LengthPolicy.price
-        return source.most_nodes if sets_prices else source.default_num_nodes
+        policy = self.policy_for(source)
+        return source.most_nodes if policy is None else policy.most_nodes(source.default_num_nodes, source.most_nodes)
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
         """The policy that was asked for, by itself or by a number of nodes; None where goodput is to decide."""

@@ -73,10 +73,6 @@ class Results:
         """Whether a request, or any, is not finished."""
         return bool(self._latest) if request_id is None else request_id in self._latest
 
-    @property
-    def num_open(self) -> int:
-        return len(self._latest)
-
     def put(self, output: EngineOutput) -> None:
         """A newer output of a request, or its last one."""
         with self._changed:

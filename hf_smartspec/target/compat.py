@@ -17,7 +17,6 @@ MEDIA_KWARGS: tuple[str, ...] = getattr(
 )
 
 TRANSFORMERS = Version(transformers.__version__)
-TORCH = Version(torch.__version__)
 
 if not Version("5.17") <= TRANSFORMERS < Version("6"):
     raise ImportError(f"hf-smartspec needs transformers >=5.17,<6; {transformers.__version__} is installed.")

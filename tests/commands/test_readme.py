@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import hf_smartspec
+from hf_smartspec import LengthPolicy, goodput
 from hf_smartspec.commands import main as cli
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,6 +31,11 @@ def _examples(page: Path) -> list[str]:
 @cache
 def _headings(page: Path) -> list[str]:
     return re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def test_the_pages_show_commands_and_examples():
@@ -59,12 +66,26 @@ def test_make_knows_the_targets_that_the_pages_name():
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_and_named_files_exist(page):
     text = page.read_text()
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
-    for link in links:
-        if not link.startswith("https://"):
-            assert (page.parent / link).exists(), f"{link!r} leads nowhere"
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if link.startswith("https://"):
+            continue
+        target = page.parent / link if link else page
+        assert target.exists(), f"{link!r} leads nowhere"
+        assert not anchor or anchor in map(_anchor, _headings(target)), f"{link!r} has no section #{anchor}"
     for path in re.findall(r"`((?:hf_smartspec|candidates|demos|docs|tests)/[\w./-]+\.\w+)`", text):
         assert (REPOSITORY / path).is_file(), f"{path!r} is not in the repository"
+
+
+def test_anchors_are_those_of_github():
+    assert _anchor("The target picks, drafts only guess") == "the-target-picks-drafts-only-guess"
+    assert _anchor("`assistant=` of one's own: N_context") == "assistant-of-ones-own-n_context"
+
+
+def test_every_public_name_is_in_the_pages():
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", "".join(page.read_text() for page in PAGES)))))
+    exported = {name: getattr(goodput, name) for name in goodput.__all__}
+    policies = {name for name, item in exported.items() if isinstance(item, type) and issubclass(item, LengthPolicy)}
+    assert len(policies) >= 6 and {*hf_smartspec.__all__, *policies} <= named
 
 
 def test_the_walk_names_functions_that_exist():
@@ -97,6 +118,7 @@ def test_the_examples_of_the_pages_run(tmp_path):
     blocks = [(_name(page), example) for page in PAGES for example in _examples(page)]
     script.write_text(f"names = {{}}\nfor page, text in {blocks!r}:\n    exec(compile(text, page, 'exec'), names)\n")
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["HF_HOME"] = str(tmp_path / "home")  # what is measured here, beside other tests, is nobody's profile
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -126,20 +126,30 @@ PAIRS = {
 }
 
 
+def one_by_one(places, scores) -> list[int]:
+    """As on a CPU."""
+    return rejection_picks(places, scores)
+
+
+def at_once(places, scores) -> list[int]:
+    """As on a device that has to be waited for."""
+    return coupled_picks(places, verify._kept_or_residual(places, scores))
+
+
+@pytest.mark.parametrize("picks", [one_by_one, at_once])
 @pytest.mark.parametrize("name", PAIRS)
-def test_rejection_picks_have_the_targets_distribution(name):
+def test_rejection_picks_have_the_targets_distribution(name, picks):
     """2,500 draws from q, each kept or replaced. Kept are as many as the theory says: the overlap of p and q."""
     target, draft = PAIRS[name]
     size, num_draws = len(target), 2500
     scores = torch.from_numpy(target).log().float()
-    proposals = torch.from_numpy(draft).log().float()
-    counts, num_kept = np.zeros(size), 0
-    for seed in range(num_draws):
-        token = argmax(add_gumbel_noise(proposals[None], [draft_seed(seed)], [4]))[0]
-        tree = DraftTree.chain([token], distributions=torch.from_numpy(draft).float()[None])
-        pick = rejection_picks(at_cursors(a_request(seed, 4, tree)), scores[None])[0]
-        counts[pick] += 1
-        num_kept += pick == token
+    proposals = torch.from_numpy(draft).log().float().expand(num_draws, size)
+    tokens = argmax(add_gumbel_noise(proposals, [draft_seed(seed) for seed in range(num_draws)], [4] * num_draws))
+    distributions = torch.from_numpy(draft).float()[None]
+    trees = [DraftTree.chain([token], distributions=distributions) for token in tokens]
+    requests = [a_request(seed, 4, tree) for seed, tree in enumerate(trees)]
+    picked = np.array(picks(at_cursors(*requests), scores.expand(num_draws, size)))
+    counts, num_kept = np.bincount(picked, minlength=size), int((picked == tokens).sum())
     assert fits(counts, target) > FALSE_ALARM
     if name in ("like", "unlike", "filtered"):
         assert fits(np.ceil(counts), np.where(draft > 0, draft, 1e-12)) < 1e-12, "the draft's own must be told apart"

@@ -26,17 +26,9 @@ def tree_of(tokens, parents, probs=None) -> DraftTree:
 EXAMPLE = tree_of([5, 6, 7, 8, 9], [-1, -1, 0, 0, 2], [0.5, 0.4, 0.5, 0.2, 1.0])
 
 
-def test_depths_path_probs_and_ancestors_of_a_small_tree():
+def test_depths_and_path_probs_of_a_small_tree():
     assert EXAMPLE.depths.tolist() == [1, 1, 2, 2, 3]
     np.testing.assert_allclose(EXAMPLE.path_probs, [0.5, 0.4, 0.25, 0.1, 0.25])
-    expected = [
-        [1, 0, 0, 0, 0],  # every node sees itself ...
-        [0, 1, 0, 0, 0],  # ... and not its siblings
-        [1, 0, 1, 0, 0],
-        [1, 0, 0, 1, 0],
-        [1, 0, 1, 0, 1],  # grandparents too
-    ]
-    assert EXAMPLE.ancestors.astype(int).tolist() == expected
 
 
 @given(trees())
@@ -44,7 +36,6 @@ def test_derived_arrays_follow_the_path_of_every_node(tree):
     for node in range(len(tree)):
         path = path_to(tree, node)
         assert tree.depths[node] == len(path)
-        assert set(np.flatnonzero(tree.ancestors[node])) == set(path)
         np.testing.assert_allclose(tree.path_probs[node], np.prod(tree.probs[path], dtype=np.float64), rtol=1e-5)
 
 
@@ -144,7 +135,6 @@ def test_empty_tree_has_all_properties():
     empty = DraftTree.empty()
     assert len(empty) == 0 and empty.is_chain and empty.child(-1, 0) is None
     assert empty.depths.tolist() == empty.path_probs.tolist() == []
-    assert empty.ancestors.shape == (0, 0)
     assert len(empty.most_likely(3)) == len(empty.best_chain()) == 0
     empty.check_integrity(vocab_size=1)
 

@@ -241,6 +241,9 @@ class Oracle(LengthPolicy):
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return stage.caps
 
+    def most_nodes(self, usual: int, most: int) -> int:
+        return most
+
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """Sources propose whatever they can: what does not come true is not verified, and costs nothing."""
         cost = stage.cost
