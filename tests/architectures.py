@@ -16,7 +16,7 @@ from hf_smartspec.prepare import call as prepare_call
 from hf_smartspec.target.rotary import forget_lengths
 from hf_smartspec.target.twin import sharpened, small_config
 
-from .cases import left_padded
+from .cases import left_padded, prompts_of
 from .sources import Oracle, Recording, WithDecoys
 
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -69,11 +69,6 @@ def small_model(name: str) -> PreTrainedModel:
     except Exception as error:
         pytest.skip(f"{name} cannot be made small, or cannot generate: {error!r}"[:200])
     return model
-
-
-def prompts_of(lengths) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, 9, (length,), generator=generator).tolist() for length in lengths]
 
 
 def serve(model: PreTrainedModel, monkeypatch) -> Served:

@@ -158,6 +158,12 @@ class Case:
         return WithDecoys(chains, setting.seed) if self.is_tree else chains
 
 
+def prompts_of(lengths) -> list[list[int]]:
+    """Prompts of few different tokens, so that there is something to look up."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, 9, (length,), generator=generator).tolist() for length in lengths]
+
+
 def left_padded(prompts) -> dict[str, torch.Tensor]:
     """A batch of ragged prompts and its mask."""
     width = max(map(len, prompts))

@@ -24,3 +24,8 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
         path.append(node)
         node = int(tree.parents[node])
     return path[::-1]
+
+
+def lengths_of(tree: DraftTree) -> list[int]:
+    """The match length of every node."""
+    return np.broadcast_to(tree.match_lengths, len(tree)).tolist()

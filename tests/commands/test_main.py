@@ -5,7 +5,6 @@ import json
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__
 from hf_smartspec.commands import main as cli
@@ -14,28 +13,9 @@ from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.slot_cache import SlotCache
 
-from ..folders import save_tiny_models
+from .helpers import call
 
 SHORT = ["--num-prompts", "3", "--batch-sizes", "3", "--max-new-tokens", "12", "--samples", "0", "--threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(autouse=True)
-def _progress_bars_stay_on():
-    yield
-    logging.enable_progress_bar()
-
-
-def call(*arguments):
-    """Exit status of one command line."""
-    try:
-        return cli.main([str(argument) for argument in arguments])
-    except SystemExit as error:
-        return error.code
 
 
 def run_verify(folder, *arguments):

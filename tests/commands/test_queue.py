@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from transformers.utils import logging
 
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands import queue as queue_bench
 from hf_smartspec.commands.common.runs import up_to_end
 from tests.folders import save_tiny_models
+
+from . import helpers
 
 STATIC, CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
 TINY = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "12", "--max-batch-size", "3"]
@@ -28,18 +29,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _progress_bars_stay_on():
-    yield
-    logging.enable_progress_bar()
-
-
 def call(folder, *arguments):
-    words = ["bench", "queue", folder / "data.jsonl", "--model", folder / "target", *TINY, *arguments]
-    try:
-        return cli.main([str(word) for word in words])
-    except SystemExit as error:
-        return error.code
+    model = "--model", folder / "target"
+    return helpers.call("bench", "queue", folder / "data.jsonl", *model, *TINY, *arguments)
 
 
 def test_all_methods_agree_in_float32(folder, tmp_path, capsys):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec.drafts.forest import Forest
 
-from ..strategies import trees
+from ..strategies import lengths_of, trees
 
 
 @st.composite
@@ -17,10 +17,6 @@ def matched(draw):
     tree = draw(trees())
     lengths = draw(st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=len(tree), max_size=len(tree)))
     return replace(tree, match_lengths=lengths if isinstance(lengths, int) else np.array(lengths, np.int64))
-
-
-def lengths_of(tree):
-    return np.broadcast_to(tree.match_lengths, len(tree)).tolist()
 
 
 @given(st.lists(matched(), max_size=4), st.integers(0, 8))

@@ -17,6 +17,13 @@ PROMPT_LENGTH = IDS.shape[1]
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
+class Ends(StoppingCriteria):
+    """Every row at a length of its own."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] - PROMPT_LENGTH >= torch.tensor([3, 14, 8, 1])
+
+
 def check_records(model, make, source=None, **ours):
     """Scores and logits of every row and step, those of finished rows included, are plain decoding's."""
     build = make if callable(make) else lambda: make
@@ -76,10 +83,6 @@ def test_scores_of_finished_rows_under_processors_with_state(model):
 
 
 def test_scores_of_rows_that_a_criterion_stops(model):
-    class Ends(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return input_ids.shape[1] - PROMPT_LENGTH >= torch.tensor([3, 14, 8, 1])
-
     for eos in (EOS, None):
         settings = {"max_new_tokens": 20, "stopping_criteria": [Ends()], "eos_token_id": eos}
         known = model.generate(**BATCH, max_new_tokens=20, eos_token_id=None)
@@ -201,10 +204,6 @@ def test_the_cache_is_one_shorter_than_the_sequence(model, eos, records):
 
 
 def test_the_cache_of_rows_that_a_criterion_stops(model):
-    class Ends(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return input_ids.shape[1] - PROMPT_LENGTH >= torch.tensor([3, 14, 8, 1])
-
     known = model.generate(**BATCH, max_new_tokens=20, eos_token_id=None)
     for eos in (EOS, None):
         settings = BATCH | {"max_new_tokens": 20, "return_dict_in_generate": True, "eos_token_id": eos}

@@ -7,14 +7,12 @@ import pytest
 
 from hf_smartspec.simulator import alternating, gamma, poisson, read_trace
 
+from .helpers import rng
+
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.5000000,30,8\n2023-11-16 18:17:03.2500000,4808,0\n"
 )
 MOONCAKE = "timestamp_ms,input_length,output_length,hash_ids\n0,600,5,7 8\n1500,1024,6,7 9\n"
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 @pytest.mark.parametrize("rate", [0.5, 20.0])

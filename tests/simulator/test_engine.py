@@ -31,11 +31,9 @@ from hf_smartspec.simulator.results import pooled
 from hf_smartspec.simulator.sources import TimedCandidates
 from tests.generate.helpers import BOS, VOCAB_SIZE, tiny_llama
 
+from .helpers import rng
+
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def same_requests(times, prompt_len=16, output_len=50):

@@ -12,7 +12,7 @@ from hf_smartspec.target.rotary import forget_lengths, lengthwise_modules
 from hf_smartspec.target.rowwise import RowwiseForward
 from hf_smartspec.target.support import can_pack
 
-from ..cases import left_padded
+from ..cases import left_padded, prompts_of
 from ..models import new_model
 from ..sources import Oracle, Recording, WithDecoys, Wrong
 
@@ -52,11 +52,6 @@ SOURCES: dict = {
 def model_of(name: str):
     architecture, changes = MODELS[name]
     return new_model(architecture, **changes)
-
-
-def prompts_of(lengths) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, 9, (length,), generator=generator).tolist() for length in lengths]
 
 
 def plain(model, inputs, **arguments) -> torch.Tensor:

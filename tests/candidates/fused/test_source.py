@@ -16,6 +16,7 @@ from hf_smartspec.drafts.merge import Discount, Draft, merge
 from hf_smartspec.goodput import Calibrator
 
 from ...generate.helpers import noisy_copy, tiny_llama
+from ...strategies import lengths_of
 
 
 class Scripted(TreeCandidateGenerator):
@@ -51,10 +52,6 @@ def trees(draw):
     tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(probs, np.float32))
     lengths = draw(st.integers(0, 20) | st.lists(st.integers(0, 20), min_size=size, max_size=size))
     return replace(tree, match_lengths=lengths if isinstance(lengths, int) else np.array(lengths, np.int64))
-
-
-def lengths_of(tree):
-    return np.broadcast_to(tree.match_lengths, len(tree)).tolist()
 
 
 def by_path(tree, discount=(1.0, 1.0, 1.0)):

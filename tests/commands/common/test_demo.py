@@ -2,22 +2,15 @@
 
 import pytest
 
-from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common import demo
 
 from ...folders import save_tiny_models
+from ..helpers import call
 
 
 @pytest.fixture(autouse=True)
 def _no_demo(monkeypatch):
     monkeypatch.setattr(demo, "_PARTS", ("no such file",))
-
-
-def call(*arguments):
-    try:
-        return cli.main([str(argument) for argument in arguments])
-    except SystemExit as error:
-        return error.code
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.models import left_padded
@@ -24,6 +23,8 @@ from hf_smartspec.target.written.decoder import WrittenDecoder
 from tests.folders import save_tiny_models
 from tests.models import VOCAB_SIZE, new_model, noisy_model, shared_model
 
+from .. import helpers
+
 SHORT = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-new-tokens", "10"]
 PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 10}
 
@@ -37,17 +38,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _progress_bars_stay_on():
-    yield
-    logging.enable_progress_bar()
-
-
 def call(*arguments):
-    try:
-        return cli.main(["bench", "generate", *map(str, arguments)])
-    except SystemExit as error:
-        return error.code
+    return helpers.call("bench", "generate", *arguments)
 
 
 def greedy(model):

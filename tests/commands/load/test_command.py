@@ -4,9 +4,7 @@ import json
 import math
 
 import pytest
-from transformers.utils import logging
 
-from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.batch import best_length
 from hf_smartspec.commands.common.sources import SOURCES
 from hf_smartspec.commands.load import command as load_bench
@@ -17,6 +15,8 @@ from hf_smartspec.commands.load.timeline import groups, phase_latencies
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.simulator import LoadResult, Served
 from tests.folders import save_tiny_models
+
+from .. import helpers
 
 TINY = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "8", "--limit", "6"]
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
@@ -33,17 +33,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _own_profiles_and_progress_bars(tmp_path, monkeypatch):
+def _own_profiles(monkeypatch):
     monkeypatch.setattr(load_runs, "load_or_profile", lambda model: COST)  # measuring takes seconds
-    yield
-    logging.enable_progress_bar()
 
 
 def call(*arguments):
-    try:
-        return cli.main(["bench", *map(str, arguments)])
-    except SystemExit as error:
-        return error.code
+    return helpers.call("bench", *arguments)
 
 
 def models(folder):

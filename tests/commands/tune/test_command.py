@@ -18,6 +18,7 @@ from hf_smartspec.commands.tune.space import THRESHOLD, Parameter, build, change
 
 from ...folders import byte_tokenizer, save_tiny_models
 from ...generate.helpers import tiny_llama
+from ..helpers import call
 
 FREE = Costs(node=0.0, drafter=0.0)
 
@@ -180,13 +181,6 @@ def texts(tmp_path_factory):
         rows = [{"prompt": f"{name}{i}: ", "response": f"the {name} and the {i % 3} of the {name}"} for i in range(10)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def call(*arguments):
-    try:
-        return cli.main([str(argument) for argument in arguments])
-    except SystemExit as error:
-        return error.code
 
 
 def tune_texts(texts, tmp_path, *arguments):
