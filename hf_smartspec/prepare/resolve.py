@@ -75,7 +75,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
     if isinstance(assistant, Assistant):
         return assistant
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
-    source = _as_source(config, target, drafters or Drafters())
+    source = _as_source(config, target, Drafters() if drafters is None else drafters)
     if config.verification == "rejection" and not getattr(source, "samples", False):
         raise ValueError(
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
