@@ -28,7 +28,8 @@ def draft(model):
 
 def sources_of(engine: Engine, *assistants) -> list[DraftModelCandidates]:
     """The draft models of requests that are there at the same time."""
-    calls = [engine._prepare(torch.tensor([[3, 4]]), assistant, None, {"max_new_tokens": 3}) for assistant in assistants]
+    ids, kwargs = torch.tensor([[3, 4]]), {"max_new_tokens": 3}
+    calls = [engine._prepare(ids, assistant, None, kwargs) for assistant in assistants]
     stages = [stage for call in calls for stage in call.stages]
     return [stage for stage in stages if isinstance(stage, DraftModelCandidates)]
 
