@@ -102,7 +102,11 @@ class Fused:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear(x, weight, bias)` of a few tokens `[N, in]`, by whichever of two matrix products is faster on a CPU."""
+    """`linear(x, weight, bias)` of a few tokens `[N, in]`, by whichever product is fastest on a CPU."""
+    if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        # oneDNN takes 1.2 to 1.6 times as long for a single line.
+        line = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return line[None]
     if not _is_transposed_faster(len(x), weight):
         return linear(x, weight, bias)
     if bias is None:
