@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..attention import layer_window
 from ..compat import shared_value
+from .forwards import foreign_code, unknown_mentions
 from .parts import (
     MLP,
     CalledMLP,
@@ -45,25 +46,6 @@ _MLP = (
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 _ACTIVATION = ("act_fn", "activation_fn", "act")
 _FINAL_NORM = ("norm", "final_layernorm")
-
-
-# What the forwards of known layers mention. One that mentions anything else may do something that a few tokens do not
-# show: scales behind some length (Ministral 3), values that are clipped, ...
-_MENTIONS = frozenset(
-    "arange attention_dropout attentions attn_logit_softcapping block_sparse_moe cache_position chunk c_fc c_proj cat "
-    "clamp_ clip_qkv config contiguous copy create_causal_mask create_sliding_window_causal_mask dense device dict "
-    "down_proj dropout dtype eager_attention_forward embed_dropout embed_tokens embedding_dropout embedding_multiplier "
-    "enumerate fc1 fc2 final_layernorm float float32 functional gate_proj gate_up_proj get_interface get_seq_length "
-    "getattr has_sliding_layers head_dim hidden_states input_layernorm isinstance k_layernorm k_norm k_proj "
-    "last_hidden_state layer_idx layer_types layers mean mlp nn norm num_attention_heads num_heads num_hidden_layers "
-    "num_key_value_groups num_key_value_heads o_proj past_key_values post_attention_layernorm "
-    "post_feedforward_layernorm post_mlp_layernorm post_self_attn_layernorm pre_feedforward_layernorm q_layernorm "
-    "q_norm q_proj qk_layernorm qkv_proj reshape resid_attn_dropout resid_dropout resid_mlp_dropout residual_dropout "
-    "residual_multiplier rotary_emb rotary_ndims scaling self_attn set shape size sliding_window to torch training "
-    "transpose type_as unsqueeze up_proj update use_bidirectional_attention use_parallel_residual use_qk_norm use_rope "
-    "v_proj view act_fn activation_fn act apply_rotary_pos_emb ValueError BaseModelOutputWithPast DynamicCache "
-    "MoeModelOutputWithPast ALL_ATTENTION_FUNCTIONS _attn_implementation _bidirectional_window_overlay".split()
-)
 
 
 class UnknownStructureError(Exception):
@@ -141,6 +123,7 @@ class _Recognition:
         self.config: Any = model.config.get_text_config(decoder=True)
         self.bypassed: list[nn.Module] = []
         self.known: set[int] = set()  # parameters, by id
+        self.bodies: list[nn.Module] = []  # of layers: these, their attention and their MLPs
         self.calls_modules = False
 
     def plan(self) -> DecoderPlan:
@@ -173,12 +156,13 @@ class _Recognition:
             calls_modules=self.calls_modules,
         )
         self._check_parameters(decoder, decoder.layers[len(layers) :])
-        self._check_mentions(decoder, *decoder.layers[: len(layers)])
+        self._check_forwards(decoder, *self.bodies)
         return plan
 
     def _layer(self, layer: Any) -> LayerPlan:
         attention, mlp = self._child(layer, "self_attn"), self._first(layer, _MLPS)
         self._bypass(layer, attention)
+        self.bodies += layer, attention
         names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None:
             raise UnknownStructureError("norms")
@@ -233,6 +217,7 @@ class _Recognition:
             self.calls_modules = True
             return CalledMLP(mlp)
         inputs, output = names
+        self.bodies.append(mlp)
         self._bypass(mlp, *([activation] if isinstance(activation, nn.Module) else []))
         fused = self._map([self._child(mlp, name) for name in inputs])
         is_gated = inputs[0] in ("gate_proj", "gate_up_proj")
@@ -281,16 +266,11 @@ class _Recognition:
     def _optional(module: nn.Module, names: Sequence[str]) -> Any:
         return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
-    @staticmethod
-    def _check_mentions(decoder: nn.Module, *layers: nn.Module) -> None:
+    def _check_forwards(self, *known: nn.Module) -> None:
         """Nothing may be done that is not known to be done."""
-        modules = [decoder, *(part for layer in layers for part in (layer, layer.self_attn))]
-        kinds: set[Any] = {type(module) for module in modules}
-        for kind in kinds:
-            code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-            further = {"code"} if code is None else set(code.co_names) - _MENTIONS
-            if further:
-                raise UnknownStructureError(f"{kind.__name__} mentions {sorted(further)}")
+        foreign = foreign_code({type(module) for module in (self.model, *self.bypassed)})
+        if reason := foreign or unknown_mentions({type(module) for module in known}):
+            raise UnknownStructureError(reason)
 
     def _check_parameters(self, decoder: nn.Module, unused: Sequence[nn.Module]) -> None:
         """Nothing that has weights may have been overlooked."""

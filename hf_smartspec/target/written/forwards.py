@@ -1,0 +1,110 @@
+"""What forwards do: where their code comes from, and what it mentions."""
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+# Whose forwards are known. What somebody else's do is not shown by a few tokens, nor by the names that they mention:
+# they may clip values, or scale logits behind some length.
+_ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
+
+# What the forwards of known layers mention. One that mentions anything else may do something that a few tokens do not
+# show: scales behind some length (Ministral 3), values that are clipped, ...
+_MENTIONS = frozenset(
+    "_attn_implementation _bidirectional_window_overlay act act_fn activation_fn ALL_ATTENTION_FUNCTIONS "
+    "apply_rotary_pos_emb arange attention_dropout attentions attn_logit_softcapping BaseModelOutputWithPast "
+    "block_sparse_moe bool c_fc c_proj cache_position cat chunk clamp_ clip_qkv config contiguous copy "
+    "create_causal_mask create_sliding_window_causal_mask dense device dict down_proj dropout dtype DynamicCache "
+    "eager_attention_forward embed_dropout embed_tokens embedding_dropout embedding_multiplier enumerate fc1 fc2 "
+    "final_layernorm float float32 functional gate_proj gate_up_proj get_interface get_seq_length getattr "
+    "has_sliding_layers head_dim hidden_states input_layernorm isinstance k_layernorm k_norm k_proj "
+    "last_hidden_state layer_idx layer_types layers mean mlp MoeModelOutputWithPast nn norm num_attention_heads "
+    "num_heads num_hidden_layers num_key_value_groups num_key_value_heads o_proj past_key_values "
+    "post_attention_layernorm post_feedforward_layernorm post_mlp_layernorm post_self_attn_layernorm "
+    "pre_feedforward_layernorm q_layernorm q_norm q_proj qk_layernorm qkv_proj reshape resid_attn_dropout "
+    "resid_dropout resid_mlp_dropout residual_dropout residual_multiplier rotary_emb rotary_ndims scaling self_attn "
+    "set shape size sliding_window tensor to torch training transpose type_as unsqueeze up_proj update "
+    "use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj ValueError view".split()
+)
+
+Kind = type[nn.Module]
+
+
+def foreign_code(kinds: Iterable[Kind]) -> str | None:
+    """Which of the kinds has a forward, or something that its forward calls, of somebody else's making."""
+    for kind in kinds:
+        for name, function in _functions(kind).items():
+            if not all(map(_is_known, _wrapped(function))):
+                return f"{kind.__name__}.{name} is not transformers' own"
+    return None
+
+
+def unknown_mentions(kinds: Iterable[Kind]) -> str | None:
+    """Which of the kinds has a forward that mentions what is not known."""
+    for kind in kinds:
+        further = mentions(kind) - _MENTIONS
+        if further:
+            return f"{kind.__name__} mentions {sorted(further)}"
+    return None
+
+
+def mentions(kind: Kind) -> set[str]:
+    """Names in a kind's forward, and in those of its model's own functions that the forward calls."""
+    functions = [function for function in _functions(kind).values() if not _is_general(function)]
+    return {name for function in functions for name in _names(function)}
+
+
+def rotation_function(kind: Kind) -> Any:
+    """How attention modules of this kind apply rotary embeddings; None if their file has no such function."""
+    return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+
+
+def _functions(kind: Any) -> dict[str, Any]:
+    """A kind's forward and what it calls of the kind's own, by name."""
+    found, names = {}, ["forward"]
+    while names:
+        name = names.pop()
+        function = getattr(kind, name, None)
+        function = function.fget if isinstance(function, property) else function
+        if name == "forward" or (name not in found and isinstance(function, FunctionType)):
+            found[name] = function
+            if name == "forward" or not _is_general(function):
+                names += _names(function) - found.keys()
+    return found
+
+
+def _is_general(function: Any) -> bool:
+    """Whether a function is that of all modules or models."""
+    return _origin(inspect.unwrap(function)) in ("torch.nn.modules.module", "transformers.modeling_utils")
+
+
+def _is_known(function: Any) -> bool:
+    return (_origin(function) or "").startswith(_ORIGINS)
+
+
+def _origin(function: Any) -> str | None:
+    """The module in which a function was written, whatever it says of itself."""
+    return getattr(function, "__globals__", {}).get("__name__")
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function and all those that it is wrapped around."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _names(function: Any) -> set[str]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return set() if code is None else set(_names_in(code))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _names_in(part)
