@@ -17,6 +17,7 @@ from .prepare.decode import decode_prepared, decode_undrafted
 from .prepare.defaults import Default, choose, serving, without_assistant
 from .prepare.model_state import ModelStatistics, warn_once
 from .prepare.resolve import check_assistant, resolve
+from .target.written import forget
 
 logger = get_logger(__name__)
 
@@ -93,12 +94,16 @@ def _enable_all(assistant: Any) -> None:
 
 
 def disable(model: Any = None) -> Any:
-    """Takes `enable` back; without effect where it was not called. Returns the model."""
+    """
+    Takes `enable` back; without effect where it was not called. What is remembered with the model is forgotten; weights
+    that were laid side by side in memory stay so. Returns the model.
+    """
     if model is None:
         if _is_globally_enabled():
             GenerationMixin.generate = getattr(GenerationMixin.generate, _PREVIOUS)[1]  # type: ignore[method-assign]
         return None
     target = generating(model)
+    forget(target)  # type: ignore[arg-type]
     if _is_enabled(target):
         previous = vars(target).pop("generate").previous
         vars(target).pop(_STATISTICS, None)

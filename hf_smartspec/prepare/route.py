@@ -7,6 +7,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..target.compat import is_checkpointing, is_stateful, renewal_length
+from ..target.dropout import is_random
 from ..target.rotary import border, lengthwise_modules
 from ..target.support import WINDOWS, packing_obstacle, prepares_own_inputs, rowwise_obstacle
 from ..target.wrappers import has_adapters_by_row
@@ -69,7 +70,7 @@ def _plain_reason(
         return "the inputs of the model are prepared by a wrapper around it"
     if config.output_attentions or config.output_hidden_states:
         return "attentions and hidden states are returned step by step by plain decoding only"
-    if model.training and _has_dropout(model):
+    if is_random(model) or (model.training and _drops_attention(model)):
         return "the model is in training mode with dropout, so that no two forwards agree"
     if model.training and is_checkpointing(model):
         return "gradient checkpointing switches the cache off while the model is in training mode"
@@ -86,9 +87,9 @@ def _plain_reason(
     return None
 
 
-def _has_dropout(model: PreTrainedModel) -> bool:
-    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
-    return modules or getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
+def _drops_attention(model: PreTrainedModel) -> bool:
+    """Whether the config says so; most attention modules copy it, and some read it at every call."""
+    return getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
 
 
 def _length_reason(

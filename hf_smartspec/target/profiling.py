@@ -20,7 +20,7 @@ from ..goodput.cost import CostModel
 from ..log import get_logger
 from .measuring import DESIGN, measure
 from .quantized import is_quantized
-from .written import written_decoder
+from .written import written_decoder, written_decoders
 
 logger = get_logger(__name__)
 
@@ -61,16 +61,18 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
     Returns:
         `CostModel`.
     """
-    setting = (model.dtype, model.device, torch.get_num_threads(), mode_of(model))
-    with _lock:
-        known_setting, known = _models.get(model, (None, None))
-        if known is not None and known_setting == setting and not refresh:
-            return known
-        cost = None if refresh else read_profile(model)
-        if cost is None:
-            cost = profile_model(model, progress)
-            write_profile(model, cost)
-        _models[model] = setting, cost
+    # A model that cannot be tried out yet is measured, and filed, by the forward that runs it now.
+    with written_decoders(written_decoder(model) is not None):
+        setting = (model.dtype, model.device, torch.get_num_threads(), mode_of(model))
+        with _lock:
+            known_setting, known = _models.get(model, (None, None))
+            if known is not None and known_setting == setting and not refresh:
+                return known
+            cost = None if refresh else read_profile(model)
+            if cost is None:
+                cost = profile_model(model, progress)
+                write_profile(model, cost)
+            _models[model] = setting, cost
     return cost
 
 

@@ -53,7 +53,7 @@ def snapshot(model):
         "as_dict": model.generation_config.to_dict(),
         "config": model.config.to_dict(),
         "attention": [config._attn_implementation for config in modules if config is not None],
-        "attributes": set(vars(model)) - {"_smartspec_written"},  # what is known of a model lives as long as it
+        "attributes": set(vars(model)),
         "training": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
         "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
@@ -88,6 +88,7 @@ def test_target_and_draft_are_left_as_they_were(model, draft, implementation, ra
                     model.generate(**BATCH, **kwargs, assistant=draft)
             else:
                 model.generate(**BATCH, **kwargs, assistant=draft, num_assistant_tokens=3)
+    hf_smartspec.disable(draft)
     for one, state in zip((model, draft), before):
         assert_same_state(state, snapshot(one))
     assert torch.equal(model.generate(**BATCH, max_new_tokens=8), tiny_llama().generate(**BATCH, max_new_tokens=8))
@@ -112,6 +113,7 @@ def test_an_error_within_a_forward_leaves_the_attention_as_it_was(model, draft, 
                 model.generate(**kwargs)
         else:  # a draft that fails costs its drafts, nothing more
             handle_output = model.generate(**kwargs)
+    hf_smartspec.disable(draft)
     for one, state in zip((model, draft), before):
         assert_same_state(state, snapshot(one))
     handle.remove()

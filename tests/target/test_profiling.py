@@ -11,6 +11,7 @@ from hf_smartspec.commands.main import main
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.target import measuring, profiling
 from hf_smartspec.target.measuring import Design
+from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.profiling import doubt_profile, load_or_profile, profile_model, profile_path
 from hf_smartspec.target.written import written_decoders
 
@@ -83,6 +84,21 @@ def test_another_mode_has_another_profile():
         assert profile_path(model) != path and load_or_profile(model) is not cost
         assert "own forward" in json.loads(profile_path(model).read_text())["key"]["mode"]
     assert "written out" in json.loads(path.read_text())["key"]["mode"] and profile_path(model) == path
+
+
+def test_a_model_in_training_is_measured_and_filed_by_the_forward_that_runs_it(monkeypatch):
+    model, measured = new_model("llama").train(), []
+    own = PackedForward._run
+
+    def noting(forward, *args):
+        measured.append(forward._choose is not None and forward._choose() is not None)
+        return own(forward, *args)
+
+    monkeypatch.setattr(PackedForward, "_run", noting)
+    cost = load_or_profile(model)
+    assert measured and not any(measured)
+    assert "own forward" in json.loads(profile_path(model).read_text())["key"]["mode"]
+    assert load_or_profile(model) is cost
 
 
 def wrong_profile():

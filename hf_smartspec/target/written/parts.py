@@ -1,7 +1,10 @@
 """The parts of a written-out layer: norms, linear maps side by side, activations and rotary embeddings."""
 
-import sys
+import copy
+import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch.nn.functional import layer_norm, linear, silu
 
 from ..quantized import Int8Linear
 from ..quantized.product import int8_linear
+from .forwards import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
@@ -18,87 +22,139 @@ _HAS_MKL = torch.backends.mkl.is_available()
 _MOST_LINES = 32  # in float32; in bfloat16 half as many
 _LARGE = 2**20  # entries of a weight
 _DIM = 8  # of heads with which functions are tried out
+_norms: dict[tuple, bool | None] = {}  # by kind, eps and dtype: whether they are shifted; None for none that is known
 
 
-class RMSNorm:
+class Called:
+    """A module that is called as it is. Parts refer to modules weakly: what is replaced in a model is not kept."""
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any) -> Any:
+        module: Any = self._module()
+        return module(*args)
+
+
+class _Weighted:
+    """What computes with a module's parameters, which are read anew each time."""
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def _parameters(self) -> dict[str, Any]:
+        module: Any = self._module()
+        return module._parameters
+
+
+class RMSNorm(_Weighted):
     """
     `x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, rounded where the model's own norm rounds.
 
     Args:
-        module (`nn.Module`): The norm, whose weight is read anew each time.
         eps (`float`): What it adds.
         is_shifted (`bool`): It multiplies by `1 + weight`, in float32 (Gemma).
     """
 
     def __init__(self, module: nn.Module, eps: float, is_shifted: bool):
-        self._parameters, self.eps, self.is_shifted = module._parameters, eps, is_shifted
+        super().__init__(module)
+        self.eps, self.is_shifted = eps, is_shifted
         self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self._parameters["weight"]
+        weight = self._parameters()["weight"]
         if self.is_shifted:
             return torch.rms_norm(x.float(), self.shape, weight.float() + 1.0, self.eps).to(x.dtype)
         return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
 
 
-class LayerNorm:
+class LayerNorm(_Weighted):
     """`nn.LayerNorm` without the module around it."""
 
     def __init__(self, module: nn.LayerNorm):
-        self._parameters, self.shape, self.eps = module._parameters, module.normalized_shape, module.eps
+        super().__init__(module)
+        self.shape, self.eps = module.normalized_shape, module.eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.shape, self._parameters["weight"], self._parameters["bias"], self.eps)
+        parameters = self._parameters()
+        return layer_norm(x, self.shape, parameters["weight"], parameters["bias"], self.eps)
 
 
 def written_norm(module: nn.Module) -> Map:
-    """A norm in as few calls as compute what it does, found out by trying; the module itself where none do."""
+    """A norm in as few calls as compute what it does; called as it is, where none do."""
     if type(module) is nn.LayerNorm:
         return LayerNorm(module)
     eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
     weight = module._parameters.get("weight")
     if eps is None or weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
-        return module
-    # Small numbers, so that eps counts.
-    x = torch.linspace(-1, 1, 3 * len(weight), device=weight.device).view(3, -1).to(weight.dtype) * eps**0.5
-    expected = module(x)
-    for is_shifted in (False, True):
-        norm = RMSNorm(module, eps, is_shifted)
-        if torch.equal(norm(x), expected):
-            return norm
-    return module
+        return Called(module)
+    key = type(module), type(module).forward, eps, weight.dtype, weight.device.type, len(weight)
+    if key not in _norms:
+        _norms[key] = _is_shifted(module, eps)
+    is_shifted = _norms[key]
+    return Called(module) if is_shifted is None else RMSNorm(module, eps, is_shifted)
+
+
+@torch.no_grad()
+def _is_shifted(module: nn.Module, eps: float) -> bool | None:
+    """What kind of RMS norm this is, found out by trying one with other weights; None if it is no such norm."""
+    weight: Any = module._parameters["weight"]
+    numbers = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)) + 0.5
+    numbers = numbers.to(weight.device, weight.dtype)
+    probe = copy.copy(module)
+    probe._parameters = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
+    x = (numbers[1:] - 1) * eps**0.5  # small numbers, so that eps counts
+    expected = type(module).forward(probe, x)  # past all hooks, which are somebody else's
+    return next((kind for kind in (False, True) if torch.equal(RMSNorm(probe, eps, kind)(x), expected)), None)
 
 
 class Fused:
     """
-    Linear maps of the same input, side by side: one product in place of several. Their weights become neighbouring
-    rows of one tensor, of which the parameters are views from then on: nothing is held twice.
+    Linear maps of the same input, side by side: one product in place of several, where their weights are neighbouring
+    rows of one tensor.
 
     Args:
-        modules (sequence of `nn.Linear` or of `Int8Linear`): In the order of their outputs.
+        modules (sequence of `nn.Linear` or of `Int8Linear`): Of one kind, in the order of their outputs.
     """
 
     def __init__(self, modules: Sequence[nn.Linear | Int8Linear]):
         # No tensor is kept: the model may be moved, and its old memory be wanted back.
-        self._parameters, self._is_one = modules[0]._parameters, len(modules) == 1
+        self._modules = [weakref.ref(module) for module in modules]
         self._shape = (sum(module.out_features for module in modules), modules[0].in_features)
         self._is_int8 = type(modules[0]) is Int8Linear
-        if not self._is_one:
-            for name in self._parameters:
-                _lay_side_by_side([parameter for item in modules if (parameter := item._parameters[name]) is not None])
+        self._is_one = all(map(_are_side_by_side, self._parameters()))
+
+    def lay_side_by_side(self) -> None:
+        """The parameters become views of one tensor: nothing is held twice. Memory that others hold stays theirs."""
+        parameters = self._parameters()
+        if not self._is_one and all(map(_is_own, chain.from_iterable(parameters))):
+            for one_kind in parameters:
+                _lay_side_by_side(one_kind)
+            self._is_one = True
+
+    def _parameters(self) -> list[list[torch.Tensor]]:
+        """Weights, biases, ... of all maps."""
+        entries = [list(module._parameters.values()) for item in self._modules if (module := item()) is not None]
+        return [list(kind) for kind in zip(*entries) if kind[0] is not None]  # type: ignore[misc]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self._parameters["weight"]
-        if not self._is_one:
-            weight = weight.as_strided(self._shape, (self._shape[1], 1))
-        if self._is_int8:
-            return int8_linear(x, weight, self._vector("scale"), self._vector("bias"))  # type: ignore[arg-type]
-        return product(x, weight, self._vector("bias"))
+        if self._is_one:
+            return self._product(x, self._modules[0], len(self._modules) > 1)
+        return torch.cat([self._product(x, module, False) for module in self._modules], dim=-1)
 
-    def _vector(self, name: str) -> torch.Tensor | None:
-        """One number per output; None where there are none."""
-        vector = self._parameters[name]
-        return vector if vector is None or self._is_one else vector.as_strided(self._shape[:1], (1,))
+    def _product(self, x: torch.Tensor, module: Any, with_neighbours: bool) -> torch.Tensor:
+        """One module's product, or that of all, whose weights begin with the module's."""
+        parameters = module()._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        scale = parameters["scale"] if self._is_int8 else None
+        if with_neighbours:
+            weight = weight.as_strided(self._shape, (self._shape[1], 1))
+            bias, scale = self._vector(bias), self._vector(scale)
+        return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias)
+
+    def _vector(self, first: torch.Tensor | None) -> torch.Tensor | None:
+        """One number per output of all maps; None where there are none."""
+        return None if first is None else first.as_strided(self._shape[:1], (1,))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -124,9 +180,6 @@ def _is_transposed_faster(num_tokens: int, weight: torch.Tensor) -> bool:
 
 
 def _lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
-    """The parameters become neighbouring rows of one tensor, unless they are."""
-    if not parameters or _are_side_by_side(parameters):
-        return
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([parameter.detach() for parameter in parameters])
         for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters])):
@@ -134,10 +187,18 @@ def _lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the parameters are neighbouring rows of one tensor."""
     ends = [item.data_ptr() + item.numel() * item.itemsize for item in parameters]
     follows = all(end == item.data_ptr() for end, item in zip(ends, parameters[1:]))
     storages = {item.untyped_storage().data_ptr() for item in parameters}
     return follows and len(storages) == 1 and all(item.is_contiguous() for item in parameters)
+
+
+def _is_own(parameter: torch.Tensor) -> bool:
+    """Whether a parameter may be moved in memory: not one of a flat buffer, of other processes, of inference mode."""
+    is_shared = parameter.device.type == "cpu" and parameter.is_shared()  # on a GPU, it always says so
+    is_whole = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize
+    return is_whole and parameter.is_contiguous() and not is_shared and not parameter.is_inference()
 
 
 def is_plain_map(module: nn.Module) -> bool:
@@ -162,15 +223,25 @@ def written_map(modules: Sequence[nn.Module]) -> Map:
     if can_fuse(modules):
         return Fused(modules)  # type: ignore[arg-type]
     if len(modules) == 1:
-        return modules[0]
-    return lambda x: torch.cat([module(x) for module in modules], dim=-1)
+        return Called(modules[0])
+    return Beside([written_map([module]) for module in modules])
+
+
+class Beside:
+    """Maps of the same input, whatever they are."""
+
+    def __init__(self, maps: Sequence[Map]):
+        self.maps = maps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([item(x) for item in self.maps], dim=-1)
 
 
 def written_activation(module: nn.Module | Callable) -> Map:
     """An activation, which may write to its input."""
     if type(module).__name__ in ("SiLU", "SiLUActivation"):
         return _silu
-    return module
+    return Called(module) if isinstance(module, nn.Module) else module
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -200,7 +271,7 @@ class CalledMLP:
     """A module that is called as it is: a mixture of experts, ..."""
 
     def __init__(self, module: nn.Module):
-        self.module = module
+        self.module = Called(module)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         output = self.module(x[None])
@@ -243,15 +314,22 @@ class OwnRotation:
 
 
 def written_rotation(attention: nn.Module) -> Halves | OwnRotation | None:
-    """How an attention module applies rotary embeddings, found out by trying; None if its file has no such function."""
-    own: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    """How an attention module applies rotary embeddings; None if its file has no function for it."""
+    own = rotation_function(type(attention))
     if own is None:
         return None
+    return Halves() if _is_by_halves(own) else OwnRotation(own)
+
+
+@lru_cache(maxsize=64)
+@torch.no_grad()
+def _is_by_halves(function: Callable) -> bool:
+    """Found out by trying."""
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
     x = torch.randn(3, 5, _DIM, generator=generator)
     results = []
-    for rotation in (Halves(), OwnRotation(own)):
+    for rotation in (Halves(), OwnRotation(function)):
         results.append(x.clone())
         rotation.rotate(results[-1], 3, rotation.tables(angles.cos(), angles.sin()))
-    return Halves() if torch.equal(*results) else OwnRotation(own)
+    return torch.equal(*results)

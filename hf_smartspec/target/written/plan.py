@@ -14,7 +14,9 @@ from ..compat import shared_value
 from .forwards import foreign_code, unknown_mentions
 from .parts import (
     MLP,
+    Called,
     CalledMLP,
+    Fused,
     Halves,
     Map,
     OwnRotation,
@@ -46,6 +48,14 @@ _MLP = (
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 _ACTIVATION = ("act_fn", "activation_fn", "act")
 _FINAL_NORM = ("norm", "final_layernorm")
+
+
+# What is read of modules and configs, beside what forwards mention.
+READ = frozenset(
+    "attn_logit_softcapping clip_qkv embedding_multiplier eps final_logit_softcapping head_dim layer_idx layer_types "
+    "logit_scale logits_scaling num_attention_heads num_hidden_layers num_key_value_heads residual_multiplier scaling "
+    "sliding_window use_rope variance_epsilon".split()
+)
 
 
 class UnknownStructureError(Exception):
@@ -87,12 +97,13 @@ class DecoderPlan:
     A causal language model.
 
     Args:
+        fused (`list`): Maps whose weights can be laid side by side.
         calls_modules (`bool`): Beside embeddings, some modules are called as they are.
     """
 
-    embedding: nn.Module
+    embedding: Called
     embedding_multiplier: float
-    rotary: nn.Module
+    rotary: Called
     rotary_types: tuple[str | None, ...]
     layers: list[LayerPlan]
     final_norm: Map
@@ -100,11 +111,14 @@ class DecoderPlan:
     logits_divisor: float
     logits_multiplier: float
     logits_softcap: float | None
+    fused: list[Fused]
     calls_modules: bool = False
 
 
 def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
     """
+    Changes nothing in the model, and calls nobody's hooks.
+
     Returns:
         `DecoderPlan`, and the modules below the model itself whose own forward is not called.
 
@@ -124,6 +138,7 @@ class _Recognition:
         self.bypassed: list[nn.Module] = []
         self.known: set[int] = set()  # parameters, by id
         self.bodies: list[nn.Module] = []  # of layers: these, their attention and their MLPs
+        self.fused: list[Fused] = []
         self.calls_modules = False
 
     def plan(self) -> DecoderPlan:
@@ -143,9 +158,9 @@ class _Recognition:
         if head is None:
             raise UnknownStructureError("no head")
         plan = DecoderPlan(
-            embedding=embedding,
+            embedding=Called(embedding),
             embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
-            rotary=rotary,
+            rotary=Called(rotary),
             rotary_types=tuple(dict.fromkeys(layer.layer_type for layer in layers if layer.rotation is not None)),
             layers=layers,
             final_norm=self._norm(norm),
@@ -153,6 +168,7 @@ class _Recognition:
             logits_divisor=float(shared_value(self.config, "logits_scaling") or 1.0),
             logits_multiplier=float(getattr(self.model, "logit_scale", None) or 1.0),
             logits_softcap=shared_value(self.config, "final_logit_softcapping"),
+            fused=self.fused,
             calls_modules=self.calls_modules,
         )
         self._check_parameters(decoder, decoder.layers[len(layers) :])
@@ -234,9 +250,10 @@ class _Recognition:
     def _norm(self, module: nn.Module) -> Map:
         self._know(module)
         norm = written_norm(module)
-        if norm is not module:
+        if isinstance(norm, Called):
+            self.calls_modules = True
+        else:
             self._bypass(module)
-        self.calls_modules |= norm is module
         return norm
 
     def _map(self, modules: Sequence[nn.Module]) -> Map:
@@ -244,7 +261,9 @@ class _Recognition:
             self._know(module)
         self._bypass(*filter(is_plain_map, modules))
         self.calls_modules |= not all(map(is_plain_map, modules))
-        return written_map(modules)
+        written = written_map(modules)
+        self.fused += [written] if isinstance(written, Fused) else []
+        return written
 
     def _child(self, module: nn.Module, name: str) -> nn.Module:
         child = module._modules.get(name)

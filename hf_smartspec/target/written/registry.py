@@ -1,12 +1,13 @@
 """Which models have a written-out decoder: recognised on first use, tried out against their own forward, watched."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import RLock
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...log import get_logger
@@ -22,14 +23,37 @@ _SWITCH = "HF_SMARTSPEC_WRITTEN"
 
 _ENTRY = "_smartspec_written"  # of a model's attributes: what refers to a model may not outlive it
 _lock = RLock()
-_is_on: ContextVar[bool] = ContextVar("smartspec_written", default=os.environ.get(_SWITCH, "1") != "0")
+_is_on: ContextVar[bool | None] = ContextVar("smartspec_written", default=None)  # None: as the environment says
 
 
 class _Entry:
-    """What is known of one model; its copies begin without."""
+    """
+    What is known of one model; its copies begin without.
 
-    def __init__(self, decoder: WrittenDecoder | None, watch: Watch | None, setting: tuple):
-        self.decoder, self.watch, self.setting = decoder, watch, setting
+    Args:
+        model (`PreTrainedModel`): Is not kept.
+        decoder (`WrittenDecoder`, *optional*): None where the model's own forward is to run, whatever happens to it.
+        bypassed (sequence of `nn.Module`): The modules that the decoder bypasses.
+        is_tried (`bool`): The decoder was found to agree. If not, it waits for an occasion to be tried out: nobody
+            does anything in the model, which is not in training.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: WrittenDecoder | None = None,
+        bypassed: Sequence[nn.Module] = (),
+        is_tried: bool = False,
+    ):
+        self.decoder, self.is_tried = decoder, is_tried
+        self.watch = None if decoder is None else Watch(model, bypassed)
+        self.setting = _setting(model) if decoder is None else None
+
+    def holds(self, model: PreTrainedModel, thoroughly: bool) -> bool:
+        """Whether the model is still what was looked at."""
+        if self.watch is not None:
+            return self.watch.is_unchanged(thoroughly)
+        return not thoroughly or self.setting == _setting(model)
 
     def __deepcopy__(self, memo: dict) -> None:
         return None
@@ -48,6 +72,11 @@ def written_decoders(is_on: bool) -> Iterator[None]:
         _is_on.reset(token)
 
 
+def _is_switched_on() -> bool:
+    is_on = _is_on.get()
+    return os.environ.get(_SWITCH, "1") != "0" if is_on is None else is_on
+
+
 def packed_forward(
     model: PreTrainedModel, num_rows: int = 1, capacity: int = 256, prefill_chunk: int = 512
 ) -> PackedForward:
@@ -64,43 +93,60 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     Args:
         thoroughly (`bool`): Looks for changes that hardly ever happen, too.
     """
-    if not _is_on.get():
+    if not _is_switched_on():
         return None
-    entry = model.__dict__.get(_ENTRY)
-    if entry is not None and entry.watch is not None:
-        if not entry.watch.is_bypassable():
-            return None
-        if entry.watch.is_unchanged(thoroughly):
-            return entry.decoder
-    elif entry is not None and entry.setting == _setting(model):
+    entry = vars(model).get(_ENTRY)
+    if entry is None or not entry.holds(model, thoroughly):
+        with _lock:
+            entry = vars(model).get(_ENTRY)  # another thread may have been faster
+            if entry is None or not entry.holds(model, thoroughly):
+                entry = vars(model)[_ENTRY] = _planned(model)
+    if entry.watch is None or not entry.watch.is_bypassable(thoroughly):
         return None
+    if entry.is_tried:
+        return entry.decoder
+    if entry.watch.is_training():
+        return None  # what is random or recomputed there would interfere
     with _lock:
-        return _recognise(model)
+        known = vars(model).get(_ENTRY)
+        if known is entry:
+            known = vars(model)[_ENTRY] = _tried(model, entry)
+    return known.decoder if known is not None and known.is_tried else None
 
 
-def _recognise(model: PreTrainedModel) -> WrittenDecoder | None:
-    model.__dict__.pop(_ENTRY, None)
-    if any(module.training for module in model.modules()):
-        return None  # trials would interfere; another time
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        return None  # weights made in inference mode cannot be laid side by side
+def forget(model: PreTrainedModel) -> None:
+    """Takes away what is remembered with a model. Weights that lie side by side stay so."""
+    vars(model).pop(_ENTRY, None)
+
+
+def _planned(model: PreTrainedModel) -> _Entry:
     try:
         plan, bypassed = make_plan(model)
-        decoder, watch = WrittenDecoder(plan), Watch(model, bypassed)
-        if not watch.is_bypassable():
-            return None  # now; it may be another time
-        if agrees(model, decoder):
-            # Trials may have left something behind: what the watch compares with is how it is now.
-            model.__dict__[_ENTRY] = _Entry(decoder, Watch(model, bypassed), _setting(model))
-            return decoder
-        reason = "its results differ"
+        return _Entry(model, WrittenDecoder(plan), bypassed)
     except Exception as error:  # whatever is unusual in a foreign model, its own forward knows
-        reason = str(error) or type(error).__name__
-        if not isinstance(error, UnknownStructureError):
-            logger.debug(f"Writing out {type(model).__name__} failed.", exc_info=True)
-    logger.debug(f"{type(model).__name__} is run by its own forward: {reason}.")
-    model.__dict__[_ENTRY] = _Entry(None, None, _setting(model))
-    return None
+        return _refused(model, error)
+
+
+def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
+    """What is known after a trial. Only weights of decoders that are used are moved in memory."""
+    decoder, watch = entry.decoder, entry.watch
+    assert decoder is not None and watch is not None
+    try:
+        if not agrees(model, decoder):
+            raise UnknownStructureError("its results differ")
+        for maps in decoder.plan.fused:
+            maps.lay_side_by_side()
+        # Trials may have left something behind: what the watch compares with is how it is now.
+        return _Entry(model, decoder, watch.bypassed(), is_tried=True)
+    except Exception as error:
+        return _refused(model, error)
+
+
+def _refused(model: PreTrainedModel, error: Exception) -> _Entry:
+    if not isinstance(error, UnknownStructureError):
+        logger.debug(f"Writing out {type(model).__name__} failed.", exc_info=error)
+    logger.debug(f"{type(model).__name__} is run by its own forward: {str(error) or type(error).__name__}.")
+    return _Entry(model)
 
 
 def _setting(model: PreTrainedModel) -> tuple:

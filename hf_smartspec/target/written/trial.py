@@ -21,8 +21,9 @@ _HALF_TOLERANCE = 0.1  # of the logits' spread, where it rounds coarsely, behind
 
 def agrees(model: PreTrainedModel, decoder: WrittenDecoder) -> bool:
     """
-    Compares logits of ragged rows with trees. Models with sliding windows and the like, and those in half precision or
-    int8, are tried in a small float32 twin too, over every length at which they change their ways.
+    Compares logits of ragged rows with trees, in a model that is not in training. Models with sliding windows and the
+    like, and those in half precision or int8, are tried in a small float32 twin too, over every length at which they
+    change their ways.
     """
     if borders(model.config.get_text_config(decoder=True)) or rounds_coarsely(model):
         twin = small_twin(model)
@@ -33,13 +34,9 @@ def agrees(model: PreTrainedModel, decoder: WrittenDecoder) -> bool:
 
 @torch.no_grad()
 def _compare(model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int) -> bool:
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         own, written = (_logits(model, choice, num_tokens) for choice in (lambda: None, lambda: decoder))
     finally:
-        for module, mode in modes:
-            module.training = mode
         forget_lengths(model)
     error = float((own - written).abs().max())
     if not rounds_coarsely(model):
