@@ -135,7 +135,7 @@ class Fused:
     def _parameters(self) -> list[list[torch.Tensor]]:
         """Weights, biases, ... of all maps."""
         entries = [list(module._parameters.values()) for item in self._modules if (module := item()) is not None]
-        return [list(kind) for kind in zip(*entries) if kind[0] is not None]  # type: ignore[misc]
+        return [list(kind) for kind in zip(*entries) if kind[0] is not None]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_one:

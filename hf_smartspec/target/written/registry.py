@@ -108,9 +108,9 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     if entry.watch.is_training():
         return None  # what is random or recomputed there would interfere
     with _lock:
-        known = vars(model).get(_ENTRY)
-        if known is entry:
-            known = vars(model)[_ENTRY] = _tried(model, entry)
+        known: _Entry | None = vars(model).get(_ENTRY)
+        if known is not None and known is entry:
+            known = vars(model)[_ENTRY] = _tried(model, known)
     return known.decoder if known is not None and known.is_tried else None
 
 

@@ -50,7 +50,7 @@ class Watch:
         """A module is gone: what is held of it must go too."""
         self._is_over = True
         for entries in (self._attributes, self._droppers, self._children, self._parameters):
-            entries.clear()  # type: ignore[attr-defined]
+            entries.clear()
 
     def _look(self) -> tuple[list[int], list[int]]:
         """What stands where. Modules that are compared by their ids live, else the watch is over."""
@@ -61,7 +61,7 @@ class Watch:
     def _look_closely(self) -> list[Any]:
         """Values that the plan has read or the forwards mention, what these are, and how weights lie in memory."""
         numbers = [_values(attributes, self._names) for attributes in self._attributes]
-        kinds = [type(reference()) for reference in self._modules]
+        kinds = [type(module) for reference in self._modules if (module := reference()) is not None]
         functions = [(getattr(kind, "forward", None), rotation_function(kind)) for kind in dict.fromkeys(kinds)]
         tensors = [item for item in chain.from_iterable(map(dict.values, self._parameters)) if item is not None]
         return [numbers, self._configs(), kinds, functions, [(item.stride(), item.dtype) for item in tensors]]
