@@ -11,7 +11,7 @@ import hf_smartspec
 from hf_smartspec import SeededGumbelLogitsProcessor
 
 from .helpers import VOCAB_SIZE, Oracle, Spy, draft_source, prompts, tiny_llama
-from .test_mixin import gemma3, gpt2
+from .mixin import gemma3, gpt2
 from .test_streaming import Recorder
 
 IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
