@@ -98,12 +98,17 @@ def disable(model: Any = None) -> Any:
     Takes `enable` back; without effect where it was not called. What is remembered with the model is forgotten; weights
     that were laid side by side in memory stay so. Returns the model.
     """
+    if model is not None:
+        forget(generating(model))  # type: ignore[arg-type]
+    return _take_back(model)
+
+
+def _take_back(model: Any) -> Any:
     if model is None:
         if _is_globally_enabled():
             GenerationMixin.generate = getattr(GenerationMixin.generate, _PREVIOUS)[1]  # type: ignore[method-assign]
         return None
     target = generating(model)
-    forget(target)  # type: ignore[arg-type]
     if _is_enabled(target):
         previous = vars(target).pop("generate").previous
         vars(target).pop(_STATISTICS, None)
@@ -123,7 +128,7 @@ def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[Mode
         yield model
     finally:
         if not was_enabled:
-            disable(model)
+            _take_back(model)  # what is known of it serves the next block
         elif target is None:
             getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant = default
         else:

@@ -211,9 +211,9 @@ def test_prefill_chunk_size_of_the_caller_is_heeded(monkeypatch):
     widths = []
     run_once = PackedForward._run
 
-    def counting_run(self, groups, keep):
-        widths.append(max(item.num_tokens for group in groups for item in group))
-        return run_once(self, groups, keep)
+    def counting_run(self, planned):
+        widths.append(max(item.num_tokens for item in planned.rows))
+        return run_once(self, planned)
 
     monkeypatch.setattr(PackedForward, "_run", counting_run)
     setting = a_setting(prompts=(tuple(range(3, 51)), (4, 5, 6)))

@@ -88,7 +88,8 @@ def test_target_and_draft_are_left_as_they_were(model, draft, implementation, ra
                     model.generate(**BATCH, **kwargs, assistant=draft)
             else:
                 model.generate(**BATCH, **kwargs, assistant=draft, num_assistant_tokens=3)
-    hf_smartspec.disable(draft)
+    for one in (model, draft):
+        hf_smartspec.disable(one)
     for one, state in zip((model, draft), before):
         assert_same_state(state, snapshot(one))
     assert torch.equal(model.generate(**BATCH, max_new_tokens=8), tiny_llama().generate(**BATCH, max_new_tokens=8))
@@ -113,7 +114,8 @@ def test_an_error_within_a_forward_leaves_the_attention_as_it_was(model, draft, 
                 model.generate(**kwargs)
         else:  # a draft that fails costs its drafts, nothing more
             handle_output = model.generate(**kwargs)
-    hf_smartspec.disable(draft)
+    for one in (model, draft):
+        hf_smartspec.disable(one)
     for one, state in zip((model, draft), before):
         assert_same_state(state, snapshot(one))
     handle.remove()
