@@ -20,7 +20,7 @@ class Likeliest(NamedTuple):
 
     Args:
         before, tokens (`np.ndarray` of shape `[n]`, int64): The others, and those before them (-1: there is none).
-        following (`np.ndarray` of shape `[n, k]`, int64): What may follow them.
+        following (`np.ndarray` of shape `[n, k]`, integers): What may follow them.
         shares (`np.ndarray` of shape `[n, k]`, float32): Probabilities among the k, before any processor.
     """
 

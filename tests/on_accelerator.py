@@ -195,7 +195,7 @@ def test_devices_agree_on_rejection(on_cpu, on_device, steps):
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
     numbers = []
-    for num_rows in (1, 8):
+    for num_rows in (1, 16):
         steps.clear()
         generate(on_device, source, OPTIONS[name], lengths=(7,) * num_rows)
         numbers.append(max(counts["dispatched"] for counts in steps))

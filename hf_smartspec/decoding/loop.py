@@ -173,7 +173,7 @@ class DecodingLoop:
             return forward.argmax(logits) if is_greedy else []
         shown = {}
         for request, first in zip(rows, offsets):
-            if request in drafts and request.call.num_likeliest:
+            if first < len(top.tokens) and request in drafts and request.call.num_likeliest:
                 before, tokens = request.ends_of(drafts[request])
                 lines = slice(first, first + len(tokens))
                 following, shares = top.tokens[lines], top.shares[lines]  # of as many as were looked at

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..device import fetch_together
+
 _BLOCK = 128
 _LINES = 8
 
@@ -48,7 +50,7 @@ class Top(NamedTuple):
 
     Args:
         argmax (list of `int`): Of every line; ties go to the lowest token. Empty if not asked for.
-        tokens (`np.ndarray` of shape `[rows, count]`, int64): The best tokens of the first lines, best first.
+        tokens (`np.ndarray` of shape `[rows, count]`, integers): The best tokens of the first lines, best first.
         shares (`np.ndarray` of shape `[rows, count]`, float32): Their probabilities among themselves.
     """
 
@@ -65,14 +67,10 @@ def best_of(scores: torch.Tensor, count: int, num_lines: int, with_argmax: bool)
     first = scores[:num_lines]
     tokens = top_tokens(first, count)
     shares = first.gather(1, tokens).float().softmax(dim=-1)
-    if scores.device.type == "cpu":
-        return Top(argmax(scores) if with_argmax else [], tokens.numpy(), shares.numpy())
-    parts = [tokens.to(torch.int32), shares.view(torch.int32)]  # bits, not values
-    if with_argmax:
-        parts.append(_rounded(scores).argmax(dim=-1).to(torch.int32))
-    found = torch.cat([part.flatten() for part in parts]).cpu()
-    top = found[: 2 * tokens.numel()].view(2, *tokens.shape)
-    return Top(found[2 * tokens.numel() :].tolist(), top[0].to(torch.int64).numpy(), top[1].view(torch.float32).numpy())
+    if scores.device.type == "cpu" or not with_argmax:
+        return Top(argmax(scores) if with_argmax else [], *fetch_together([tokens, shares]))
+    best, *top = fetch_together([_rounded(scores).argmax(dim=-1), tokens, shares])
+    return Top(best.tolist(), *top)
 
 
 def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -294,7 +294,8 @@ def test_no_more_than_so_many_lines_of_a_step_are_shown(model, monkeypatch):
     monkeypatch.setattr("hf_smartspec.decoding.loop._TOP_LINES", 2)
     source = Shown()
     decoded(model, source)
-    assert [len(item.tokens) for item in source.shown[:4]] == [1, 1, 0, 0]
+    assert [len(item.tokens) for item in source.shown[:2]] == [1, 1], "of the first step"
+    assert all(len(item.tokens) in (1, 2) for item in source.shown), "rows without a line are left out"
 
 
 def test_a_source_that_fails_when_shown_what_was_likely_is_dropped(model, caplog):
