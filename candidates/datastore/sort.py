@@ -3,7 +3,7 @@
 import numpy as np
 from transformers.utils.logging import tqdm
 
-from ..jit import compiled, inner
+from ...jit import compiled, inner
 
 BORDER = -1  # stands between two documents; sorts before every token
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
+from ...jit import compiled, inner
 from ...validate import is_integer
 from ..base import TYPICAL_NODES, TreeCandidateGenerator
-from ..jit import compiled, inner
 from .file import Datastore
 
 _ROWS_PER_THREAD = 8  # fewer are done before another thread has woken up

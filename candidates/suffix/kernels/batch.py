@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled, inner
+from ....jit import compiled, inner
 from .expand import (
     DEPTH_LIMIT,
     MAX_CANDIDATES,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import inner
+from ....jit import inner
 from .likely import LEAST_LIKELY, NUM_BINS, NUM_LIKELY, behind_one, behind_two
 from .mix import (
     CANDIDATE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...jit import inner
+from ....jit import inner
 
 # A line of the table is what was last seen behind its key: a hash of the tokens (0: nothing was seen), the bins of the
 # shares of what may follow, four bits each, and what may follow, best first.

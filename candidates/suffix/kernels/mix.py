@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import inner
+from ....jit import inner
 from .likely import MEAN_SHARES, NUM_BINS, new_lines
 
 # Fields of a candidate

@@ -7,7 +7,7 @@ on an edge, where one token follows.
 
 import numpy as np
 
-from ...jit import inner
+from ....jit import inner
 from .insert import settle
 from .store import CHILD, ENDED, LABEL, LEN, TOTAL, find
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...jit import compiled, inner
+from ....jit import compiled, inner
 from .store import (
     CHILD,
     CLASS,

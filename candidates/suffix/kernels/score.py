@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...jit import inner
+from ....jit import inner
 from .expand import CHAINS, FACTOR, LEAST, LONGEST, MAX_NODES, MAX_TREES, OFFSET
 from .places import edge_of, place_of
 from .store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit import compiled, inner
+from ....jit import compiled, inner
 from .pointers import int32_at, int64_at
 
 # Fields of a node, which is known by where they begin in `Store.nodes`

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import native
+
 _MOST = 127  # of the levels, on both sides of zero
 _LEAST_STEP = 1e-30  # so that zeros can be divided by it
 
@@ -50,17 +52,32 @@ def int8_linear(
         RuntimeError: where `x` is not on the CPU, wants a gradient, or the CPU cannot do this.
     """
     _check(x)
+    if native.can_multiply(x, weight, scale, bias):
+        return native.int8_linear(x, weight, scale, bias)
+    return plain_int8_linear(x, weight, scale, bias)
+
+
+def plain_int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in torch's own operators: for many tokens, and wherever compiled code cannot run."""
     if not len(x):
         return x.new_empty(0, len(weight))
     values, steps = to_levels(x)
-    # The weight comes first: with few tokens, oneDNN is nearly twice as fast this way round.
-    sums = torch._int_mm(weight, values.t())  # [out, N] int32
     output = torch.empty(len(x), len(weight))
-    torch.mul(sums.t(), scale, out=output)
+    torch.mul(_sums(values, weight), scale, out=output)
     output.mul_(steps)
     if bias is not None:
         output.add_(bias)
     return output.to(x.dtype)
+
+
+def _sums(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`[N, in]` times `[out, in]`: `[N, out]` int32."""
+    if weight.shape[1] == 1:  # where torch's product is wrong
+        return values.int() * weight.int().t()
+    # The weight comes first: with few tokens, oneDNN is nearly twice as fast this way round.
+    return torch._int_mm(weight, values.t()).t()
 
 
 def _check(x: torch.Tensor) -> None:

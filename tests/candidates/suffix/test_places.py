@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.jit import compiled
 from hf_smartspec.candidates.suffix.kernels import places
 from hf_smartspec.candidates.suffix.kernels.places import MAX_MATCH
+from hf_smartspec.jit import compiled
 
 place_of = compiled(places.place_of.py_func)
 

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.jit import compiled
 from hf_smartspec.candidates.suffix.corpus import SuffixCorpus
 from hf_smartspec.candidates.suffix.kernels import insert as insertion
 from hf_smartspec.candidates.suffix.kernels import store as storage
@@ -30,6 +29,7 @@ from hf_smartspec.candidates.suffix.kernels.store import (
     new_root,
     new_store,
 )
+from hf_smartspec.jit import compiled
 
 extend, finish, find = (compiled(part.py_func) for part in (insertion.extend, insertion.finish, storage.find))
 

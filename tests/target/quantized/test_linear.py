@@ -55,6 +55,12 @@ def test_sums_are_exact():
     assert values.abs().max() == 127 and module.weight.abs().amax(1).eq(127).all()
 
 
+def test_sums_of_one_number_are_exact():
+    """For which torch's own product is wrong."""
+    module, x = Int8Linear(torch.tensor([[2.0], [-3.0]])), torch.arange(-40.0, 40)[:, None]
+    torch.testing.assert_close(module(x), x * torch.tensor([2.0, -3.0]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_result_is_the_same_bit_by_bit_in_any_batch(dtype):
     linear, x = new_linear(dtype), new_tokens(dtype=dtype)

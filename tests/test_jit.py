@@ -1,6 +1,7 @@
 """Compiled code: what is kept on disk, where, and when it is compiled anew."""
 
 import ast
+import ctypes
 import importlib
 import subprocess
 import sys
@@ -11,11 +12,11 @@ from numba import config
 from numba.core import event
 
 import hf_smartspec
-from hf_smartspec.candidates import jit
+from hf_smartspec import jit
 from hf_smartspec.candidates.suffix.kernels.store import find
 
 _CALLER = """
-from hf_smartspec.candidates.jit import compiled
+from hf_smartspec.jit import compiled
 from .called import scaled
 
 @compiled
@@ -26,11 +27,22 @@ def total(n):
     return number
 """
 _CALLED = """
-from hf_smartspec.candidates.jit import inner
+from hf_smartspec.jit import inner
 
 @inner
 def scaled(k):
     return FACTOR * k
+"""
+
+_CALLBACK = """
+from hf_smartspec.jit import callback
+from hf_smartspec.target.quantized.kernels.memory import load_int64, take
+from .called import scaled
+
+@callback
+def put(address):
+    while load_int64(address, 0) < scaled(5):
+        take(address, 0)
 """
 
 
@@ -102,7 +114,7 @@ def said(monkeypatch):
 def test_who_waits_for_the_compiler_is_told_once(package, said):
     call_anew()
     assert said == [
-        f"Compiling what proposes drafts, for about 10 s, once per installation (kept in {package / '__pycache__'})."
+        f"Compiling inner loops, for about 10 s, once per installation (kept in {package / '__pycache__'})."
     ]
     call_anew()
     write_factor(package, 3)
@@ -219,6 +231,19 @@ def test_a_function_is_compiled_once_for_all_widths_and_constants(package):
     assert listener.names.count("scaled") == 1
 
 
+def test_callbacks_are_compiled_once_and_called_by_their_address(package):
+    (package / "calling.py").write_text(_CALLBACK)
+    for expected in (["scaled"], []):
+        forget()
+        listener, number = Compiled(), ctypes.c_int64(5)
+        with event.install_listener("numba:compile", listener):
+            put = importlib.import_module("kernels_of_a_test.calling").put
+            assert listener.names == []
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(put.address)(ctypes.addressof(number))
+        assert number.value == 10
+        assert len(code_files(package)) == 1 and listener.names == expected
+
+
 def test_inner_functions_cannot_be_called_from_python():
     with pytest.raises(TypeError, match="`find` can only be called by compiled code"):
         find(0, 0, 0)
@@ -226,7 +251,10 @@ def test_inner_functions_cannot_be_called_from_python():
 
 def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
     """`jit.stamp` looks at the function's own folder: nothing compiled may come from another."""
-    for path in Path(jit.__file__).parent.rglob("*.py"):
+    folder = Path(hf_smartspec.__file__).parent
+    paths = [*folder.rglob("*.py"), *(folder / "candidates").resolve().rglob("*.py")]
+    assert {path.parent.parent.name for path in paths if path.parent.name == "kernels"} == {"suffix", "quantized"}
+    for path in paths:
         tree = ast.parse(path.read_text())
         imports = {node.module: node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         if any((module or "").endswith("jit") for module in imports) and path.parent.name == "kernels":

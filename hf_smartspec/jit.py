@@ -21,10 +21,11 @@ import llvmlite  # type: ignore[import-untyped]
 import numba
 from numba import types
 from numba.core.caching import FunctionCache, NullCache
+from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
-from ..log import get_logger
+from .log import get_logger
 
 logger = get_logger(__name__)
 
@@ -44,6 +45,34 @@ def inner(function: Callable[..., Any]) -> Callable[..., Any]:
     through, which takes time to compile. `compiled(name.py_func)` can be called from Python.
     """
     return _Inner(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
+
+
+def callback(function: Callable[..., Any]) -> "Callback":
+    """Machine code that others than Python call, with an address: to them, it is a `void function(void *)`."""
+    return Callback(function)
+
+
+class Callback:
+    """
+    Args:
+        function (`Callable`): Of an int64. Nothing in it may raise.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        options = _OPTIONS | {"no_cfunc_wrapper": False}
+        self._code = _Code(function, ((types.int64,), types.void), {}, options)
+        self._code.enable_caching()
+
+    @cached_property
+    def address(self) -> int:
+        """Where the machine code begins, which is loaded or compiled when this is asked for first."""
+        self._code.compile()
+        return self._code.address  # type: ignore[return-value]
+
+
+class _Code(CFunc):
+    def enable_caching(self) -> None:
+        self._cache: Any = _DiskCache(self.__wrapped__)
 
 
 class _Dispatcher(CPUDispatcher):
@@ -108,7 +137,7 @@ def announce(folder: str | None) -> None:
     kept = f"once per installation (kept in {folder})"
     if folder is None:
         kept = "in every process (no folder can be written; `NUMBA_CACHE_DIR` names one)"
-    logger.warning(f"Compiling what proposes drafts, for about 10 s, {kept}.")
+    logger.warning(f"Compiling inner loops, for about 10 s, {kept}.")
 
 
 @cache

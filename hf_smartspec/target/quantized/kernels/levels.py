@@ -1,0 +1,64 @@
+"""Tokens to int8."""
+
+import numpy as np
+
+from ....jit import callback, inner
+from . import arguments as at
+from .arguments import FLOAT32, load
+from .dots import LINE, OFFSET
+from .memory import bits_of, float_of, load_int64, nearest, store_float32, store_int8, store_int32, take
+
+_ONE_STEP = np.float32(1 / 127)
+_LEAST_STEP = np.float32(1e-30)
+_ALL_BUT_SIGN, _INFINITE = 0x7FFFFFFF, 0x7F800000
+
+
+@callback
+def to_levels(arguments):
+    """Rounds the next token to multiples of its largest absolute value / 127, until there are none left."""
+    num_inputs, kind = load_int64(arguments, at.NUM_INPUTS), load_int64(arguments, at.KIND)
+    padded = (num_inputs + LINE - 1) // LINE * LINE
+    size = 4 if kind == FLOAT32 else 2
+    token = take(arguments, at.NEXT)
+    while token < load_int64(arguments, at.NUM_TOKENS):
+        numbers = load_int64(arguments, at.TOKENS) + token * num_inputs * size
+        levels = load_int64(arguments, at.LEVELS) + token * padded
+        largest = _largest(kind, numbers, num_inputs)
+        step = largest * _ONE_STEP
+        if step < _LEAST_STEP:
+            step = _LEAST_STEP
+        if bits_of(largest) < _INFINITE:
+            total = _round(kind, numbers, num_inputs, step, levels)
+        else:  # of an infinite step nothing finite comes, whatever the levels
+            total = _clear(levels, 0, num_inputs)
+        _clear(levels, num_inputs, padded)
+        store_float32(load_int64(arguments, at.STEPS), token, step)
+        store_int32(load_int64(arguments, at.OFFSETS), token, np.int32(OFFSET * total))
+        token = take(arguments, at.NEXT)
+
+
+@inner
+def _largest(kind, numbers, num):
+    """The largest absolute value, or what is no number: their bits, as integers, are in the same order."""
+    largest = np.int32(0)
+    for k in range(num):
+        largest = max(largest, np.int32(bits_of(load(kind, numbers, k)) & _ALL_BUT_SIGN))
+    return float_of(largest)
+
+
+@inner
+def _round(kind, numbers, num, step, levels):
+    """Their sum."""
+    total = np.int32(0)
+    for k in range(num):
+        level = nearest(load(kind, numbers, k) / step)
+        store_int8(levels, k, level)
+        total = np.int32(total + level)
+    return total
+
+
+@inner
+def _clear(levels, begin, end):
+    for k in range(begin, end):
+        store_int8(levels, k, np.int32(0))
+    return np.int32(0)
