@@ -33,7 +33,7 @@ class DraftLevel:
     A level that is planned.
 
     Args:
-        growths (list of `Growth`): Whose trees get it, in the order of their rows' slots.
+        growths (list of `Growth`): Whose trees get it, in the order of their rows' lines.
         planned (`PlannedForward`): Of the text, or of as many nodes as the level has.
         num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
         noise (`NoiseKeys`, *optional*): Of its logits.
@@ -106,11 +106,14 @@ def plan_levels(
     # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
     shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}
     room = width * max(depths)
+    # What is planned must not move before it is run.
+    forward.cache.reserve([item.state.row for item in growths], [len(item.state.tokens) + room for item in growths])
+    order = sorted(zip(growths, depths), key=lambda item: item[0].state.row.line)  # as forwards order rows
     levels: list[DraftLevel] = []
     for depth in range(max(depths)):
-        members = [growth for growth, most in zip(growths, depths) if most > depth]
+        members = [growth for growth, most in order if most > depth]
         inputs = [shapes[growth].next_input() for growth in members]
-        planned = forward.plan(inputs if depth else forward.run_long_feeds(inputs), room)
+        planned = forward.plan(inputs if depth else forward.run_long_feeds(inputs))
         planned.settle()
         num_nodes = width if depth else 1
         levels.append(DraftLevel(members, planned, num_nodes, noise(members, [num_nodes] * len(members), depth)))

@@ -142,7 +142,6 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._commit()
         growths = [Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
         growing = [growth for growth in growths if self._max_depth(growth, price) > 0]
-        growing.sort(key=lambda growth: growth.state.row.slot)  # as forwards order rows
         for growth in growing:
             # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
             row = growth.state.row
@@ -183,7 +182,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
         """Runs level after level, of those trees only that are worth it."""
         assert self._forward is not None
         while growths:
-            logits, _ = self._forward.forward([growth.next_input() for growth in growths])
+            logits, offsets = self._forward.forward([growth.next_input() for growth in growths])
+            growths = [growths[index] for index in np.argsort(offsets)]
             numbers = [len(growth.frontier) for growth in growths]
             noise = self._noise(growths, numbers, growths[0].depth)
             children = self._best_children(growths, numbers, logits, noise, self._width(price))

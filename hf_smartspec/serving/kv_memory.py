@@ -16,15 +16,19 @@ from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
 from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
-from .scheduler import MemoryShape, Scheduler
+from .scheduler import Scheduler
 
-_FIRST_SLOTS, _FIRST_CAPACITY = 1, 64
+_FIRST_LINES = 64
+_WASTE = 4  # memory of so many times what is needed is given back
 _FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
 
 
 class EngineMemory:
     """
-    The slot cache that an engine's requests share.
+    The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
+    stays there. Rows of requests that have ended are kept as long as running and kept ones together are no more than
+    may run at once, and fit beside one another; the oldest go first. A prompt that begins as one of them, or as that of
+    a running request, gets a copy of the beginning: running rows share no memory.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -37,10 +41,11 @@ class EngineMemory:
     """
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
-        self.forward = packed_forward(model, _FIRST_SLOTS, _FIRST_CAPACITY)
+        self.forward = packed_forward(model, 1, _FIRST_LINES)
         self.bytes_per_token = self._measure()
         max_bytes = _default_bytes(model.device) if max_bytes is None else max_bytes
         self.scheduler: Scheduler[Ticket] = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
+        self._clear()
         self.prefixes = PrefixRows()
         self.num_reused = 0
         self._parameters = list(model.parameters())  # walking the modules takes ten times as long as what follows
@@ -51,15 +56,12 @@ class EngineMemory:
         """Bytes of keys and values per token, from a forward of one token."""
         row = self.forward.add()
         self.forward.forward([RowInput(row, np.zeros(1, np.int64))])
-        layers = self.forward.cache.layers
-        memories = [memory for layer in layers for memory in (layer.keys, layer.values)]
-        self._clear()
-        return sum(memory.element_size() * memory[0, 0].numel() for memory in memories)
+        return self.cache.bytes_per_line
 
     @property
     def num_bytes(self) -> int:
         """What is allocated."""
-        return self.cache.num_slots * self.cache.capacity * self.bytes_per_token
+        return self.cache.num_lines * self.bytes_per_token
 
     @property
     def cache(self) -> SlotCache:
@@ -74,12 +76,12 @@ class EngineMemory:
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its prompt as some row there holds already."""
-        self._fit()
+        self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
         shared = self.prefixes.longest(request.prompt, texts, _keeper(request))
         if shared is not None and not self._agrees(shared, request):
             shared = None
-        request.row = self._new_row(shared)
+        request.row = self._new_row(self.num_tokens(request.call), shared)
         if shared is not None:
             if shared.row is not request.row:
                 self.cache.copy(shared.row, request.row, shared.length)
@@ -98,25 +100,32 @@ class EngineMemory:
         longest = max(shared.length, shared.row.least_length, len(request.prompt))
         return not self.forward.rotary or longest <= self.forward.rotary.border
 
-    def _new_row(self, shared: SharedPrefix | None) -> CacheRow:
-        if len(self.cache.rows) == self.cache.num_slots and len(self.prefixes):
+    def _new_row(self, num_tokens: int, shared: SharedPrefix | None) -> CacheRow:
+        """With a slot for so many tokens; rows that were kept give way. The last of them may be what is shared."""
+        capacity = self.cache.slot_size(num_tokens)
+        while len(self.prefixes) and not self._has_place(capacity):
             row = self.prefixes.pop()
             if shared is not None and row is shared.row:
+                row.length = shared.length
+                self.cache.resize(row, capacity)
                 return row
             self.cache.remove(row)
-        return self.cache.add()
+        return self.cache.add(num_tokens)
 
-    def _fit(self) -> None:
-        """Brings the memory into the shape that the running requests need; kept rows have what is left."""
-        current = MemoryShape(self.cache.num_slots, self.cache.capacity)
-        shape = self.scheduler.shape(current, len(self.prefixes))
-        if shape == current:
+    def _has_place(self, capacity: int) -> bool:
+        return len(self.cache.rows) < self.scheduler.max_batch_size and self.cache.has_room(capacity)
+
+    def _shrink(self) -> None:
+        """Gives back memory of which little is needed. It grows as rows are added."""
+        longest = max(self.scheduler.running.values())
+        enough = self.scheduler.num_taken + min(self.prefixes.num_taken, self.scheduler.num_taken)
+        if self.cache.num_lines <= _WASTE * max(enough, _FIRST_LINES):
             return
-        while len(self.cache.rows) > shape.num_slots and len(self.prefixes):
-            self.cache.remove(self.prefixes.pop())
-        for row in self.prefixes.longer_than(shape.capacity):
+        for row in self.prefixes.longer_than(longest):
             self.cache.remove(row)
-        self.cache.resize(shape.num_slots, shape.capacity)
+        while self.prefixes.num_taken > enough - self.scheduler.num_taken:
+            self.cache.remove(self.prefixes.pop())
+        self.cache.shrink(2 * enough)
 
     def release(self, request: Request) -> None:
         """The request has ended: its row is kept, as long as nobody needs the memory."""
@@ -146,7 +155,8 @@ class EngineMemory:
         self._clear()
 
     def _clear(self) -> None:
-        self.forward.cache = SlotCache(_FIRST_SLOTS, _FIRST_CAPACITY)
+        most_lines = self.scheduler.max_tokens
+        self.forward.cache = SlotCache(1, min(_FIRST_LINES, most_lines), most_lines)
 
 
 def _cached(request: Request) -> CachedText:

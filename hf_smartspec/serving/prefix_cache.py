@@ -45,6 +45,11 @@ class PrefixRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def num_taken(self) -> int:
+        """Tokens of the rows' slots."""
+        return sum(row.stride for row in self._rows)
+
     def add(self, row: CacheRow, text: CachedText) -> None:
         """Keeps a row."""
         self._rows[row] = text
@@ -56,8 +61,8 @@ class PrefixRows:
         return row
 
     def longer_than(self, num_tokens: int) -> list[CacheRow]:
-        """Gives up the rows of more than so many tokens."""
-        rows = [row for row in self._rows if row.length > num_tokens]
+        """Gives up the rows whose slots are for more than so many tokens."""
+        rows = [row for row in self._rows if row.stride > num_tokens]
         self._give_up(rows)
         return rows
 

@@ -229,3 +229,4 @@ class _SimulatedMemory(EngineMemory):
         self.forward, self.scheduler = forward, scheduler  # type: ignore[assignment]
         self.prefixes = PrefixRows()
         self.num_reused = 0
+        self._clear()

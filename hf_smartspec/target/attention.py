@@ -46,7 +46,7 @@ def tree_attention(
 
     Args:
         query (`torch.Tensor` of shape `[1, heads, N, head_dim]`): Queries of all rows, packed.
-        key, value (`torch.Tensor` of shape `[rows, kv_heads, columns, head_dim]`): As `SlotLayer.update` returns them.
+        key, value (`torch.Tensor` of shape `[1, kv_heads, lines, head_dim]`): As `SlotLayer.update` returns them.
         replaces (`str`): The implementation to use where no packed step is under way (another thread's forward).
 
     Returns:
@@ -62,7 +62,7 @@ def tree_attention(
         raise NotImplementedError(f"Tree attention does not know the attention arguments {unsupported}.")
 
     window = layer_window(module, sliding_window)
-    packed = query[0].transpose(0, 1)  # [N, heads, head_dim]
+    packed, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     output = packed_attention(packed, key, value, layout, window, scaling, softcap, dropout)
     return output[None], None
 
@@ -80,7 +80,7 @@ def packed_attention(
     """
     Args:
         packed (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries of all rows.
-        key, value (`torch.Tensor` of shape `[rows, kv_heads, columns, head_dim]`): As `SlotLayer.write` returns them.
+        key, value (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): As `SlotLayer.write` returns them.
         window (`int`, *optional*): Of sliding attention.
 
     Returns:
@@ -121,10 +121,7 @@ def _masked_attention(
             # Grouped heads become further queries of their key/value head: nothing is repeated.
             folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
             folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
-        keys, values = key, value
-        if (num_rows, part.num_columns) != (key.shape[0], key.shape[2]):
-            rows = slice(part.first_slot, part.first_slot + num_rows)
-            keys, values = key[rows, :, : part.num_columns], value[rows, :, : part.num_columns]
+        keys, values = part.view(key), part.view(value)
         mask = part.mask(window, groups, packed.dtype)
         if softcap is None:
             output = _attention(folded, keys, values, mask, dropout, scaling)

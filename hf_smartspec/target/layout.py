@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from ..device import send_together
 from ..drafts.tree import DraftTree
-from .row_groups import split
 
 if TYPE_CHECKING:
     from .varlen import Spans
@@ -20,8 +18,8 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class CacheRow:
     """
-    One request's row of a `SlotCache`: the slot it lies in, the number of committed tokens it holds, and that of the
-    draft nodes behind them, which wait for `commit`.
+    One request's row of a `SlotCache`: the slot of a slab that it lies in, the number of committed tokens it holds, and
+    that of the draft nodes behind them, which wait for `commit`.
 
     A token's position is `position_offset` more than the number of those before it: images may take fewer positions
     than tokens.
@@ -34,6 +32,8 @@ class CacheRow:
         least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
         renewal (`int`, *optional*): The model computes all keys and values anew when the row outgrows this length
             (Phi-3, on its way from short to long texts).
+        line, stride (`int`): The first line of the slot in the cache's memory, and the lines of each of its slab's.
+            Where not given, the slots are in one slab, and of any length.
     """
 
     slot: int
@@ -43,6 +43,17 @@ class CacheRow:
     ahead: int = 0
     least_length: int = 0
     renewal: int | None = None
+    line: int = -1
+    stride: int = 2**32
+
+    def __post_init__(self) -> None:
+        if self.line < 0:
+            self.line = self.slot * self.stride
+
+    @property
+    def origin(self) -> int:
+        """The first line of the slab."""
+        return self.line - self.slot * self.stride
 
     def is_due(self, length: int) -> bool:
         """Whether the row's keys and values must be computed anew before those of a text of so many tokens."""
@@ -89,18 +100,16 @@ class RowInput:
 @dataclass(eq=False)
 class StepLayout:
     """
-    A packed forward of N tokens from R slots of the cache, of whose columns the first K are read. It is laid out on the
-    host, and then sent (`send`).
+    A packed forward of N tokens. It is laid out on the host, and then sent (`send`).
 
     Token t of a row occupies column `row.length + t` of its slot.
 
     Args:
         tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
-        slots, columns (`np.ndarray` of shape `[N]`): Where each token's key and value are written.
-        num_rows, num_columns (`int`): R and K.
+        firsts, columns (`np.ndarray` of shape `[N]`): The first line of each token's slot, and its column there.
         parts (list of `PaddedPart`): The rows as attention sees them, cut where padding would cost more than one more
             call of attention: between short contexts and long ones, and around prompts beside rows that decode.
-        lines (`torch.Tensor` of shape `[N]`): Where that is in the cache's memory (`SlotCache.locate`).
+        lines (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
         kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
         spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
     """
@@ -108,12 +117,10 @@ class StepLayout:
     sent: ClassVar = ("tokens", "positions", "lines", "kept")
     tokens: torch.Tensor
     positions: torch.Tensor
-    slots: np.ndarray
+    firsts: np.ndarray
     columns: np.ndarray
-    num_rows: int
-    num_columns: int
+    lines: torch.Tensor
     parts: "list[PaddedPart]"
-    lines: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     spans: "Spans | None" = None
 
@@ -121,12 +128,13 @@ class StepLayout:
 @dataclass(eq=False)
 class PaddedPart:
     """
-    R neighbouring rows of the cache, at most S tokens a row, K cache columns read. Fed tokens see all columns up to
+    R neighbouring slots of a slab, at most S tokens a row, K cache columns read. Fed tokens see all columns up to
     their own; a tree node sees the committed columns and its ancestors.
 
     Args:
         tokens (`slice`): The rows' tokens in the packed sequence.
-        first_slot, num_rows, width, num_columns: The first row's slot, R, S and K.
+        first_line, stride (`int`): Where the first slot begins, and the lines from one to the next.
+        num_rows, width, num_columns (`int`): R, S and K.
         limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
         tree_pairs (`torch.Tensor` of shape `[P]`): ... and what these numbers name in `[R, S, K]`: its ancestors.
         query_positions (`torch.Tensor` of shape `[R, S]`, *optional*), nodes (`torch.Tensor` of shape `[2, nodes]`):
@@ -140,7 +148,8 @@ class PaddedPart:
 
     sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
     tokens: slice
-    first_slot: int
+    first_line: int
+    stride: int
     num_rows: int
     width: int
     num_columns: int
@@ -152,6 +161,14 @@ class PaddedPart:
     scatter: torch.Tensor | None
     sees_all: bool
     _masks: dict = field(default_factory=dict)
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """What the part reads of a layer's keys or values `[lines, heads, head_dim]`: `[R, heads, K, head_dim]`."""
+        line, head, item = memory.stride()
+        shape = self.num_rows, memory.shape[1], self.num_columns, memory.shape[2]
+        return memory.as_strided(
+            shape, (self.stride * line, head, line, item), memory.storage_offset() + self.first_line * line
+        )
 
     def mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """
@@ -185,48 +202,19 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-_slot = attrgetter("slot")
-
-
 _FEW_DRAFTS = 4  # up to here, drafts are looked at faster one by one
 
 
 class _Tokens(NamedTuple):
     """The tokens of some rows end to end, `[N]` int64 each."""
 
-    slots: np.ndarray
+    firsts: np.ndarray  # lines of their slots
     query: np.ndarray  # index within the row
     columns: np.ndarray
     positions: np.ndarray  # the same array as `columns` where all drafts are chains
 
     def of(self, part: slice) -> "_Tokens":
         return _Tokens(*[array[part] for array in self])
-
-
-def arrange(rows: Sequence[RowInput], call: int) -> list[list[RowInput]]:
-    """The rows of each part, in ascending order of their slots; `call` is what one more part costs (`call_columns`)."""
-    if len(rows) == 1:
-        return [list(rows)]
-    rows = sorted(rows, key=attrgetter("row.slot"))
-    columns = [item.row.length + item.first_node + item.num_tokens for item in rows]
-    runs = split([item.row.slot for item in rows], columns, [item.num_tokens for item in rows], call)
-    return [rows[run] for run in runs]
-
-
-def padded_context(rows: Sequence[CacheRow], call: int) -> int:
-    """
-    N_context of a step in which each row brings one token: the committed tokens that its parts read, padding included,
-    and `call` for every part but the first.
-    """
-    if not rows:
-        return 0
-    if len(rows) == 1:
-        return rows[0].length
-    rows = sorted(rows, key=_slot)
-    slots, lengths = [row.slot for row in rows], [row.length for row in rows]
-    runs = split(slots, [length + 1 for length in lengths], [1] * len(rows), call)
-    context = sum([(slots[run.stop - 1] - slots[run.start] + 1) * max(lengths[run]) for run in runs])
-    return context + call * (len(runs) - 1)
 
 
 def send(layouts: Sequence[StepLayout], device: torch.device, more: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
@@ -262,10 +250,9 @@ def build_layout(groups: Sequence[Sequence[RowInput]]) -> StepLayout:
     return StepLayout(
         tokens=_tensor(tokens)[None],
         positions=_tensor(positions)[None],
-        slots=places.slots,
+        firsts=places.firsts,
         columns=places.columns,
-        num_rows=rows[-1].row.slot + 1,
-        num_columns=max([part.num_columns for part in parts]),
+        lines=_tensor(places.firsts + places.columns),
         parts=parts,
     )
 
@@ -277,14 +264,14 @@ def _tokens(item: RowInput) -> list[np.ndarray]:
 
 def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
     """Where every token stands if all drafts are chains: in the column of its position."""
-    slots = np.array([item.row.slot for item in rows])
+    firsts = np.array([item.row.line for item in rows])
     columns = np.array([item.row.length + item.first_node for item in rows])
     num = int(counts.sum())
     if num == len(rows):
-        return _Tokens(slots, np.zeros_like(slots), columns, columns)
+        return _Tokens(firsts, np.zeros_like(firsts), columns, columns)
     query = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts)
     columns = np.repeat(columns, counts) + query
-    return _Tokens(np.repeat(slots, counts), query, columns, columns)
+    return _Tokens(np.repeat(firsts, counts), query, columns, columns)
 
 
 def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
@@ -304,13 +291,13 @@ def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
 
 def _build_part(rows: Sequence[RowInput], tokens: slice, places: _Tokens, has_tree: Sequence[bool]) -> PaddedPart:
     """One part, from where all tokens stand; corrects the positions of nodes of trees."""
-    first_slot = rows[0].row.slot
-    slots, query, columns, positions = places.of(tokens)
-    num_rows, width = rows[-1].row.slot - first_slot + 1, max([item.num_tokens for item in rows])
+    first_line, stride = rows[0].row.line, rows[0].row.stride
+    firsts, query, columns, positions = places.of(tokens)
+    num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
     num_columns = max([item.row.length + item.first_node + item.num_tokens for item in rows])
     limits = columns + 1  # every token sees all columns up to its own
-    lines = (slots - first_slot) * width + query  # of the padded batch
-    is_padded = len(slots) != num_rows * width
+    lines = (firsts - first_line) // stride * width + query  # of the padded batch
+    is_padded = len(lines) != num_rows * width
     query_positions = tree_pairs = nodes = None
     if any(has_tree):
         shape = num_rows, width, num_columns
@@ -320,7 +307,8 @@ def _build_part(rows: Sequence[RowInput], tokens: slice, places: _Tokens, has_tr
     padded_limits = _padded(limits, lines, num_rows, width, padding=1) if is_padded else limits.reshape(-1, width)
     return PaddedPart(
         tokens=tokens,
-        first_slot=first_slot,
+        first_line=first_line,
+        stride=stride,
         num_rows=num_rows,
         width=width,
         num_columns=num_columns,

@@ -169,8 +169,7 @@ class _Bench:
         """Of a token's keys and values, from a forward of one token."""
         forward = packed_forward(self.model, 1, 1)
         forward.forward([RowInput(forward.add(), self._tokens[:1])])
-        memories = [memory for layer in forward.cache.layers for memory in (layer.keys, layer.values)]
-        return sum(memory.element_size() * memory[0, 0].numel() for memory in memories)
+        return forward.cache.bytes_per_line
 
     def has_room(self, item: Design) -> bool:
         return _columns(item) <= self._capacities[_slots(item.rows)]

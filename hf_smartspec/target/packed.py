@@ -14,9 +14,9 @@ from ..sampling.top import Top, argmax, best_of
 from .attention import attention_configs, tree_attention_step
 from .compat import shared_value
 from .hidden_states import HiddenStateTaps
-from .layout import CacheRow, RowInput, StepLayout, arrange, build_layout, padded_context, send
+from .layout import CacheRow, RowInput, StepLayout, build_layout, send
 from .rotary import LengthwiseRotary, seen_lengths
-from .row_groups import call_columns, head_size
+from .row_groups import arrange, call_columns, head_size, padded_context
 from .slot_cache import SlotCache
 from .varlen import serves, spans_of
 
@@ -86,8 +86,9 @@ class PackedForward:
         self._takes_spans = serves(self.device, model.dtype, head_size(config))
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def add(self) -> CacheRow:
-        return self.cache.add()
+    def add(self, num_tokens: int | None = None) -> CacheRow:
+        """A new row, with room for so many tokens; it grows on demand."""
+        return self.cache.add(num_tokens)
 
     def remove(self, row: CacheRow) -> None:
         self.cache.remove(row)
@@ -131,15 +132,15 @@ class PackedForward:
         """Where tokens go first."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
-    def plan(self, inputs: list[RowInput], room: int = 0) -> PlannedForward:
-        """Lays out a forward, on the host. Those that are planned before it is run may bring `room` tokens a row."""
+    def plan(self, inputs: list[RowInput]) -> PlannedForward:
+        """Lays out a forward, on the host. Rows that have too little room for it move."""
+        needs = [item.row.length + len(item.feed) + len(item.tree.tokens) for item in inputs]
+        self.cache.reserve([item.row for item in inputs], needs)
         groups = arrange(inputs, self._call)
         rows = [item for group in groups for item in group]
-        self.cache.reserve(max([item.row.length + len(item.feed) + len(item.tree.tokens) for item in rows]) + room)
         layout = build_layout(groups)
-        self.cache.locate(layout)
         if self._takes_spans:
-            layout.spans = spans_of(layout, self.cache.capacity)
+            layout.spans = spans_of(layout)
         first_lines, kept = _kept(rows)
         layout.kept = None if kept is None else torch.tensor(kept)
         seen = seen_lengths(rows, layout.positions[0].numpy()) if self.rotary else None

@@ -2,18 +2,25 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedConfig
 
 from .compat import shared_value
 
+if TYPE_CHECKING:
+    from .layout import CacheRow, RowInput
+
 # What one more call of attention costs, in elements of keys and values that it could have read meanwhile. Measured on
 # CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.
 _CALL_ON_CPU, _CALL_ELSEWHERE = 2**17, 2**25
 _QUERY = 0.1  # of what a row's first token costs, each further one, measured likewise
 _MOST_BLOCKS = 32  # among which the cheapest split is searched for, in time that grows with their square
+
+_line = attrgetter("line")
+_line_of_row = attrgetter("row.line")
 
 TYPICAL_CALL = 170  # columns of a row, for 6 key/value heads of 64 dimensions on a CPU
 
@@ -28,6 +35,45 @@ def head_size(config: PreTrainedConfig) -> int:
     """Dimensions of a head, for a decoder's config."""
     heads = shared_value(config, "num_attention_heads") or 1
     return shared_value(config, "head_dim") or max(config.hidden_size // heads, 1)
+
+
+def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
+    """The rows of each part, in ascending order of their lines; `call` is what one more part costs (`call_columns`)."""
+    if len(rows) == 1:
+        return [list(rows)]
+    rows = sorted(rows, key=_line_of_row)
+    columns = [item.row.length + item.first_node + item.num_tokens for item in rows]
+    runs = _runs([item.row for item in rows], columns, [item.num_tokens for item in rows], call)
+    return [rows[run] for run in runs]
+
+
+def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
+    """
+    N_context of a step in which each row brings one token: the committed tokens that its parts read, padding included,
+    and `call` for every part but the first.
+    """
+    if not rows:
+        return 0
+    if len(rows) == 1:
+        return rows[0].length
+    rows = sorted(rows, key=_line)
+    lengths = [row.length for row in rows]
+    runs = _runs(rows, [length + 1 for length in lengths], [1] * len(rows), call)
+    context = sum([(rows[run.stop - 1].slot - rows[run.start].slot + 1) * max(lengths[run]) for run in runs])
+    return context + call * (len(runs) - 1)
+
+
+def _runs(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
+    """As `split`, for rows in the order of their lines: those of a slab by themselves."""
+    slots = [row.slot for row in rows]
+    if rows[0].origin == rows[-1].origin:
+        return split(slots, columns, widths, call)
+    origins, runs = [row.origin for row in rows], []
+    starts = [number for number in range(len(rows)) if not number or origins[number] != origins[number - 1]]
+    for start, end in zip(starts, [*starts[1:], len(rows)]):
+        own = split(slots[start:end], columns[start:end], widths[start:end], call)
+        runs += [slice(start + run.start, start + run.stop) for run in own]
+    return runs
 
 
 def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], call: int) -> list[slice]:
@@ -54,7 +100,7 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
     return [slice(start, end) for start, end in zip((0, *ends), ends)]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # several slabs have splits of their own
 def _ends(slots: tuple[int, ...], columns: tuple[int, ...], widths: tuple[int, ...], call: int) -> tuple[int, ...]:
     """Where the runs end, of at least two rows."""
     num = len(slots)

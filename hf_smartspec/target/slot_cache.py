@@ -9,14 +9,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..device import to_device
 from .layout import CacheRow, StepLayout
+from .slabs import Slabs, slot_size
 
 
 class SlotLayer(CacheLayerMixin):
     """
-    Keys and values of one layer, stored as `[slots, capacity, heads, head_dim]`.
+    Keys and values of one layer, stored as `[lines, heads, head_dim]`.
 
     Token-major storage makes one token's heads contiguous, so that scattering a packed step and committing an accepted
-    path are copies of whole lines; attention reads the transposed view.
+    path are copies of whole lines; attention reads views `[rows, heads, columns, head_dim]` (`PaddedPart.view`).
     """
 
     is_sliding = False
@@ -29,54 +30,43 @@ class SlotLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Memory for states like these, `[..., heads, length, head_dim]`."""
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         self.is_initialized = True
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        # Zeros, not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
-        shape = (self.cache.num_slots, self.cache.capacity, states.shape[1], states.shape[3])
-        with torch.inference_mode(False):  # others write to it outside
-            return torch.zeros(shape, dtype=states.dtype, device=states.device)
+        return _zeros(states, self.cache.num_lines, states.shape[1], states.shape[3])
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """Keys and values, once there are any."""
+        return [self.keys, self.values] if self.is_initialized else []
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes packed states `[1, heads, N, head_dim]`; as `write` otherwise."""
-        return self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        """Writes packed states `[1, heads, N, head_dim]`; returns all there is, `[1, heads, lines, head_dim]`."""
+        keys, values = self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatters packed states `[N, heads, head_dim]`; returns views `[rows, heads, columns, head_dim]`."""
+        """Scatters packed states `[N, heads, head_dim]`; returns all there is, `[lines, heads, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
         layout = self.cache.layout
         assert layout is not None, "a slot cache is written by a packed forward only"
-        assert layout.lines is not None, "a layout is located before it is sent"
-        views = []
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if states.dtype != memory.dtype:
                 states = states.to(memory.dtype)
-            memory.flatten(0, 1).index_copy_(0, layout.lines, states)
-            views.append(memory[: layout.num_rows, : layout.num_columns].transpose(1, 2))
-        return views[0], views[1]
+            memory.index_copy_(0, layout.lines, states)
+        return self.keys, self.values
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        for memory in (self.keys, self.values):
-            flat = memory.flatten(0, 1)
-            flat.index_copy_(0, targets, flat.index_select(0, sources))
-
-    def moved(self, num_slots: int, capacity: int) -> list[torch.Tensor]:
-        """Keys and values of the rows in other memory."""
-        memories = []
-        for old in (self.keys, self.values):
-            new = old.new_zeros(num_slots, capacity, *old.shape[2:])
-            for row in self.cache.rows:
-                length = row.length + row.num_nodes
-                new[row.slot, :length] = old[row.slot, :length]
-            memories.append(new)
-        return memories
+        for memory in self.memories:
+            memory.index_copy_(0, targets, memory.index_select(0, sources))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.capacity, 0
+        return self.cache.num_lines, 0
 
     def get_seq_length(self) -> int:
         return max((row.length for row in self.cache.rows), default=0)
@@ -87,21 +77,45 @@ class SlotLayer(CacheLayerMixin):
 
 class SlotCache(Cache):
     """
-    A cache of ragged rows. Active rows always occupy the first slots, so that attention reads one slice of memory and
-    a finished row costs nothing: `remove` moves the last row into the gap.
+    A cache of ragged rows. Each has a slot of its own, as long as it needs, in one range of lines; rows with slots of
+    one size are neighbours (`slabs`), so that attention reads them as one view of memory. A row that outgrows its slot
+    moves alone. Only when no free range is long enough, all rows are laid out afresh: within the memory that is there,
+    as long as they take up little of it or it may not grow, else in larger memory.
 
     Args:
-        num_slots (`int`): Slots to begin with; the cache grows when more rows are added.
-        capacity (`int`): Columns per slot to begin with; `reserve` grows them.
+        num_slots, capacity (`int`): Room to begin with: so many slots of so many lines, for rows of which no length is
+            known.
+        most_lines (`int`, *optional*): Rows are added up to so many lines, and memory does not outgrow them unless
+            added rows do.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
 
-    def __init__(self, num_slots: int = 1, capacity: int = 256):
+    def __init__(self, num_slots: int = 1, capacity: int = 256, most_lines: int | None = None):
         super().__init__(layers=[])
-        self.num_slots, self.capacity = num_slots, capacity
-        self.rows: list[CacheRow] = []
+        self.capacity, self.most_lines = capacity, most_lines
+        self.slabs = Slabs(num_slots * capacity)
         self.layout: StepLayout | None = None
+
+    @property
+    def rows(self) -> list[CacheRow]:
+        """All rows, in the order of their lines."""
+        return self.slabs.rows
+
+    @property
+    def num_lines(self) -> int:
+        """Tokens whose keys and values there is memory for."""
+        return self.slabs.num_lines
+
+    @property
+    def num_taken(self) -> int:
+        """Lines of all slots."""
+        return sum(row.stride for row in self.rows)
+
+    @property
+    def bytes_per_line(self) -> int:
+        """Bytes of one token's keys and values in all layers that have been written."""
+        return sum(memory.element_size() * memory[0].numel() for memory in self._memories())
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -114,76 +128,154 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self))
         return self.layers[index]
 
-    def locate(self, layout: StepLayout) -> None:
-        """Says where each token of a step is written, in memory that has room for them and is as large until then."""
-        layout.lines = torch.from_numpy(layout.slots * self.capacity + layout.columns)
+    # Rows
 
-    def add(self) -> CacheRow:
-        """A new empty row."""
-        if len(self.rows) == self.num_slots:
-            self._resize(2 * self.num_slots, self.capacity)
-        row = CacheRow(slot=len(self.rows))
-        self.rows.append(row)
+    def add(self, num_tokens: int | None = None) -> CacheRow:
+        """
+        A new empty row, with a slot for as many tokens as it will have, if that is known.
+
+        Raises:
+            MemoryError: if there is no room for it beside the others within `most_lines`.
+        """
+        capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens)
+        if not self.has_room(capacity):
+            raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.most_lines}.")
+        row = CacheRow(0, line=0, stride=capacity)
+        if not self.slabs.add(row, capacity):
+            self._lay_out({row: capacity})
         return row
 
+    def slot_size(self, num_tokens: int) -> int:
+        """Lines of the slot that a row of so many tokens gets."""
+        size = slot_size(num_tokens)
+        return size if self.most_lines is None else min(size, self.most_lines)
+
+    def has_room(self, capacity: int, instead_of: CacheRow | None = None) -> bool:
+        """Whether there may be a slot of this size beside the others, or in place of a row's own."""
+        taken = self.num_taken - (0 if instead_of is None else instead_of.stride)
+        return self.most_lines is None or taken + capacity <= self.most_lines
+
     def remove(self, row: CacheRow) -> None:
-        """Gives up a row; the row in the last slot takes its place."""
-        last = self.rows[-1]
-        if last is not row:
-            length = last.length + last.num_nodes
-            for layer in self.layers:
-                for memory in (layer.keys, layer.values):
-                    memory[row.slot, :length] = memory[last.slot, :length]
-            self.rows[row.slot] = last
-            last.slot = row.slot
-        self.rows.pop()
+        """Gives up a row; another of its size takes its place."""
+        self._vacate(row)
+
+    def _vacate(self, row: CacheRow) -> None:
+        successor = self.slabs.successor(row)
+        if successor is not row:
+            self.copy(successor, row, successor.length + successor.num_nodes)
+        self.slabs.remove(row, successor)
 
     def swap(self, row: CacheRow, other: CacheRow) -> None:
-        """Exchanges two rows' slots, content included."""
+        """Exchanges two rows' slots, which are equally long, content included."""
+        assert row.stride == other.stride, "slots of one size"
         length = max(row.length + row.num_nodes, other.length + other.num_nodes)
-        for layer in self.layers:
-            for memory in (layer.keys, layer.values):
-                saved = memory[row.slot, :length].clone()
-                memory[row.slot, :length] = memory[other.slot, :length]
-                memory[other.slot, :length] = saved
-        self.rows[row.slot], self.rows[other.slot] = other, row
-        row.slot, other.slot = other.slot, row.slot
+        for memory in self._memories():
+            first, second = memory[row.line : row.line + length], memory[other.line : other.line + length]
+            saved = first.clone()
+            first.copy_(second)
+            second.copy_(saved)
+        own, others = (self.slabs.of(row), row.slot), (self.slabs.of(other), other.slot)
+        own[0].put(own[1], other)
+        others[0].put(others[1], row)
 
     def compact(self, rows: Sequence[CacheRow]) -> None:
-        """Moves the given rows, which are to run next, into the first slots."""
+        """Moves the given rows, which are to run next, into the first slots of their slabs."""
         wanted = set(rows)
-        others = [row for row in self.rows[: len(rows)] if row not in wanted]
-        for row in rows:
-            if row.slot >= len(rows):
-                self.swap(row, others.pop())
+        for slab in self.slabs.items:
+            running = [row for row in slab.rows if row in wanted]
+            others = [row for row in slab.rows[: len(running)] if row not in wanted]
+            for row in running:
+                if row.slot >= len(running):
+                    self.swap(row, others.pop())
 
-    def reserve(self, num_columns: int) -> None:
-        """Makes room for rows of `num_columns` tokens; grows by half at least, so that copies stay rare."""
-        if num_columns > self.capacity:
-            self._resize(self.num_slots, max(num_columns, self.capacity + self.capacity // 2))
+    def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:
+        """Makes room for rows of so many tokens each: those that have too little move."""
+        outgrown = [(row, need) for row, need in zip(rows, num_tokens) if need > row.stride]
+        if outgrown:
+            self._enlarge({row: slot_size(need) for row, need in outgrown})
+
+    def resize(self, row: CacheRow, capacity: int) -> None:
+        """Gives a row a slot of another size."""
+        if row.stride != capacity:
+            self._enlarge({row: capacity})
+
+    def _enlarge(self, capacities: dict[CacheRow, int]) -> None:
+        while capacities:
+            row, capacity = next(iter(capacities.items()))
+            place = CacheRow(0, line=0, stride=capacity)
+            if not self.slabs.add(place, capacity):
+                return self._lay_out(capacities)
+            self.copy(row, place, row.length + row.num_nodes)
+            self._vacate(row)
+            self.slabs.of(place).put(place.slot, row)
+            del capacities[row]
+        return None
 
     def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
         """Copies the first `length` tokens of one row to another."""
-        for layer in self.layers:
-            for memory in (layer.keys, layer.values):
-                memory[target.slot, :length] = memory[source.slot, :length]
+        if length:
+            for memory in self._memories():
+                memory[target.line : target.line + length] = memory[source.line : source.line + length]
 
-    def resize(self, num_slots: int, capacity: int) -> None:
-        """Larger or smaller memory; the rows must fit."""
-        lengths = [row.length + row.num_nodes for row in self.rows]
-        if len(lengths) > num_slots or max(lengths, default=0) > capacity:
-            raise ValueError(
-                f"{len(lengths)} rows of up to {max(lengths)} tokens do not fit into {num_slots} x {capacity}."
-            )
-        self._resize(num_slots, capacity)
+    # Memory
 
-    def _resize(self, num_slots: int, capacity: int) -> None:
-        # All memory first: whatever is missing for the last layer must not leave the first ones larger.
-        memories = [layer.moved(num_slots, capacity) if layer.is_initialized else None for layer in self.layers]
-        for layer, memory in zip(self.layers, memories):
-            if memory is not None:
-                layer.keys, layer.values = memory
-        self.num_slots, self.capacity = num_slots, capacity
+    def _memories(self) -> list[torch.Tensor]:
+        return [memory for layer in self.layers for memory in layer.memories]
+
+    def shrink(self, num_lines: int) -> None:
+        """Gives memory back, down to so many lines, or as many as the rows need."""
+        if num_lines < self.num_lines:
+            self._lay_out({}, max(num_lines, self.num_taken))
+
+    def _lay_out(self, capacities: dict[CacheRow, int], num_lines: int | None = None) -> None:
+        """All rows anew, some of them with slots of other sizes, or new to the cache."""
+        capacities = {row: row.stride for row in self.rows} | capacities
+        slabs = Slabs.laid_out(capacities, num_lines or self._enough(sum(capacities.values())))
+        moves = [
+            (row.line, slab.start + slot * slab.capacity, row.length + row.num_nodes)
+            for slab in slabs.items
+            for slot, row in enumerate(slab.rows)
+        ]
+        self._move(moves, slabs.num_lines)
+        self.slabs = slabs
+        slabs.settle()
+
+    def _enough(self, num_taken: int) -> int:
+        """Lines for slots of so many in all; with room to spare, so that memory is rarely copied."""
+        most = self.num_lines if self.most_lines is None else min(self.num_lines, self.most_lines)
+        is_full = self.most_lines is not None and self.num_lines >= self.most_lines
+        if num_taken <= (most if is_full else 3 * most // 4):
+            return self.num_lines
+        roomy = self.num_lines + self.num_lines // 2
+        return max(num_taken, roomy if self.most_lines is None else min(roomy, self.most_lines))
+
+    def _move(self, moves: list[tuple[int, int, int]], num_lines: int) -> None:
+        """
+        Moves lines (first one, its new place, how many), all at once, within the memory or to larger or smaller one.
+        What could be missing for the last layer must not leave the first ones changed: it is all there before.
+        """
+        memories = self._memories()
+        if not memories:
+            return
+        is_new = num_lines != self.num_lines
+        moves = [move for move in moves if is_new or move[0] != move[1]]
+        others = [_zeros(memory, num_lines, *memory.shape[1:]) for memory in memories] if is_new else memories
+        if moves:
+            first, place, count = np.array(moves).T
+            within = np.concatenate([np.arange(number) for number in count])
+            lines = np.repeat(first, count) + within, np.repeat(place, count) + within
+            sources, targets = to_device(np.stack(lines), memories[0].device)
+            saved = {_kind(memory): memory.new_empty(len(within), *memory.shape[1:]) for memory in memories}
+            for memory, other in zip(memories, others):
+                torch.index_select(memory, 0, sources, out=saved[_kind(memory)])
+                other.index_copy_(0, targets, saved[_kind(memory)])
+        if is_new:
+            new = iter(others)
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.keys, layer.values = next(new), next(new)
+
+    # What rows hold
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         """
@@ -194,8 +286,8 @@ class SlotCache(Cache):
         for row, path in zip(rows, paths):
             for target, node in enumerate(path):
                 if node != target:
-                    sources.append(row.slot * self.capacity + row.length + node)
-                    targets.append(row.slot * self.capacity + row.length + target)
+                    sources.append(row.line + row.length + node)
+                    targets.append(row.line + row.length + target)
             row.length, row.num_nodes = row.length + len(path), 0
         if sources:
             device = self.layers[0].keys.device
@@ -213,11 +305,11 @@ class SlotCache(Cache):
         """
         for index, layer in enumerate(self.layers):
             states = []
-            for memory in (layer.keys, layer.values):
-                padded = memory.new_zeros(len(rows), memory.shape[2], total_length, memory.shape[3])
-                for line, (row, targets) in enumerate(zip(rows, columns)):
+            for memory in layer.memories:
+                padded = memory.new_zeros(len(rows), memory.shape[1], total_length, memory.shape[2])
+                for number, (row, targets) in enumerate(zip(rows, columns)):
                     length = min(row.length, len(targets))
-                    padded[line, :, targets[:length]] = memory[row.slot, :length].transpose(0, 1)
+                    padded[number, :, targets[:length]] = memory[row.line : row.line + length].transpose(0, 1)
                 states.append(padded)
             cache.update(states[0], states[1], index)
         return cache
@@ -227,16 +319,26 @@ class SlotCache(Cache):
         Fills empty rows from transformers' own cache: row i takes the columns that the bool mask `columns[i]`
         (`[cached_length]`) names. Sliding-window layers bring the end of the text only, which is all they look at.
         """
-        self.reserve(max(int(mask.sum()) for mask in columns))
-        for source in cache.layers:
+        self.reserve(rows, [int(mask.sum()) for mask in columns])
+        for index, source in enumerate(cache.layers):
             assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None
-            layer = SlotLayer(self)
+            layer = self.layer(index)
             layer.lazy_initialization(source.keys, source.values)
-            self.layers.append(layer)
-            for line, (row, mask) in enumerate(zip(rows, columns)):
+            for number, (row, mask) in enumerate(zip(rows, columns)):
                 missing = len(mask) - source.keys.shape[2]
                 positions = mask.cumsum(0)[missing:][mask[missing:]] - 1
                 for memory, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                    memory[row.slot, positions] = states[line][:, mask[missing:]].transpose(0, 1)
+                    memory[row.line + positions] = states[number][:, mask[missing:]].transpose(0, 1)
         for row, mask in zip(rows, columns):
             row.length = int(mask.sum())
+
+
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    # Not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
+    with torch.inference_mode(False):  # others write to it outside
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def _kind(memory: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """What lines of memory have in common that fit into one buffer."""
+    return memory.shape[1:], memory.dtype

@@ -25,10 +25,9 @@ _TOLERANCE = 2e-2  # of the largest value, in the half precisions that flash att
 @dataclass(eq=False)
 class Spans:
     """
-    Where the keys of every row of a step lie in the memory of a layer, seen as `[slots * capacity, heads, head_dim]`.
+    Where the keys of every row of a step lie in the memory of a layer, `[lines, heads, head_dim]`.
 
     Args:
-        capacity (`int`): Columns of a slot.
         rows (`torch.Tensor` of shape `[4, rows + 1]`): Where each row's queries begin in the packed step; where its
             slot begins; its number of keys, with those of this step; how many of them, the first ones, all of its
             queries see. Of the first two the last entry is the end, of the others it means nothing.
@@ -40,7 +39,6 @@ class Spans:
     """
 
     sent: ClassVar = ("rows", "bases")
-    capacity: int
     rows: torch.Tensor
     bases: torch.Tensor
     most_queries: int
@@ -56,15 +54,15 @@ class Spans:
         return queries, keys, used[:-1], common[:-1]
 
 
-def spans_of(layout: StepLayout, capacity: int) -> Spans:
+def spans_of(layout: StepLayout) -> Spans:
     """The spans of a layout that has not been sent to a device yet."""
-    starts = np.flatnonzero(np.diff(layout.slots, prepend=-1))
-    slots, counts = layout.slots[starts], np.diff(starts, append=len(layout.slots))
+    starts = np.flatnonzero(np.diff(layout.firsts, prepend=-1))
+    firsts, counts = layout.firsts[starts], np.diff(starts, append=len(layout.firsts))
     used = np.maximum.reduceat(layout.columns, starts) + 1
     common, bases, extents = layout.columns[starts].copy(), [], []
     for part in layout.parts:
-        rows = np.flatnonzero((slots >= part.first_slot) & (slots < part.first_slot + part.num_rows))
-        places = slots[rows] - part.first_slot
+        rows = np.flatnonzero((starts >= part.tokens.start) & (starts < part.tokens.stop))
+        places = (firsts[rows] - part.first_line) // part.stride
         if part.tree_pairs is not None:  # nodes of an earlier forward lie before the row's first query
             queries = np.arange(part.width) < counts[rows, None]
             limits = np.where(queries, part.limits.numpy()[places], np.iinfo(np.int64).max)
@@ -74,12 +72,11 @@ def spans_of(layout: StepLayout, capacity: int) -> Spans:
         bases.append(base)
         extents.append(int((used[rows] - common[rows]).max()))
     return Spans(
-        capacity=capacity,
         rows=torch.from_numpy(
             np.stack(
                 [
-                    np.append(starts, len(layout.slots)),
-                    np.append(slots, slots[-1] + 1) * capacity,
+                    np.append(starts, len(layout.firsts)),
+                    np.append(firsts, firsts[-1] + layout.parts[-1].stride),
                     np.append(used, 0),
                     np.append(common, 0),
                 ]
@@ -112,7 +109,6 @@ def varlen_attention(
     assert spans is not None, "laid out for masks"
     if window is not None and window >= spans.most_keys:
         window = None
-    key, value = _flat(key, spans.capacity), _flat(value, spans.capacity)
     if not spans.has_trees:
         return _flash(query, key, value, spans, False, window, scaling)[0]
     rest, rest_lse = _rest(query, key, value, layout, spans, scaling)
@@ -121,12 +117,6 @@ def varlen_attention(
     output, lse = _flash(query, key, value, spans, True, None, scaling)
     lse = lse.masked_fill(lse.isposinf(), -torch.inf)  # of rows that have nothing in common, as flash attention has it
     return torch.lerp(rest, output, torch.sigmoid(lse - rest_lse).t()[:, :, None].to(output.dtype))
-
-
-def _flat(memory: torch.Tensor, capacity: int) -> torch.Tensor:
-    """A layer's memory as lines `[rows * capacity, heads, head_dim]`, from the view `[rows, heads, columns, dim]`."""
-    rows, heads, _, dim = memory.shape
-    return memory.as_strided((rows * capacity, heads, dim), (heads * dim, dim, 1))
 
 
 def _flash(
@@ -174,14 +164,14 @@ def _rest(
     outputs, lses = [], []
     bases = spans.bases.split([part.num_rows for part in layout.parts])
     for part, base, extent in zip(layout.parts, bases, spans.extents):
-        lines, visible = _square(part, base, extent, spans.capacity)
+        lines, visible = _square(part, base, extent)
         output, lse = _of_part(query[part.tokens], key[lines], value[lines], visible, part, scaling)
         outputs.append(output)
         lses.append(lse)
     return torch.cat(outputs), torch.cat(lses, dim=1)
 
 
-def _square(part: PaddedPart, base: torch.Tensor, extent: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _square(part: PaddedPart, base: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Lines of the memory behind what all see, `[R, E]`, and who sees them, bool `[R, S, E]`; once per step."""
     key = ("square", extent)
     if key not in part._masks:
@@ -190,8 +180,8 @@ def _square(part: PaddedPart, base: torch.Tensor, extent: int, capacity: int) ->
         if part.tree_pairs is not None:
             query, column = part.tree_pairs // part.num_columns, part.tree_pairs % part.num_columns
             visible.view(-1, extent)[query, column - base[query // part.width]] = True
-        slots = part.first_slot + torch.arange(part.num_rows, device=base.device)
-        part._masks[key] = slots[:, None] * capacity + columns.clamp(max=capacity - 1), visible
+        firsts = part.first_line + part.stride * torch.arange(part.num_rows, device=base.device)
+        part._masks[key] = firsts[:, None] + columns.clamp(max=part.stride - 1), visible
     return part._masks[key]
 
 

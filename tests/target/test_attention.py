@@ -62,14 +62,17 @@ def test_plain_forward_of_another_thread_is_not_disturbed_by_a_step_under_way(mo
 @pytest.mark.parametrize("lengths", [[4], [4, 4], [4, 6]])
 def test_single_queries_attend_to_their_own_row(dtype, error, lengths):
     """Also where they are computed in twos, as single ones take longer in half precision."""
-    rows = [RowInput(CacheRow(slot, length), np.array([7])) for slot, length in enumerate(lengths)]
+    stride = max(lengths) + 1
+    places = [CacheRow(slot, length, line=slot * stride, stride=stride) for slot, length in enumerate(lengths)]
+    rows = [RowInput(row, np.array([7])) for row in places]
     generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, len(rows), 3, max(lengths) + 1, 8, generator=generator).to(dtype)
+    keys, values = torch.randn(2, len(rows), 3, stride, 8, generator=generator).to(dtype)
+    memories = [memory.transpose(0, 1).flatten(1, 2)[None] for memory in (keys, values)]
     queries = torch.randn(1, 3, len(rows), 8, generator=generator).to(dtype)
     layout = build_layout([rows])
     token = attention._layout.set(layout)
     try:
-        output, _ = attention.tree_attention(torch.nn.Module(), queries, keys, values, None, replaces="sdpa")
+        output, _ = attention.tree_attention(torch.nn.Module(), queries, *memories, None, replaces="sdpa")
     finally:
         attention._layout.reset(token)
     for row, length in enumerate(lengths):

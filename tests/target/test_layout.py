@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.target.layout import CacheRow, RowInput, arrange, build_layout, padded_context
+from hf_smartspec.target.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.target.row_groups import arrange, padded_context
 
 from ..strategies import path_to, trees
 
@@ -77,7 +78,9 @@ def test_every_token_has_the_position_of_its_place_in_the_text(groups):
     expected = twin([row for group in groups for row in group])
     assert layout.tokens[0].tolist() == [token.token for token in expected]
     assert layout.positions[0].tolist() == [token.position for token in expected]
-    assert layout.slots.tolist() == [token.row for token in expected]
+    rows = {row.row.slot: row.row for group in groups for row in group}
+    assert layout.firsts.tolist() == [rows[token.row].line for token in expected]
+    assert layout.lines.tolist() == [rows[token.row].line + token.column for token in expected]
     assert layout.columns.tolist() == [token.column for token in expected]
 
 
@@ -109,7 +112,7 @@ def check_what_is_seen(rows, part, window, num_groups):
             if window is None or key_position(rows, token.row, column) > token.position - window
         }
         for group in range(num_groups):
-            line = mask[token.row - part.first_slot, 0, query * num_groups + group]
+            line = mask[token.row - rows[0].row.slot, 0, query * num_groups + group]
             assert set(torch.nonzero(line == 0).flatten().tolist()) == expected
 
 
@@ -131,9 +134,9 @@ def test_rows_of_one_length_that_bring_one_token_each_need_no_mask():
 def test_padding_and_packing_are_inverse(groups):
     layout = build_layout(groups)
     ends = [part.tokens.stop for part in layout.parts]
-    assert [part.tokens.start for part in layout.parts] == [0, *ends[:-1]] and ends[-1] == len(layout.slots)
+    assert [part.tokens.start for part in layout.parts] == [0, *ends[:-1]] and ends[-1] == len(layout.firsts)
     for part in layout.parts:
-        slots = layout.slots[part.tokens]
+        slots = (layout.firsts[part.tokens] - part.first_line) // part.stride
         if part.gather is None:
             assert part.scatter is None
             assert len(slots) == part.num_rows * part.width, "nothing is left out without an index"
@@ -141,7 +144,7 @@ def test_padding_and_packing_are_inverse(groups):
         packed = torch.arange(len(slots)) + 1000
         padded = packed[part.gather]
         assert padded[part.scatter].tolist() == packed.tolist()
-        slots_of_padded = torch.arange(part.num_rows).repeat_interleave(part.width) + part.first_slot
+        slots_of_padded = torch.arange(part.num_rows).repeat_interleave(part.width)
         assert slots_of_padded[part.scatter].tolist() == slots.tolist()
 
 
@@ -181,8 +184,23 @@ def test_parts_hold_every_row_once_in_the_order_of_slots(rows, call):
     assert all(groups)
     assert [item for group in groups for item in group] == rows
     for group, part in zip(groups, build_layout(groups).parts):
-        assert part.first_slot == group[0].row.slot
-        assert part.first_slot + part.num_rows - 1 == group[-1].row.slot
+        assert part.first_line == group[0].row.line
+        assert part.num_rows - 1 == group[-1].row.slot - group[0].row.slot
+
+
+def test_rows_of_different_slabs_are_never_one_part():
+    """Their slots are not equally long."""
+    places = [(0, 0, 64), (1, 64, 64), (0, 128, 64), (0, 200, 96), (1, 296, 96)]
+    rows = [RowInput(CacheRow(slot, 20, line=line, stride=size), np.arange(1)) for slot, line, size in places]
+    groups = arrange(rows[::-1], 10**6)
+    assert groups == [rows[:2], rows[2:3], rows[3:]]
+    assert padded_context([item.row for item in rows], 1000) == 5 * 20 + 2 * 1000
+    memory = torch.arange(400.0)[:, None, None].expand(-1, 2, 3).contiguous()
+    for group, part in zip(groups, build_layout(groups).parts):
+        view = part.view(memory)
+        assert view.shape == (len(group), 2, 21, 3)
+        for item, own in zip(group, view):
+            assert torch.equal(own, memory[item.row.line : item.row.line + 21].transpose(0, 1))
 
 
 @given(steps(), st.integers(0, 20))
@@ -197,10 +215,10 @@ def test_context_is_that_of_the_parts(rows, call):
 @given(grouped_steps())
 def test_no_two_tokens_are_written_to_one_place(groups):
     layout = build_layout(groups)
-    places = list(zip(layout.slots.tolist(), layout.columns.tolist()))
+    places = layout.lines.tolist()
     assert len(set(places)) == len(places)
-    assert max(column for _, column in places) < layout.num_columns
-    assert max(slot for slot, _ in places) < layout.num_rows
+    for part in layout.parts:
+        assert layout.columns[part.tokens].max() < part.num_columns
 
 
 def test_a_window_wider_than_the_text_is_none():

@@ -18,8 +18,12 @@ HEADS, KEY_DIM, VALUE_DIM, LAYERS = 2, 3, 5, 2  # keys and values of unequal siz
 
 def lay_out(cache: SlotCache, rows: list[RowInput]) -> None:
     """Has the cache write what these rows bring."""
-    cache.layout = build_layout([rows])
-    cache.locate(cache.layout)
+    cache.layout = build_layout([[row] for row in rows])
+
+
+def held(memory: torch.Tensor, row: CacheRow, length: int) -> torch.Tensor:
+    """The first tokens of a row, `[heads, length, head_dim]`."""
+    return memory[row.line : row.line + length].transpose(0, 1)
 
 
 def states(stamps: list[int], dim: int, layer: int) -> torch.Tensor:
@@ -33,7 +37,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cache = SlotCache(num_slots=1, capacity=4)  # small: both dimensions grow along the way
+        self.cache = SlotCache(num_slots=1, capacity=4)  # small: it grows along the way
         self.texts: dict[CacheRow, list[int]] = {}  # committed tokens' stamps
         self.trees: dict[CacheRow, tuple] = {}  # trees under verification and their nodes' stamps
         self.stamp = 0
@@ -43,12 +47,14 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         return list(range(self.stamp - count + 1, self.stamp + 1))
 
     def _pick(self, data, candidates) -> CacheRow:
-        return data.draw(st.sampled_from(sorted(candidates, key=lambda row: row.slot)), label="row")
+        return data.draw(st.sampled_from(sorted(candidates, key=lambda row: row.line)), label="row")
 
-    @rule()
+    @rule(num_tokens=st.none() | st.integers(1, 200))
     @precondition(lambda self: len(self.texts) < 6)
-    def add(self):
-        self.texts[self.cache.add()] = []
+    def add(self, num_tokens):
+        row = self.cache.add(num_tokens)
+        self.texts[row] = []
+        assert row.stride >= (num_tokens or 4)
 
     @rule(data=st.data())
     @precondition(lambda self: self.texts)
@@ -61,39 +67,54 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: len(self.texts) > 1)
     def swap(self, data):
-        self.cache.swap(self._pick(data, self.texts), self._pick(data, self.texts))
+        row = self._pick(data, self.texts)
+        self.cache.swap(row, self._pick(data, [other for other in self.texts if other.stride == row.stride]))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.texts)
+    def compact(self, data):
+        """Those that run next come first in their slabs."""
+        running = data.draw(st.sets(st.sampled_from(sorted(self.texts, key=lambda row: row.line)), min_size=1))
+        self.cache.compact(list(running))
+        for slab in self.cache.slabs.items:
+            is_running = [row in running for row in slab.rows]
+            assert is_running == sorted(is_running, reverse=True)
 
     @rule(data=st.data())
     @precondition(lambda self: set(self.texts) - set(self.trees))
     def step(self, data):
         """A packed forward of some of the rows that have no tree under verification."""
-        idle = sorted(set(self.texts) - set(self.trees), key=lambda row: row.slot)
+        idle = sorted(set(self.texts) - set(self.trees), key=lambda row: row.line)
         chosen = data.draw(st.lists(st.sampled_from(idle), min_size=1, unique=True), label="rows")
-        inputs, stamps = [], []
-        for row in sorted(chosen, key=lambda row: row.slot):
+        inputs = []
+        for row in sorted(chosen, key=lambda row: row.line):
             feed, tree = self._stamps(data.draw(st.integers(1, 4), label="feed")), data.draw(trees(max_size=5))
             nodes = self._stamps(len(tree))
             inputs.append(RowInput(row, np.array(feed), tree))
-            stamps += feed + nodes
             self.texts[row] += feed
             self.trees[row] = (tree, nodes)
-        self.cache.reserve(max(item.row.length + item.num_tokens for item in inputs))
+        self.cache.reserve(chosen, [row.length + 4 + 5 for row in chosen])
+        inputs.sort(key=lambda item: item.row.line)
+        stamps = [stamp for item in inputs for stamp in self._brought(item)]
         lay_out(self.cache, inputs)
         for layer in range(LAYERS):
             views = self.cache.update(states(stamps, KEY_DIM, layer), states(stamps, VALUE_DIM, layer), layer)
             for view, dim in zip(views, (KEY_DIM, VALUE_DIM)):
                 for item in inputs:
                     expected = self.texts[item.row] + self.trees[item.row][1]
-                    seen = view[item.row.slot, :, : len(expected)]
+                    seen = held(view[0].transpose(0, 1), item.row, len(expected))
                     assert torch.equal(seen, states(expected, dim, layer)[0])
         for item in inputs:  # as the packed forward does afterwards
             item.row.length += len(item.feed)
             item.row.num_nodes = len(item.tree)
 
+    def _brought(self, item: RowInput) -> list[int]:
+        return self.texts[item.row][item.row.length :] + self.trees[item.row][1]
+
     @rule(data=st.data())
     @precondition(lambda self: self.trees)
     def commit(self, data):
-        waiting = sorted(self.trees, key=lambda row: row.slot)
+        waiting = sorted(self.trees, key=lambda row: row.line)
         rows = data.draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True), label="rows")
         paths = []
         for row in rows:
@@ -103,22 +124,38 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
             self.texts[row] += [nodes[node] for node in paths[-1]]
         self.cache.commit(rows, paths)
 
-    @rule(columns=st.integers(1, 40))
-    def reserve(self, columns):
-        self.cache.reserve(columns)
-        assert self.cache.capacity >= columns
+    @rule(data=st.data(), num_tokens=st.integers(1, 40))
+    @precondition(lambda self: self.texts)
+    def reserve(self, data, num_tokens):
+        row = self._pick(data, self.texts)
+        before = row.stride
+        self.cache.reserve([row], [num_tokens])
+        assert row.stride >= num_tokens and (row.stride == before or num_tokens > before)
+
+    @rule(data=st.data(), more=st.integers(0, 40))
+    @precondition(lambda self: self.texts)
+    def resize(self, data, more):
+        row = self._pick(data, self.texts)
+        self.cache.resize(row, max(row.length + row.num_nodes, 1) + more)
+
+    @rule(num_lines=st.integers(0, 200))
+    @precondition(lambda self: self.texts)
+    def shrink(self, num_lines):
+        before = self.cache.num_lines
+        self.cache.shrink(num_lines)
+        assert self.cache.num_lines == min(before, max(num_lines, self.cache.num_taken))
 
     @invariant()
     def rows_hold_their_texts(self):
-        assert sorted(row.slot for row in self.texts) == list(range(len(self.texts))), "active rows come first"
-        assert [self.cache.rows[row.slot] for row in self.texts] == list(self.texts)
+        assert set(self.cache.rows) == set(self.texts)
         for row, text in self.texts.items():
             assert row.length == len(text)
             expected = text + (self.trees[row][1] if row in self.trees else [])
+            assert len(expected) <= row.stride
             for index, layer in enumerate(self.cache.layers):
                 for memory, dim in ((layer.keys, KEY_DIM), (layer.values, VALUE_DIM)):
-                    lines = memory[row.slot, : len(expected)].transpose(0, 1)
-                    assert torch.equal(lines, states(expected, dim, index)[0])
+                    assert len(memory) == self.cache.num_lines
+                    assert torch.equal(held(memory, row, len(expected)), states(expected, dim, index)[0])
 
 
 SlotCacheAgainstLists.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
@@ -129,7 +166,7 @@ def filled(lengths: list[int], capacity: int = 8) -> tuple[SlotCache, list[Cache
     """A cache of rows of the given lengths; token k of row i carries the stamp 100 * (i + 1) + k."""
     cache = SlotCache(len(lengths), capacity)
     rows = [cache.add() for _ in lengths]
-    cache.reserve(max(lengths))
+    cache.reserve(rows, lengths)
     lay_out(cache, [RowInput(row, np.arange(n)) for row, n in zip(rows, lengths)])
     stamps = [100 * (i + 1) + k for i, n in enumerate(lengths) for k in range(n)]
     for layer in range(LAYERS):
@@ -139,20 +176,80 @@ def filled(lengths: list[int], capacity: int = 8) -> tuple[SlotCache, list[Cache
     return cache, rows
 
 
-def test_reserve_grows_by_half_at_least_and_never_shrinks():
-    cache = SlotCache(capacity=100)
-    cache.reserve(101)
-    assert cache.capacity == 150
-    cache.reserve(10)
-    assert cache.capacity == 150
-    cache.reserve(1000)
-    assert cache.capacity == 1000
+def test_a_row_that_outgrows_its_slot_moves_alone():
+    cache, rows = filled([30, 7, 20], capacity=100)
+    layer = cache.layers[0]
+    address = layer.keys.data_ptr()
+    cache.remove(rows.pop())
+    cache.reserve(rows, [30, 96])
+    assert [row.stride for row in rows] == [100, 100]
+    copied = []
+    copy = cache.copy
+    cache.copy = lambda *args: copied.append(args[2]) or copy(*args)
+    first = rows[0].line
+    cache.resize(rows[1], 64)
+    assert copied == [7] and rows[0].line == first
+    assert layer.keys.data_ptr() == address
+    assert torch.equal(held(layer.keys, rows[1], 7), states(list(range(200, 207)), KEY_DIM, 0)[0])
+
+
+def test_memory_grows_by_half_at_least():
+    """Copies of everything stay rare."""
+    cache, sizes = SlotCache(num_slots=1, capacity=64), []
+    for _ in range(100):
+        cache.add(64)
+        sizes.append(cache.num_lines)
+    assert sizes[-1] <= 1.5 * 6400 and len(set(sizes)) <= 14
+
+
+def test_memory_that_cannot_be_had_leaves_rows_where_they_are(monkeypatch):
+    cache, rows = filled([3, 5])
+    places = [(row.line, row.stride) for row in rows]
+    zeros, num_left = torch.zeros, [LAYERS + 1]
+
+    def failing(*args, **kwargs):
+        num_left[0] -= 1
+        if not num_left[0]:
+            raise torch.OutOfMemoryError
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reserve(rows, [4, 100])
+    num_left[0] = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.add(1000)
+    monkeypatch.undo()
+    assert cache.rows == rows and [(row.line, row.stride) for row in rows] == places
+    for number, row in enumerate(rows):
+        for index, layer in enumerate(cache.layers):
+            stamps = [100 * (number + 1) + k for k in range(row.length)]
+            assert torch.equal(held(layer.values, row, row.length), states(stamps, VALUE_DIM, index)[0])
+
+
+def test_memory_that_may_not_grow_is_laid_out_afresh():
+    """Whatever lengths came and went before, slots fit as long as the sum of them does."""
+    cache = SlotCache(1, 64, most_lines=64 * 10)
+    rows = [cache.add(64) for _ in range(10)]
+    with pytest.raises(MemoryError):
+        cache.add(1)
+    for row in rows[::2]:
+        cache.remove(row)
+    with pytest.raises(MemoryError):
+        cache.add(321)
+    assert cache.add(256).stride == 256 and cache.add(1).stride == 64
+    assert cache.num_lines == 64 * 10 == cache.num_taken
+
+
+def test_rows_of_a_cache_that_is_bound_have_no_longer_slots_than_there_are_lines():
+    cache = SlotCache(1, 64, most_lines=300)
+    assert cache.add(257).stride == 300 and cache.num_lines == 300
 
 
 def test_memory_behind_a_row_is_never_nan():
     """Masked columns are multiplied by zero, and zero times NaN is NaN."""
-    cache, _ = filled([3, 5])
-    cache.reserve(50)
+    cache, rows = filled([3, 5])
+    cache.reserve(rows, [50, 50])
     cache.add()
     assert all(torch.isfinite(memory).all() for layer in cache.layers for memory in (layer.keys, layer.values))
 
@@ -192,6 +289,7 @@ def test_load_takes_what_export_gave(window):
     assert [row.length for row in copies] == [2, 4]
     for layer, original in zip(loaded.layers, cache.layers):
         for row, copy in zip(rows, copies):
-            held = slice(max(0, row.length - (window or 99) + 1), row.length)
-            assert torch.equal(layer.keys[copy.slot, held], original.keys[row.slot, held])
-            assert torch.equal(layer.values[copy.slot, held], original.values[row.slot, held])
+            seen = slice(max(0, row.length - (window or 99) + 1), row.length)
+            for memory, other in zip(layer.memories, original.memories):
+                expected = held(other, row, row.length)[:, seen]
+                assert torch.equal(held(memory, copy, row.length)[:, seen], expected)

@@ -110,7 +110,8 @@ class _RecordedMemory(EngineMemory):
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None, engine: "ReplayEngine"):
         super().__init__(model, max_batch_size, max_bytes)
         self.texts = engine.texts
-        self.forward: RecordedForward = RecordedForward(model, self.cache.num_slots, self.cache.capacity, engine.end_id)
+        self.forward: RecordedForward = RecordedForward(model, 1, 1, engine.end_id)
+        self._clear()
 
     def place(self, request: Request, running: list[Request]) -> None:
         super().place(request, running)
