@@ -46,7 +46,8 @@ class Engine:
             of a `SmartSpecConfig`, by default the goodput auction, decides for all requests how much.
         max_batch_size (`int`): Requests that run at once.
         max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values; half of the free memory of a GPU, a
-            quarter of that of a CPU where not given. Growing copies them, and takes their old memory besides.
+            quarter of that of a CPU where not given. Every request takes as much of it as its own length may reach, in
+            steps of the square root of two. Growing copies them, and takes their old memory besides.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.

@@ -117,7 +117,7 @@ class EngineMemory:
 
     def _shrink(self) -> None:
         """Gives back memory of which little is needed. It grows as rows are added."""
-        longest = max(self.scheduler.running.values())
+        longest = max(self.scheduler.running.values(), default=0)
         enough = self.scheduler.num_taken + min(self.prefixes.num_taken, self.scheduler.num_taken)
         if self.cache.num_lines <= _WASTE * max(enough, _FIRST_LINES):
             return

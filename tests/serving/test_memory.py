@@ -1,0 +1,123 @@
+"""Key/value memory of an engine: requests of all lengths beside one another, within a bound."""
+
+import numpy as np
+import pytest
+
+from hf_smartspec import Engine
+from hf_smartspec.target.slabs import slot_size
+from hf_smartspec.target.slot_cache import SlotCache
+
+from ..generate.helpers import VOCAB_SIZE, tiny_llama
+from .helpers import TIMEOUT, Asked, check_all, suffix
+
+BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def laid_out(monkeypatch):
+    """Lines before and after, of every time that all rows were laid out afresh."""
+    changes, lay_out = [], SlotCache._lay_out
+
+    def noting(cache, *args):
+        before = cache.num_lines
+        lay_out(cache, *args)
+        changes.append((before, cache.num_lines))
+
+    monkeypatch.setattr(SlotCache, "_lay_out", noting)
+    return changes
+
+
+def watched(engine: Engine) -> list[tuple[int, int]]:
+    """How many requests run, and the bytes that are allocated, whenever another begins."""
+    memory, seen = engine._runner.memory, []
+    place = memory.place
+
+    def noting(request, running):
+        place(request, running)
+        seen.append((len(running) + 1, memory.num_bytes))
+
+    memory.place = noting
+    return seen
+
+
+def requests_of(lengths, seed: int = 0, max_new_tokens: int = 12) -> list[Asked]:
+    rng = np.random.default_rng(seed)
+    settings = {"max_new_tokens": max_new_tokens, "eos_token_id": None}
+    return [Asked(rng.integers(3, VOCAB_SIZE, length).tolist(), settings) for length in lengths]
+
+
+def test_a_long_request_does_not_shorten_the_others(model):
+    """In a rectangle, three of its length would have filled the memory."""
+    asked = requests_of([380, *[20] * 10])
+    with Engine(model, "none", max_batch_size=16, max_kv_bytes=(512 + 10 * 64) * BYTES_PER_TOKEN) as engine:
+        seen = watched(engine)
+        with engine.pause():
+            names = [engine.add_request(item.prompt, **item.arguments) for item in asked]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
+        assert engine._memory.num_bytes <= (512 + 10 * 64) * BYTES_PER_TOKEN
+    assert [output.generated_tokens for output in outputs] == [item.alone(model) for item in asked]
+    assert max(num for num, _ in seen) == 11
+
+
+@pytest.mark.parametrize("max_tokens", [700, 1500])
+def test_lengths_that_come_and_go_stay_within_the_bound(model, laid_out, max_tokens):
+    """Whatever holes they leave: slots fit as long as their sum does."""
+    lengths = np.random.default_rng(1).integers(5, 400, 40)
+    with Engine(model, suffix(), max_batch_size=8, max_kv_bytes=max_tokens * BYTES_PER_TOKEN) as engine:
+        seen = watched(engine)
+        check_all(engine, model, requests_of(lengths))
+        assert engine.statistics.drafted_tokens > 0
+    assert max(num_bytes for _, num_bytes in seen) <= max_tokens * BYTES_PER_TOKEN
+    assert any(before == after for before, after in laid_out), "rows were moved together"
+    assert max(num for num, _ in seen) > 1
+
+
+def test_rows_stay_where_they_are_while_requests_run(model, monkeypatch):
+    """Their lengths are known beforehand."""
+    moved = []
+    monkeypatch.setattr(SlotCache, "_enlarge", lambda cache, capacities: moved.append(capacities))
+    with Engine(model, suffix(), max_batch_size=4) as engine:
+        check_all(engine, model, requests_of([5, 90, 40, 200, 7], max_new_tokens=60))
+    assert not moved
+
+
+def test_kept_rows_are_given_up_for_running_ones_the_oldest_first(model):
+    first, second, third = requests_of([60, 60, 150])
+    size = slot_size(60 + 12 + 16)
+    with Engine(model, "none", max_kv_bytes=(2 * size + 100) * BYTES_PER_TOKEN) as engine:
+        memory = engine._memory
+        check_all(engine, model, [first])
+        check_all(engine, model, [second])
+        assert len(memory.prefixes) == 2
+        check_all(engine, model, [third])  # leaves room for one of them
+        reused = memory.num_reused
+        check_all(engine, model, [first])
+        assert memory.num_reused == reused, "it was the oldest"
+
+
+def test_a_kept_row_that_fills_the_memory_becomes_that_of_the_request(model):
+    """Nothing is left to copy its text to."""
+    (first,) = requests_of([80])
+    longer = Asked(first.prompt + [5] * 90, first.settings)
+    with Engine(model, "none", max_kv_bytes=slot_size(198) * BYTES_PER_TOKEN) as engine:
+        for asked in (first, longer, first):
+            check_all(engine, model, [asked])
+            assert engine._memory.num_bytes <= slot_size(198) * BYTES_PER_TOKEN
+        assert engine._memory.num_reused == 80 + 79
+
+
+def test_memory_is_given_back_when_little_is_needed(model):
+    long, *short = requests_of([2000, *[10] * 3])
+    with Engine(model, "none", max_batch_size=4, max_kv_bytes=2**24) as engine:
+        check_all(engine, model, [long])
+        most = engine._memory.num_bytes
+        check_all(engine, model, short * 2)
+        assert engine._memory.num_bytes <= most / 4
+        address = engine._memory.cache.layers[0].keys.data_ptr()
+        check_all(engine, model, short * 3)
+        assert engine._memory.cache.layers[0].keys.data_ptr() == address
