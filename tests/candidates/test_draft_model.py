@@ -491,3 +491,24 @@ def test_models_that_keep_a_state_cannot_draft():
     target = shared_model("llama")
     with hf_smartspec.enabled(target), pytest.raises(ValueError, match=r"MambaForCausalLM cannot draft: .*Use a draft"):
         target.generate(**left_padded([[3, 4]]), max_new_tokens=4, assistant=shared_model("mamba"))
+
+
+def test_rows_whose_memory_moves_get_their_own_drafts(way):
+    """Rows outgrow their slots, in which order ever: what is found behind one is not taken for another's."""
+    model = shared_model("llama")
+    source = DraftModelCandidates(model, num_nodes=6, width=2)
+    generator = np.random.default_rng(0)
+    texts = {name: generator.integers(3, VOCAB_SIZE, length).tolist() for name, length in
+             {"a": 300, "b": 5, "c": 250, "d": 100}.items()}  # fmt: skip
+    for name, text in texts.items():
+        source.start(name, np.array(text))
+    slabs = set()
+    for _ in range(3):
+        for (_, text), tree in zip(texts.items(), source.propose(list(texts), [6] * 4)):
+            check_tree(model, tree, text, 2, 6)
+        assert source._forward is not None
+        slabs.add(len(source._forward.cache.slabs.items))
+        for name, text in texts.items():
+            text += generator.integers(3, VOCAB_SIZE, 4).tolist()
+            source.observe(name, np.array(text[-4:]))
+    assert max(slabs) > 1
