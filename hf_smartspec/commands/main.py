@@ -28,6 +28,7 @@ COMMANDS = {
     ("bench", "queue"): Command("queue", "serve a queue of prompts, against transformers' batches"),
     ("bench", "overhead"): Command("overhead.command", "measure what the machinery costs by itself"),
     ("bench", "gpu"): Command("gpu.command", "measure on a GPU: exactness, bandwidth, transformers' own"),
+    ("bench", "peers"): Command("peers.command", "measure other engines on the CPU, with the same weights"),
     ("bench", "sources"): Command("ablation.command", "measure what each part of the model-free sources contributes"),
     ("bench", "simulate"): Command("papers.command", "play the papers' loads, and traces, on a simulated engine"),
     ("bench", "load"): Command("load.command", "measure latency and goodput of the engine over the request rate"),

@@ -1,0 +1,36 @@
+"""The model and its draft in every format that the chosen peers read, with the same weights."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from .gguf_file import write_gguf
+
+NAMES = ("model", "draft", "gguf", "draft_gguf")
+
+
+def write_files(
+    target: PreTrainedModel, draft: PreTrainedModel, needed: Iterable[str], kind: str, folder: Path
+) -> dict[str, str]:
+    """
+    Paths by the names of the files. Models are in `kind`'s precision already: int8 is made of bfloat16.
+
+    Args:
+        needed (iterable of `str`): Which of `NAMES`.
+
+    Raises:
+        ValueError: for models that a format cannot hold.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for name in sorted(set(needed)):
+        model = draft if name.startswith("draft") else target
+        path = folder / name
+        if name.endswith("gguf"):
+            path = path.with_suffix(".gguf")
+            write_gguf(model, path, kind)
+        else:
+            model.save_pretrained(path)
+        paths[name] = str(path)
+    return paths

@@ -1,0 +1,38 @@
+"""The peers there are, and what each needs."""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .environments import python_of
+
+KINDS = ("float32", "bfloat16", "int8")
+
+
+class Peer(NamedTuple):
+    """
+    Args:
+        runner (`str`): Module in `runners`.
+        files (tuple of `str`): Of the model, as its job names them: "model" and "draft" are folders of transformers.
+        kinds (tuple of `str`): What it runs weights in.
+        requirements (tuple of `str`): Of its environment; none: it runs in this one.
+        settings (dict): For its runner.
+    """
+
+    runner: str
+    files: tuple[str, ...]
+    kinds: tuple[str, ...] = KINDS
+    requirements: tuple[str, ...] = ()
+    settings: dict[str, Any] = {}  # noqa: RUF012  never changed
+
+    def python(self, name: str, folder: Path) -> Path:
+        """The interpreter that runs it; its environment is made where there is none."""
+        return python_of(folder, name, self.requirements) if self.requirements else Path(sys.executable)
+
+
+PEERS = {
+    "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
+    "transformers": Peer("transformers", ("model", "draft"), KINDS[:2]),
+    "compiled": Peer("transformers", ("model",), KINDS[:2], settings={"compiled": True}),
+    "llama.cpp": Peer("llama_cpp", ("gguf",), requirements=("llama-cpp-python==0.3.36",)),
+}
