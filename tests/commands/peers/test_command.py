@@ -95,7 +95,8 @@ def demo(tmp_path, monkeypatch):
     }
     for name in list(command.PEERS):
         monkeypatch.delitem(command.PEERS, name)
-    command.PEERS.update(peers)
+    for name, peer in peers.items():
+        monkeypatch.setitem(command.PEERS, name, peer)
     return jobs
 
 
