@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,30 @@ def write_json(path: Path, report: Any) -> None:
         path.write_text(json.dumps(json_safe(report), indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"cannot write {str(path)!r}: {error}") from error
+
+
+def replace_json(path: Path, report: Any) -> None:
+    """The same, whole or not at all: a run that is killed leaves the file as it was."""
+    part = path.with_name(path.name + ".part")
+    write_json(part, report)
+    os.replace(part, path)
+
+
+def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """
+    What the file holds, for more to be added.
+
+    Args:
+        report (`dict`): A new one; its "environment" and "is_smoke" must be those of the file, its "command" counts.
+
+    Raises:
+        UsageError: if it cannot be read, or was measured on something else.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        known = (found["environment"], found["is_smoke"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--resume: {str(path)!r} is no result of this command: {error!r}") from error
+    if known != (report["environment"], report["is_smoke"]):
+        raise UsageError(f"--resume: {str(path)!r} was measured on another machine, or with other versions or options")
+    return found | {"command": report["command"]}

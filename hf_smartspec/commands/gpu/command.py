@@ -1,7 +1,6 @@
 """`smartspec bench gpu`: exactness, speed against the bandwidth, and transformers' own, on one GPU in nine minutes."""
 
 import argparse
-import json
 import platform
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from ... import __version__
 from ..common.arguments import command_of, positive_number
 from ..common.console import fold, make_console, table
 from ..common.models import UsageError, check_device
-from ..common.outputs import check_output
+from ..common.outputs import check_output, resumed
 from ..common.progress import track
 from ..common.timing import environment
 from . import bandwidth, correctness, speed, verification, waits
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     plan = Plan.smoke() if args.smoke else Plan()
     report = _new_report(args, plan, device)
     if args.resume and args.json.exists():
-        report = _resumed(args.json, report)
+        report = resumed(args.json, report)
     world, console = World(plan, device), make_console()
     _print_head(report, console)
     session = Session(args.json, report, args.seconds)
@@ -148,23 +147,6 @@ def _driver() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return lines[0].strip() if lines else None
-
-
-def _resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """
-    What the file holds, for more to be added.
-
-    Raises:
-        UsageError: if it cannot be read, or was measured on something else.
-    """
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        known = (found["environment"], found["is_smoke"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--resume: {str(path)!r} is no result of this command: {error!r}") from error
-    if known != (report["environment"], report["is_smoke"]):
-        raise UsageError(f"--resume: {str(path)!r} was measured on another machine, or with other versions")
-    return found | {"command": report["command"]}
 
 
 def _print_head(report: dict[str, Any], console: Console) -> None:

@@ -1,7 +1,6 @@
 """A run of sections within a time: every measurement is kept at once, and what was not reached is named."""
 
 import gc
-import os
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.outputs import write_json
+from ..common.outputs import replace_json
 
 _GRACE = 10.0  # seconds that a measurement may take beyond its section's end
 _PARTS = ("results", "skipped", "failures")
@@ -115,11 +114,8 @@ class Session:
         self.write()
 
     def write(self) -> None:
-        """Whole or not at all: a run that is killed leaves the file as it was."""
         self.report["elapsed"] = self.elapsed
-        part = self.path.with_name(self.path.name + ".part")
-        write_json(part, self.report)
-        os.replace(part, self.path)
+        replace_json(self.path, self.report)
 
 
 @contextmanager

@@ -2,100 +2,147 @@
 
 import argparse
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..common.arguments import PARAMETERS, command_of, number, positive, positive_number
-from ..common.console import fold, make_console, table
+from ..common.console import make_console
 from ..common.cost_matched import enlarge
-from ..common.data_sets import DataSet
 from ..common.demo import demo_folder
-from ..common.models import UsageError, load_draft, load_model, load_tokenizer
-from ..common.outputs import check_output, write_json
+from ..common.models import UsageError, left_padded, load_draft, load_model, load_tokenizer
+from ..common.outputs import check_output, replace_json, resumed
 from ..common.progress import track
-from ..common.recordings import Fields, read_requests
 from ..common.timing import environment
 from .environments import cache_folder
 from .files import write_files
 from .known import KINDS, PEERS, Peer
-from .measuring import measure, rows_of
+from .measuring import Measuring, finish
 from .processes import PeerError, PeerProcess
+from .showing import print_end, print_rows
+from .texts import Group, Prompts
 
 _MAX_PROMPT = 256  # tokens of a prompt, its end
-_REFERENCES = ("transformers", "smartspec")  # whose plain tokens the others' are compared with: the first that ran
+_REFERENCE_ROWS = 8  # at once
+_DEFAULTS = {
+    "peers": list(PEERS),
+    "parameters": PARAMETERS,
+    "texts": ["sql", "chat"],
+    "num_prompts": 4,
+    "batch_sizes": [1, 16],
+    "max_new_tokens": 64,
+    "repeats": 3,
+}
+_SMOKE = {
+    "peers": [name for name in PEERS if name != "compiled"],  # which takes a minute to compile
+    "parameters": 0,
+    "texts": ["sql", "chat"],
+    "num_prompts": 1,
+    "batch_sizes": [1, 3],
+    "max_new_tokens": 16,
+    "repeats": 1,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="NAME",
-        help=f"of {', '.join(PEERS)} (default: all); llama.cpp is built from source the first time: minutes",
-    )  # fmt: skip
+        "--smoke", action="store_true", help="everything small, in a minute or two: figures mean nothing"
+    )
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, metavar="NAME", help=f"of {', '.join(PEERS)} (default: all)"
+    )
     parser.add_argument(
         "--kinds", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND",
         help="of weights: float32, bfloat16, and int8, which is Q8_0 for those that read GGUF (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--parameters", type=number, default=PARAMETERS, metavar="N",
+        "--parameters", type=number, metavar="N",
         help="of the embedded target, enlarged without a change of its output; 0 leaves it as it is (default: 2e+08)",
     )  # fmt: skip
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="default: the demo's")
     parser.add_argument(
-        "--num-prompts", type=positive, default=4, metavar="N", help="of these, decoded one by one (default: 4)"
+        "--prompts",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl with prompts and their category, or lines of text",
     )
+    parser.add_argument("--texts", nargs="+", metavar="CATEGORY", help="of the prompts (default: sql chat)")
+    parser.add_argument("--num-prompts", type=positive, metavar="N", help="of each, decoded one by one (default: 4)")
     parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", default=[1, 16], metavar="B", help="rows at once (default: 1 16)"
+        "--batch-sizes", type=positive, nargs="+", metavar="B", help="rows at once, different prompts (default: 1 16)"
     )
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of each (default: 64)")
-    parser.add_argument(
-        "--repeats", type=positive, default=3, metavar="N", help="turns, of which the median (default: 3)"
-    )
+    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="of each (default: 64)")
+    parser.add_argument("--repeats", type=positive, metavar="N", help="turns, of which the median (default: 3)")
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="everybody's (default: 2)")
     parser.add_argument(
-        "--timeout", type=positive_number, default=600.0, metavar="S", help="for one answer of a peer (default: 600)"
+        "--timeout", type=positive_number, default=900.0, metavar="S", help="for one answer of a peer (default: 900)"
     )
     parser.add_argument(
         "--cache", type=Path, metavar="FOLDER", help="for environments (default: ~/.cache/hf-smartspec/peers)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument(
+        "--python", action="append", default=[], type=_interpreter, metavar="NAME=FILE",
+        help="an interpreter that has the peer already, for example built for this CPU, in place of an environment",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-peers.json"), metavar="FILE",
+        help="written anew after every measurement (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="leave out what the file holds already")
 
 
 def run(args: argparse.Namespace) -> int:
+    for name, value in (_SMOKE if args.smoke else _DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     check_output(args.json)
     torch.set_num_threads(args.threads)
-    console = make_console()
-    models = {dtype: _models(args.parameters, dtype) for dtype in {_dtype(kind) for kind in args.kinds}}
     prompts = _prompts(args)
-    failures: dict[str, str] = {}
-    report: dict[str, Any] = {
-        "command": command_of(args),
-        "environment": environment(torch.device("cpu"), torch.float32),
-        "parameters": next(iter(models.values()))[0].num_parameters(),
-        "kinds": {},
-        "failures": failures,
-    }
-    pythons = _interpreters(args, failures)
+    groups = prompts.groups(args.texts, args.batch_sizes, args.num_prompts)
+    report = _new_report(args)
+    if args.resume and args.json.exists():
+        report = resumed(args.json, report)
+    console = make_console()
     try:
-        for kind in args.kinds:
-            with tempfile.TemporaryDirectory(prefix="smartspec-peers-") as folder:
-                rows = _measure_kind(args, kind, models[_dtype(kind)], prompts, pythons, Path(folder), failures)
-            report["kinds"][kind] = rows
-            _print_kind(console, kind, rows, report["parameters"])
+        _measure(args, report, prompts, groups)
     finally:  # interrupted, what was measured so far is still worth reading
-        if args.json:
-            write_json(args.json, report)
-    _print_end(console, report)
-    return int(bool(failures))
+        for kind, rows in report["results"].items():
+            finish(rows)
+            print_rows(console, kind, rows, report)
+        replace_json(args.json, report)
+        print_end(console, report, args.json)
+    return int(bool(report["failures"]))
 
 
-def _dtype(kind: str) -> str:
-    return "bfloat16" if kind == "int8" else kind
+def _interpreter(text: str) -> tuple[str, Path]:
+    name, _, file = text.partition("=")
+    if name not in PEERS or not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"must be NAME=FILE with one of {', '.join(PEERS)} and a file, got {text!r}")
+    return name, Path(file).absolute()
+
+
+def _new_report(args: argparse.Namespace) -> dict[str, Any]:
+    """What has another environment cannot be gone on with."""
+    conditions = {name: getattr(args, name) for name in ("parameters", "max_new_tokens", "num_prompts", "repeats")}
+    files = [str(file) for file in args.prompts or ()]
+    return {
+        "command": command_of(args) | {"prompts": files, "python": [f"{name}={file}" for name, file in args.python]},
+        "environment": environment(torch.device("cpu"), torch.float32) | conditions | {"prompts": files},
+        "is_smoke": args.smoke,
+        "results": {},
+        "peers": {},
+        "failures": {},
+    }
+
+
+def _prompts(args: argparse.Namespace) -> Prompts:
+    folder = demo_folder()
+    tokenizer = load_tokenizer(str(folder / "models" / "target"))
+    assert tokenizer is not None, "the demo's target has one"
+    return Prompts.read([str(file) for file in args.prompts or [folder / "prompts.jsonl"]], tokenizer, _MAX_PROMPT)
 
 
 def _models(num_parameters: float, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -109,81 +156,91 @@ def _models(num_parameters: float, dtype: str) -> tuple[PreTrainedModel, PreTrai
         raise UsageError(f"--parameters: {error}") from error
 
 
-def _prompts(args: argparse.Namespace) -> list[list[int]]:
-    """As many as the largest batch has rows; where there are fewer, they come again."""
-    folder = demo_folder()
-    tokenizer, path = load_tokenizer(str(folder / "models" / "target")), args.prompts or folder / "prompts.jsonl"
-    assert tokenizer is not None, "the demo's target has one"
-    most = max(args.num_prompts, *args.batch_sizes)
-    requests = read_requests(path, Fields(), None, needs_responses=False)
-    found = DataSet.of(str(path), requests, tokenizer, most, 0, _MAX_PROMPT, args.max_new_tokens).prompts
-    return [found[index % len(found)] for index in range(most)]
-
-
-def _interpreters(args: argparse.Namespace, failures: dict[str, str]) -> dict[str, Path]:
-    """Of every peer that can be had here."""
-    found = {}
-    for name in track(args.peers, desc="making environments"):
-        try:
-            found[name] = PEERS[name].python(name, (args.cache or cache_folder()).absolute())
-        except (PeerError, OSError) as error:
-            failures[name] = str(error)
-    return found
+def _measure(args: argparse.Namespace, report: dict[str, Any], prompts: Prompts, groups: list[Group]) -> None:
+    asked = sorted({number for group in groups for call in group.calls for number in call})
+    reference = _reference(args, [prompts.ids[number] for number in asked])
+    numbers = {number: index for index, number in enumerate(asked)}  # only what is asked is handed on
+    groups = [group._replace(calls=[[numbers[row] for row in call] for call in group.calls]) for group in groups]
+    job = {
+        "prompts": [prompts.ids[number] for number in asked],
+        "num_tokens": args.max_new_tokens,
+        "threads": args.threads,
+    }
+    pythons = _interpreters(args, report["failures"])
+    for kind in args.kinds:
+        with tempfile.TemporaryDirectory(prefix="smartspec-peers-") as folder, ExitStack() as stack:
+            peers = {name: PEERS[name] for name in pythons if kind in PEERS[name].kinds}
+            job |= {"kind": kind, "files": _files(args, kind, peers, Path(folder))}
+            processes = {}
+            for name, peer in track(list(peers.items()), desc=f"{kind}: loading"):
+                process = _started(name, peer, pythons[name], job, Path(folder) / name, args.timeout, report)
+                if process:
+                    processes[name] = process
+                    stack.callback(process.close)
+            _measure_kind(args, kind, processes, reference, groups, report)
 
 
 def _measure_kind(
     args: argparse.Namespace,
     kind: str,
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    prompts: list[list[int]],
-    pythons: dict[str, Path],
-    folder: Path,
-    failures: dict[str, str],
-) -> list[dict[str, Any]]:
-    """Rows of the table of this kind of weights."""
-    peers = {name: PEERS[name] for name in pythons if kind in PEERS[name].kinds}
-    files = write_files(*models, {file for peer in peers.values() for file in peer.files}, kind, folder / "files")
-    job = {
-        "files": files,
-        "kind": kind,
-        "prompts": prompts,
-        "num_tokens": args.max_new_tokens,
-        "threads": args.threads,
-        "batch_size": max(args.batch_sizes),
-    }
+    processes: dict[str, PeerProcess],
+    reference: list[list[int]],
+    groups: list[Group],
+    report: dict[str, Any],
+) -> None:
     failed: dict[str, str] = {}
-    with ExitStack() as stack:
-        processes = {}
-        for name, peer in track(list(peers.items()), desc=f"{kind}: loading"):
-            with suppress(PeerError):
-                processes[name] = _started(name, peer, pythons[name], job, folder / name, args.timeout, failed)
-                stack.callback(processes[name].close)
-        found = measure(processes, args.batch_sizes, args.num_prompts, args.max_new_tokens, args.repeats, failed)
-    failures |= {f"{kind}, {name}": reason for name, reason in failed.items()}
-    return rows_of(found, next((name for name in _REFERENCES if name in processes), ""))
+    rows = report["results"].setdefault(kind, {})
+
+    def done(name: str) -> None:
+        progress.update()
+        report["failures"] |= {f"{kind}: {name}": reason for name, reason in failed.items()}
+        replace_json(args.json, report)
+
+    measuring = Measuring(processes, reference, args.repeats, rows, failed, done)
+    with track(total=measuring.num_calls(groups), desc=f"{kind}: measuring") as progress:
+        measuring.run(groups)
+
+
+@torch.no_grad()
+def _reference(args: argparse.Namespace, prompts: list[list[int]]) -> list[list[int]]:
+    """New tokens of every prompt by transformers' plain `generate` in float32, beyond ends of sequence."""
+    model, _ = _models(args.parameters, "float32")
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    found = []
+    for first in track(range(0, len(prompts), _REFERENCE_ROWS), desc="the tokens to compare with"):
+        inputs = left_padded(prompts[first : first + _REFERENCE_ROWS], 0, model.device)
+        output: Any = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
+        found += output[:, inputs["input_ids"].shape[1] :].tolist()
+    return found
+
+
+def _interpreters(args: argparse.Namespace, failures: dict[str, str]) -> dict[str, Path]:
+    """Of every peer that can be had here."""
+    found, given = {}, dict(args.python)
+    for name in track(args.peers, desc="making environments"):
+        failures.pop(name, None)
+        try:
+            found[name] = given.get(name) or PEERS[name].python(name, (args.cache or cache_folder()).absolute())
+        except (PeerError, OSError) as error:
+            failures[name] = str(error)
+    return found
+
+
+def _files(args: argparse.Namespace, kind: str, peers: dict[str, Peer], folder: Path) -> dict[str, str]:
+    models = _models(args.parameters, "bfloat16" if kind == "int8" else kind)
+    return write_files(*models, {file for peer in peers.values() for file in peer.files}, kind, folder / "files")
 
 
 def _started(
-    name: str, peer: Peer, python: Path, job: dict[str, Any], folder: Path, timeout: float, failed: dict[str, str]
-) -> PeerProcess:
+    name: str, peer: Peer, python: Path, job: dict[str, Any], folder: Path, timeout: float, report: dict[str, Any]
+) -> PeerProcess | None:
+    """None if it cannot load the model: the others go on."""
+    key = f"{job['kind']}: {name}"
+    report["failures"].pop(key, None)
     try:
-        return PeerProcess(python, f"runners.{peer.runner}", job | {"settings": peer.settings}, folder, timeout)
+        process = PeerProcess(python, f"runners.{peer.runner}", job | {"settings": peer.settings}, folder, timeout)
     except PeerError as error:
-        failed[name] = str(error)
-        raise
-
-
-def _print_kind(console: Console, kind: str, rows: Sequence[dict[str, Any]], num_parameters: int) -> None:
-    title = f"Tokens per second, {kind}, {num_parameters / 1e6:.0f} M parameters"
-    lines = table(title, "engine", "decoding", "batch", "tokens/s", "same tokens", num_text=2)
-    for row in rows:
-        same = "" if row["agreeing"] is None else f"{row['agreeing']} of {row['num_tokens']}"
-        lines.add_row(row["peer"], row["way"], str(row["rows"]), f"{row['tokens_per_second']:.1f}", same)
-    fold(lines, 1)
-    console.print(lines)
-
-
-def _print_end(console: Console, report: dict[str, Any]) -> None:
-    for name, reason in report["failures"].items():
-        console.print(f"[red]not measured[/red]: {escape(name)}: {escape(reason)}", highlight=False)
-    console.print(f"[dim]{report['environment']}[/dim]", soft_wrap=True)
+        report["failures"][key] = str(error)
+        return None
+    report["peers"][name] = process.about
+    return process

@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from .gguf_file import write_gguf
-
-NAMES = ("model", "draft", "gguf", "draft_gguf")
 
 
 def write_files(
@@ -17,7 +16,7 @@ def write_files(
     Paths by the names of the files. Models are in `kind`'s precision already: int8 is made of bfloat16.
 
     Args:
-        needed (iterable of `str`): Which of `NAMES`.
+        needed (iterable of `str`): Of "model" and "draft" (torch's pickles), "gguf" and "draft_gguf".
 
     Raises:
         ValueError: for models that a format cannot hold.
@@ -28,9 +27,8 @@ def write_files(
         model = draft if name.startswith("draft") else target
         path = folder / name
         if name.endswith("gguf"):
-            path = path.with_suffix(".gguf")
             write_gguf(model, path, kind)
         else:
-            model.save_pretrained(path)
+            torch.save(model, path)
         paths[name] = str(path)
     return paths

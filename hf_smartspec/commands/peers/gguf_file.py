@@ -81,8 +81,8 @@ def converted(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         _, _, layer, part = name.split(".", 3)
         part = _NAMES[part]
-        weight = _whole_blocks(weight, part)
-        yield f"blk.{layer}.{part}.weight", interleaved(weight, heads[part]) if part in heads else weight
+        whole = _whole_blocks(weight, part)
+        yield f"blk.{layer}.{part}.weight", interleaved(whole, heads[part]) if part in heads else whole
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -170,13 +170,14 @@ def metadata(model: PreTrainedModel, kind: str) -> dict[str, tuple[int, Any]]:
         **{f"llama.{key}": (_UINT32, value) for key, value in numbers.items()},
         "llama.attention.layer_norm_rms_epsilon": (_FLOAT32, config.rms_norm_eps),
         "llama.rope.freq_base": (_FLOAT32, config.rope_parameters["rope_theta"]),
-        **_placeholders(config.vocab_size),
+        **_placeholders(config.vocab_size, config.pad_token_id or 0),  # padding is what no model says
     }
 
 
-def _placeholders(vocab_size: int) -> dict[str, tuple[int, Any]]:
-    """A vocabulary of the right size, whose texts mean nothing."""
+def _placeholders(vocab_size: int, eos_id: int) -> dict[str, tuple[int, Any]]:
+    """A vocabulary of the right size, whose texts are the tokens' numbers."""
     return {
+        "tokenizer.ggml.eos_token_id": (_UINT32, eos_id),
         "tokenizer.ggml.model": (_STRING, "llama"),
         "tokenizer.ggml.tokens": (_ARRAY, (_STRING, [f"<{index}>" for index in range(vocab_size)])),
         "tokenizer.ggml.scores": (_ARRAY, (_FLOAT32, [0.0] * vocab_size)),

@@ -13,7 +13,7 @@ class Peer(NamedTuple):
     """
     Args:
         runner (`str`): Module in `runners`.
-        files (tuple of `str`): Of the model, as its job names them: "model" and "draft" are folders of transformers.
+        files (tuple of `str`): Of the models, as `write_files` names them.
         kinds (tuple of `str`): What it runs weights in.
         requirements (tuple of `str`): Of its environment; none: it runs in this one.
         settings (dict): For its runner.
@@ -31,8 +31,9 @@ class Peer(NamedTuple):
 
 
 PEERS = {
-    "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
     "transformers": Peer("transformers", ("model", "draft"), KINDS[:2]),
     "compiled": Peer("transformers", ("model",), KINDS[:2], settings={"compiled": True}),
-    "llama.cpp": Peer("llama_cpp", ("gguf",), requirements=("llama-cpp-python==0.3.36",)),
+    "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
+    "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), requirements=("xllamacpp==2026.10.11549",)),
 }
+BASELINES = (("transformers", "plain"), ("smartspec", "generate on it"))  # plain `generate`; in int8, the second

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -45,14 +46,17 @@ class PeerProcess:
             self._process = subprocess.Popen(
                 [str(python), "-m", module, str(folder / "job.json")],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder, env=_environment(job),
+                start_new_session=True,  # what interrupts this process leaves it to be closed
             )  # fmt: skip
         try:
-            self.ways: dict[str, bool] = self._answer()["ways"]  # and whether they take several rows
+            answer = self._answer()
+            self.ways: dict[str, bool] = answer["ways"]  # and whether they take several rows
+            self.about: str = answer["about"]
         except BaseException:
             self.close()
             raise
 
-    def decode(self, way: str, first: int, rows: int) -> Answer:
+    def decode(self, way: str, rows: Sequence[int]) -> Answer:
         """
         Asks for the new tokens of these rows of the job's prompts.
 
@@ -61,7 +65,7 @@ class PeerProcess:
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # where it has ended, its answer tells
-            print(json.dumps({"way": way, "first": first, "rows": rows}), file=self._process.stdin, flush=True)
+            print(json.dumps({"way": way, "rows": list(rows)}), file=self._process.stdin, flush=True)
         return Answer(**self._answer())
 
     def close(self) -> None:

@@ -1,95 +1,71 @@
-"""`smartspec bench peers`: turns, what is compared, and peers that fail while the others go on."""
+"""`smartspec bench peers`: what is asked, kept and shown, and peers that fail while the others go on."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.peers import command
 from hf_smartspec.commands.peers.known import Peer
-from hf_smartspec.commands.peers.measuring import agreeing, measure, rows_of
 from hf_smartspec.commands.peers.processes import Answer, PeerError
+from tests.commands.helpers import call
 from tests.folders import save_tiny_models
+
+SIZES = ["--parameters", "0", "--batch-sizes", "1", "4", "--num-prompts", "2", "--max-new-tokens", "5"]
 
 
 class FakeProcess:
-    """A peer that takes a second per row; `calls` has what all were asked, in order."""
+    """A peer that says what the model would, and takes a second per row."""
 
-    calls: list = []  # noqa: RUF012  a new one for every test
+    interrupted_at = None
 
-    def __init__(self, name="peer", tokens=(5, 6, 7), failing=()):
-        self.name, self.tokens, self.failing = name, list(tokens), failing
-        self.ways = {"plain": True, "lookup": False}
+    def __init__(self, folder, job, calls):
+        self.job, self.calls = job, calls
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.ways, self.about = {"plain": True, "lookup": False}, "some version"
 
-    def decode(self, way, first, rows):
-        self.calls.append((self.name, way, first, rows))
-        if way in self.failing:
-            raise PeerError("no kernel")
-        return Answer(float(rows), [self.tokens] * rows)
+    def decode(self, way, rows):
+        self.calls.append((self.job["kind"], way, rows))
+        if len(self.calls) == FakeProcess.interrupted_at:
+            raise KeyboardInterrupt
+        arguments = {"max_new_tokens": self.job["num_tokens"], "do_sample": False, "eos_token_id": None}
+        prompts = [self.job["prompts"][row] for row in rows]
+        with torch.no_grad():
+            found = [self.model.generate(torch.tensor([ids]), **arguments)[0, len(ids) :].tolist() for ids in prompts]
+        return Answer(float(len(rows)), found)
 
     def close(self):
-        self.calls.append((self.name, "closed"))
-
-
-@pytest.fixture(autouse=True)
-def calls(monkeypatch):
-    monkeypatch.setattr(FakeProcess, "calls", [])
-    return FakeProcess.calls
-
-
-def test_peers_take_turns_and_the_first_turn_warms_up(calls):
-    processes = {"a": FakeProcess("a"), "b": FakeProcess("b")}
-    found = measure(processes, [1, 4], num_prompts=2, num_tokens=3, repeats=2, failures={})
-    turn = [(peer, way, first, 1) for peer in "ab" for way in ("plain", "lookup") for first in (0, 1)]
-    turn += [(peer, "plain", 0, 4) for peer in "ab"]  # lookup takes one row only
-    assert calls == turn * 3
-    rows = rows_of(found, "a")
-    assert [len(row["seconds"]) for row in rows] == [2] * 6
-    assert {(row["rows"], row["num_tokens"], row["tokens_per_second"]) for row in rows} == {(1, 6, 3.0), (4, 12, 3.0)}
-
-
-def test_a_way_that_fails_is_named_and_left_out():
-    failures = {}
-    processes = {"a": FakeProcess(failing=["lookup"]), "b": FakeProcess(tokens=[5, 6])}
-    found = measure(processes, [1], num_prompts=1, num_tokens=3, repeats=1, failures=failures)
-    assert [(entry.peer, entry.way) for entry in found] == [("a", "plain")]
-    assert failures["a, lookup, batch 1"] == "no kernel"
-    assert "decoded [2] tokens in place of 3" in failures["b, plain, batch 1"]
-
-
-def test_tokens_are_compared_with_the_first_way_of_the_reference():
-    processes = {"a": FakeProcess(tokens=[5, 9, 7]), "b": FakeProcess()}
-    found = measure(processes, [1], num_prompts=2, num_tokens=3, repeats=1, failures={})
-    assert [row["agreeing"] for row in rows_of(found, "b")] == [2, 2, 6, 6]
-    assert [row["agreeing"] for row in rows_of(found, "")] == [None] * 4
-    assert agreeing([1, 2, 3], [1, 2, 4]) == 2 and agreeing([1], [1]) == 1
+        self.calls.append("closed")
 
 
 @pytest.fixture
 def demo(tmp_path, monkeypatch):
-    """The demo's, with tiny models, and two peers: one that can be installed, one that cannot."""
+    """The demo's, with tiny models, and three peers, of which two fail; and what they were asked."""
     save_tiny_models(tmp_path / "models")
-    rows = [{"prompt": f"{n} and {n} and"} for n in range(2)]
+    rows = [{"prompt": f"{n} and {n} and", "category": "sql" if n % 2 else "chat"} for n in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(command, "demo_folder", lambda *_: tmp_path)
-    jobs = []
+    monkeypatch.setattr(FakeProcess, "interrupted_at", None)
+    jobs, calls = [], []
 
     def start(python, module, job, folder, timeout):
         jobs.append(job | {"module": module})
         if module.endswith("broken"):
             raise PeerError("ImportError: no such library")
-        return FakeProcess(module, tokens=[1] * job["num_tokens"])
+        return FakeProcess(tmp_path / "models" / "target", job, calls)
 
-    def refuse(self, name, folder):
+    def install(self, name, folder):
         if name == "missing":
-            raise PeerError("cannot be installed: no compiler")
+            raise PeerError("cannot be installed: no wheel")
         return Path("python")
 
     monkeypatch.setattr(command, "PeerProcess", start)
-    monkeypatch.setattr(Peer, "python", refuse)
+    monkeypatch.setattr(Peer, "python", install)
     peers = {
-        "good": Peer("good", ("model", "gguf")),
+        "transformers": Peer("good", ("model", "gguf")),
         "broken": Peer("broken", ("draft", "draft_gguf"), ("float32",)),
         "missing": Peer("missing", ("model",)),
     }
@@ -97,29 +73,91 @@ def demo(tmp_path, monkeypatch):
         monkeypatch.delitem(command.PEERS, name)
     for name, peer in peers.items():
         monkeypatch.setitem(command.PEERS, name, peer)
-    return jobs
+    return jobs, calls
 
 
-def test_failing_peers_are_named_and_the_others_go_on(demo, calls, tmp_path, capsys):
-    out = tmp_path / "out.json"
-    options = ["--parameters", "0", "--batch-sizes", "1", "4", "--num-prompts", "2", "--max-new-tokens", "5"]
-    options += ["--kinds", "float32", "int8", "--repeats", "1", "--threads", "1", "--json", str(out)]
-    assert cli.main(["bench", "peers", "--peers", "good", "broken", "missing", *options]) == 1
-    report = json.loads(out.read_text())
+@pytest.fixture
+def bench(tmp_path, demo):
+    def run(*options):
+        """Exit status and what was written."""
+        path = tmp_path / "out.json"
+        peers = () if "--peers" in options else ("--peers", "transformers")
+        status = call("bench", "peers", *SIZES, "--repeats", "1", "--threads", "1", *peers, "--json", path, *options)
+        return status, json.loads(path.read_text())
+
+    return run
+
+
+def test_failing_peers_are_named_and_the_others_go_on(bench, demo, capsys):
+    peers = ("transformers", "broken", "missing")
+    status, report = bench("--peers", *peers, "--kinds", "float32", "int8")
+    assert status == 1
     assert report["failures"] == {
-        "missing": "cannot be installed: no compiler",
-        "float32, broken": "ImportError: no such library",
+        "missing": "cannot be installed: no wheel",
+        "float32: broken": "ImportError: no such library",
     }
-    assert {kind: len(rows) for kind, rows in report["kinds"].items()} == {"float32": 3, "int8": 3}
-    assert ("runners.good", "closed") in calls
-    first, _, last = demo
+    (first, _, last), calls = demo
     assert set(first["files"]) == {"model", "gguf", "draft", "draft_gguf"} and set(last["files"]) == {"model", "gguf"}
-    assert len(first["prompts"]) == 4 and first["prompts"][:2] == first["prompts"][2:]  # two prompts, a batch of four
+    assert calls.count("closed") == 2 and report["peers"] == {"transformers": "some version"}
     text = capsys.readouterr().out
-    assert "cannot be installed: no compiler" in text and "no such library" in text
+    assert "cannot be installed: no wheel" in text and "no such library" in text and "x plain" in text
 
 
-def test_sizes_below_the_models_own_are_refused(demo, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "peers", "--peers", "good", "--parameters", "10", "--threads", "1"])
-    assert "--parameters" in capsys.readouterr().err
+def test_rows_say_how_fast_and_how_equal(bench, demo):
+    status, report = bench("--kinds", "float32")
+    rows = report["results"]["float32"]
+    assert status == 0 and set(rows) == {
+        *(f"transformers, {way}, {text}, batch 1" for way in ("plain", "lookup") for text in ("sql", "chat")),
+        "transformers, plain, mixed, batch 4",  # three prompts of a kind make no batch of four
+    }
+    mixed = rows["transformers, plain, mixed, batch 4"]
+    assert mixed["seconds"] == [4.0] and mixed["tokens_per_second"] == 5.0 and mixed["ratio"] == 1.0
+    assert all(row["num_same_rows"] == row["num_rows"] for row in rows.values())
+    assert all(row["num_same_tokens"] == row["num_tokens"] for row in rows.values())
+
+
+def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
+    (_, calls), options = demo, ("--kinds", "float32", "--resume")
+    FakeProcess.interrupted_at = 9  # the second turn of the first group has ended, the second group has begun
+    assert bench(*options)[0] == cli.INTERRUPTED
+    before = json.loads((tmp_path / "out.json").read_text())["results"]["float32"]
+    assert set(before) == {"transformers, plain, sql, batch 1", "transformers, lookup, sql, batch 1"}
+    assert "lookup" in capsys.readouterr().out
+    FakeProcess.interrupted_at = None
+    calls.clear()
+    status, report = bench(*options)
+    assert status == 0 and len(report["results"]["float32"]) == 5
+    assert (
+        report["results"]["float32"]["transformers, plain, sql, batch 1"] == before["transformers, plain, sql, batch 1"]
+    )
+    assert len([item for item in calls if item != "closed"]) == 2 * (4 + 1)  # chat, and the batch
+    calls.clear()
+    assert bench(*options)[0] == 0 and calls == ["closed"]
+    assert bench(*options, "--num-prompts", "1")[0] == 2 and "options" in capsys.readouterr().err
+
+
+def test_batches_of_one_kind_where_there_are_enough(bench):
+    _, report = bench("--kinds", "float32", "--batch-sizes", "3")
+    assert {row["text"] for row in report["results"]["float32"].values()} == {"sql", "chat"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--parameters", "10"], "--parameters"),
+        (["--batch-sizes", "7"], "there are 6"),
+        (["--texts", "poems"], "none of chat, sql"),
+        (["--python", "nobody=/bin/sh"], "NAME=FILE"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(demo, tmp_path, capsys, options, words):
+    assert call("bench", "peers", *SIZES, "--threads", "1", "--json", tmp_path / "x.json", *options) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_interpreters_that_are_given_are_used(bench, demo, monkeypatch):
+    used = []
+    start = command.PeerProcess
+    monkeypatch.setattr(command, "PeerProcess", lambda python, *rest: used.append(python) or start(python, *rest))
+    bench("--peers", "missing", "--python", "missing=/bin/sh", "--kinds", "float32")
+    assert used == [Path("/bin/sh")]

@@ -1,5 +1,6 @@
 """Peers' processes: a job, answers, errors that are answers, and ends that are told."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,11 +14,17 @@ from hf_smartspec.commands.peers.processes import RUNNERS, PeerError, PeerProces
 JOB = {"prompts": [[1, 2], [3], [4]], "num_tokens": 3, "threads": 1, "settings": {}}
 FAKE = """
 import os
-from runners.protocol import Way, serve
+from runners.protocol import Engine, Way, serve
+
+KNOWN = []
 
 def count(prompts, num_tokens):
     print("what a library prints")
     return [[prompt[-1] + step for step in range(num_tokens)] for prompt in prompts]
+
+def remember(prompts, num_tokens):
+    KNOWN.extend(prompts)
+    return [[len(KNOWN)] for prompt in prompts]
 
 def fail(prompts, num_tokens):
     raise RuntimeError("no such\\nkernel")
@@ -29,7 +36,9 @@ def die(prompts, num_tokens):
 def load(job):
     if job["settings"].get("broken"):
         raise OSError("no model")
-    return {"count": Way(count, in_batches=True), "fail": Way(fail), "die": Way(die)}
+    forgetful = Way(remember, True, lambda num_rows: KNOWN.clear())
+    ways = {"count": Way(count, in_batches=True), "fail": Way(fail), "die": Way(die), "forgetful": forgetful}
+    return Engine(ways, "fake 1.0")
 
 serve(load)
 """
@@ -53,29 +62,42 @@ def start(tmp_path):
 
 def test_a_peer_decodes_the_rows_it_is_asked_for(start):
     process = start()
-    assert process.ways == {"count": True, "fail": False, "die": False}
-    answer = process.decode("count", 1, 2)
-    assert answer.tokens == [[3, 4, 5], [4, 5, 6]] and answer.seconds > 0
-    assert process.decode("count", 0, 1).tokens == [[2, 3, 4]]
+    assert process.ways == {"count": True, "fail": False, "die": False, "forgetful": True}
+    assert process.about == "fake 1.0"
+    answer = process.decode("count", [2, 1])
+    assert answer.tokens == [[4, 5, 6], [3, 4, 5]] and answer.seconds > 0
+    assert process.decode("count", [0]).tokens == [[2, 3, 4]]
+
+
+def test_what_was_decoded_before_is_forgotten_when_it_is_prepared(start):
+    process = start()
+    assert [process.decode("forgetful", [0]).tokens for _ in range(2)] == [[[1]], [[1]]]
 
 
 def test_what_fails_is_told_and_the_process_goes_on(start):
     process = start()
     with pytest.raises(PeerError, match="RuntimeError: no such kernel"):
-        process.decode("fail", 0, 1)
-    assert process.decode("count", 0, 1).tokens == [[2, 3, 4]]
+        process.decode("fail", [0])
+    assert process.decode("count", [0]).tokens == [[2, 3, 4]]
 
 
 def test_an_end_without_an_answer_is_told_with_its_last_words(start):
     process = start()
     for _ in range(2):
         with pytest.raises(PeerError, match="status 7: out of luck"):
-            process.decode("die", 0, 1)
+            process.decode("die", [0])
 
 
 def test_a_model_that_cannot_be_loaded_is_told(start):
     with pytest.raises(PeerError, match="OSError: no model"):
         start(broken=True)
+
+
+def test_what_interrupts_the_command_leaves_its_peers_to_be_closed(start):
+    process = start()
+    assert os.getsid(process._process.pid) != os.getsid(0)
+    process.close()
+    assert process._process.returncode is not None
 
 
 def test_every_peer_has_a_runner():

@@ -1,19 +1,28 @@
-"""What runs on torch: a model from its folder, and `generate` for as many tokens as are asked for."""
+"""What runs on torch: a model from its file, and `generate` for as many tokens as are asked for."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+import transformers
+from transformers import GenerationConfig
 
 from .protocol import Decode, Prompts
 
 
-def load_model(job: dict[str, Any]) -> Any:
+def load_model(job: dict[str, Any], name: str = "model") -> Any:
+    """Whole, with its class: the sizes of enlarged models are none that transformers would read from a config."""
     torch.set_num_threads(job["threads"])
-    dtype = torch.bfloat16 if job["kind"] == "int8" else getattr(torch, job["kind"])
-    model = AutoModelForCausalLM.from_pretrained(job["files"]["model"], dtype=dtype).eval()
+    model = torch.load(job["files"][name], weights_only=False)
     model.generation_config = GenerationConfig(pad_token_id=0)  # no end of sequence: as many tokens as are asked for
     return model
+
+
+def about() -> str:
+    return (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    )
 
 
 def generated(model: Any, arguments: dict[str, Any] | None = None) -> Decode:
@@ -26,3 +35,13 @@ def generated(model: Any, arguments: dict[str, Any] | None = None) -> Decode:
         return output[:, longest:].tolist()
 
     return decode
+
+
+def unlearning(draft: Any) -> Callable[[int], None]:
+    """transformers leaves the draft length that it has learnt, and more, on the draft's generation config."""
+    before = copy.deepcopy(draft.generation_config)
+
+    def prepare(num_rows: int) -> None:
+        draft.generation_config = copy.deepcopy(before)
+
+    return prepare

@@ -1,96 +1,73 @@
-"""llama.cpp through llama-cpp-python: one row by its own `generate`, several by one `llama_decode` for all of them."""
+"""llama.cpp's server, called in its process: several rows are requests at once, which it batches as they come."""
 
-import ctypes
-from itertools import islice
+import re
 from typing import Any
 
-import llama_cpp
-import numpy as np
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+import xllamacpp
 
-from .protocol import Prompts, Way, serve
+from .protocol import Engine, Prompts, Way, serve
 
-_NUM_DRAFTED = 2  # what llama-cpp-python recommends for CPUs; its default of 10 is for GPUs
-
-
-def load(job: dict[str, Any]) -> dict[str, Way]:
-    longest = max(map(len, job["prompts"])) + job["num_tokens"] + 16
-    settings = {
-        "model_path": job["files"]["gguf"],
-        "n_threads": job["threads"],
-        "n_threads_batch": job["threads"],
-        "verbose": False,
-    }
-    if job["kind"] == "float32":  # its keys and values are float16 otherwise
-        settings |= {"type_k": 0, "type_v": 0}
-    plain = llama_cpp.Llama(n_ctx=longest, **settings)
-    drafts = LlamaPromptLookupDecoding(num_pred_tokens=_NUM_DRAFTED)
-    looking = llama_cpp.Llama(n_ctx=longest, logits_all=True, draft_model=drafts, **settings)
-    ways = {"plain": Way(_generated(plain)), "prompt lookup": Way(_generated(looking))}
-    if job["batch_size"] > 1:
-        ways["llama_decode in batches"] = Way(Batches(plain, job, longest), in_batches=True)
-    return ways
+_LOOKUPS = ("ngram_simple", "ngram_map_k")
+_MATCHED, _DRAFTED = 3, 10  # tokens; its defaults, 12 and 48, are for long texts, and draft nothing in short ones
+_ROOM = 64  # tokens behind a row's end, for drafts
 
 
-def _generated(llama: Any):
-    def decode(prompts: Prompts, num_tokens: int) -> list[list[int]]:
-        rows = []
-        for prompt in prompts:
-            llama.reset()  # nothing of the same prompt's last time is used
-            rows.append(list(islice(llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0), num_tokens)))
-        return rows
-
-    return decode
+def load(job: dict[str, Any]) -> Engine:
+    names = {"plain": "none", "draft model": "draft_simple", **{name.replace("_", "-"): name for name in _LOOKUPS}}
+    ways = {name: Servers(job, kind) for name, kind in names.items()}
+    kernels = " ".join(re.findall(r"(\w+) = 1", xllamacpp.get_system_info()))
+    about = f"xllamacpp {xllamacpp.__version__}, kernels with {kernels}"
+    return Engine({name: Way(servers.decode, True, servers.start) for name, servers in ways.items()}, about)
 
 
-class Batches:
-    """Rows as sequences of one cache: their prompts one after the other, then a token of each at every step."""
+class Servers:
+    """A server with as many slots as rows are asked for; of these ways, none remembers more than its request."""
 
-    def __init__(self, llama: Any, job: dict[str, Any], longest: int):
-        params = llama.context_params
-        params.n_ctx, params.n_seq_max = longest * job["batch_size"], job["batch_size"]
-        if hasattr(params, "kv_unified"):
-            params.kv_unified = False
-        self.context = llama_cpp.llama_init_from_model(llama.model, params)
-        if not self.context:
-            raise RuntimeError("llama.cpp made no context for several sequences")
-        self.vocab_size = llama.n_vocab()
-        self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
-        self.most = params.n_batch
+    def __init__(self, job: dict[str, Any], kind: str):
+        self.job, self.kind = job, kind
+        self.known: dict[int, Any] = {}
 
-    def __call__(self, prompts: Prompts, num_tokens: int) -> list[list[int]]:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
-        rows = [[self._prefill(row, prompt)] for row, prompt in enumerate(prompts)]
-        for step in range(num_tokens - 1):
-            fed = [(tokens[-1], len(prompt) + step, row) for row, (prompt, tokens) in enumerate(zip(prompts, rows))]
-            for row, token in enumerate(self._decode(fed, range(len(rows)))):
-                rows[row].append(token)
-        return rows
+    def start(self, num_rows: int) -> None:
+        if num_rows not in self.known:
+            self.known[num_rows] = xllamacpp.Server(_params(self.job, self.kind, num_rows))
 
-    def _prefill(self, row: int, prompt: Any) -> int:
-        fed = [(token, position, row) for position, token in enumerate(prompt)]
-        parts = [fed[start : start + self.most] for start in range(0, len(fed), self.most)]
-        for part in parts[:-1]:
-            self._decode(part, [])
-        return self._decode(parts[-1], [len(parts[-1]) - 1])[0]
+    def decode(self, prompts: Prompts, num_tokens: int) -> list[list[int]]:
+        asked = {
+            "prompt": list(prompts[0]) if len(prompts) == 1 else [list(prompt) for prompt in prompts],
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "repeat_penalty": 1.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        answer = self.known[len(prompts)].handle_completions(asked)
+        if "choices" not in answer:
+            raise RuntimeError(f"llama.cpp answered {answer}")
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [[int(number) for number in re.findall(r"<(\d+)>", choice["text"])] for choice in choices]
 
-    def _decode(self, fed: list[tuple[int, int, int]], wanted: Any) -> list[int]:
-        """The best next tokens at the wanted places of what is fed, `(token, position, row)`."""
-        batch = self.batch
-        batch.n_tokens = len(fed)
-        for index, (token, position, row) in enumerate(fed):
-            batch.token[index], batch.pos[index] = token, position
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
-            batch.logits[index] = index in wanted
-        status = llama_cpp.llama_decode(self.context, batch)
-        if status:
-            raise RuntimeError(f"llama_decode returned {status}")
-        return [self._best(index) for index in wanted]
 
-    def _best(self, index: int) -> int:
-        logits = llama_cpp.llama_get_logits_ith(self.context, index)
-        pointer = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-        return int(np.ctypeslib.as_array(pointer, shape=(self.vocab_size,)).argmax())
+def _params(job: dict[str, Any], kind: str, num_rows: int) -> Any:
+    params = xllamacpp.CommonParams()
+    params.model.path = job["files"]["gguf"]
+    longest = max(map(len, job["prompts"])) + job["num_tokens"] + _ROOM
+    params.n_ctx, params.n_parallel, params.kv_unified = longest * num_rows, num_rows, False
+    params.cache_prompt, params.cache_ram_mib = False, 0  # nothing of the same prompt's last time is used
+    params.verbosity = 0
+    draft = params.speculative.draft
+    for threads in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
+        threads.n_threads = job["threads"]
+    if job["kind"] == "float32":  # keys and values are float16 otherwise
+        for cache in (params, draft):
+            cache.cache_type_k = cache.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    if kind == "draft_simple":
+        draft.mparams.path = job["files"]["draft_gguf"]
+    if kind in _LOOKUPS:
+        sizes = getattr(params.speculative, kind)
+        sizes.size_n, sizes.size_m = _MATCHED, _DRAFTED
+    kinds = xllamacpp.common_speculative_type
+    params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
+    return params
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import hf_smartspec
 
-from .hugging_face import generated, load_model
-from .protocol import Way, serve
+from .hugging_face import about, generated, load_model
+from .protocol import Engine, Way, serve
 
 
-def load(job: dict[str, Any]) -> dict[str, Way]:
-    model = load_model(job)
-    draft = AutoModelForCausalLM.from_pretrained(job["files"]["draft"], dtype=model.dtype).eval()
+def load(job: dict[str, Any]) -> Engine:
+    model, draft = load_model(job), load_model(job, "draft")
     ways: dict[str, dict[str, Any]] = {name: {"assistant": name} for name in ("none", "prompt_lookup", "auto")}
     ways["draft model"] = {"assistant": draft}
     if job["kind"] == "int8":
@@ -21,7 +19,12 @@ def load(job: dict[str, Any]) -> dict[str, Way]:
         ways = {"generate on it": {}} | ways
     with torch.no_grad():
         hf_smartspec.enable(model)
-    return {name: Way(generated(model, arguments), in_batches=True) for name, arguments in ways.items()}
+
+    def forget(num_rows: int) -> None:
+        """The suffix trees of `auto` keep the answers of all calls."""
+        hf_smartspec.suffix_trees(model).remove_namespace("")
+
+    return Engine({name: Way(generated(model, arguments), True, forget) for name, arguments in ways.items()}, about())
 
 
 if __name__ == "__main__":

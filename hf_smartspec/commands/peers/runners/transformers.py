@@ -2,29 +2,31 @@
 
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import CompileConfig
 
-from .hugging_face import generated, load_model
-from .protocol import Way, serve
+from .hugging_face import about, generated, load_model, unlearning
+from .protocol import Engine, Way, serve
 
 
-def load(job: dict[str, Any]) -> dict[str, Way]:
+def load(job: dict[str, Any]) -> Engine:
     model = load_model(job)
     if job["settings"].get("compiled"):
-        return {"compiled, static cache": Way(generated(model, _compiled()), in_batches=True)}
-    draft = AutoModelForCausalLM.from_pretrained(job["files"]["draft"], dtype=getattr(torch, job["kind"]))
-    return {
+        return Engine({"static cache": Way(generated(model, _compiled(job)), in_batches=True)}, about())
+    draft = load_model(job, "draft")
+    ways = {
         "plain": Way(generated(model), in_batches=True),
         "prompt lookup": Way(generated(model, {"prompt_lookup_num_tokens": 10})),
-        "assisted": Way(generated(model, {"assistant_model": draft.eval()})),
+        "draft model": Way(generated(model, {"assistant_model": draft}), prepare=unlearning(draft)),
     }
+    return Engine(ways, about())
 
 
-def _compiled() -> dict[str, Any]:
+def _compiled(job: dict[str, Any]) -> dict[str, Any]:
+    """One length of the cache for all prompts, so that nothing is compiled again."""
     config = CompileConfig()
-    config._compile_all_devices = True  # transformers compiles on GPUs only, if it is not asked
-    return {"cache_implementation": "static", "compile_config": config}
+    setattr(config, "_compile_all_devices", True)  # noqa: B010  transformers compiles on GPUs only, if it is not asked
+    longest = max(map(len, job["prompts"])) + job["num_tokens"]
+    return {"cache_implementation": "static", "max_cache_len": longest, "compile_config": config}
 
 
 if __name__ == "__main__":
