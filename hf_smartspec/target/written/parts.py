@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, silu
 
+from ..native.thin import can_multiply, thin_linear
 from ..quantized import Int8Linear
 from ..quantized.product import int8_linear
 from .forwards import rotation_function
@@ -159,6 +160,8 @@ class Fused:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear(x, weight, bias)` of a few tokens `[N, in]`, by whichever product is fastest on a CPU."""
+    if can_multiply(x, weight):
+        return thin_linear(x, weight, bias)
     if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         # oneDNN takes 1.2 to 1.6 times as long for a single line.
         line = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])

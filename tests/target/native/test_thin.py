@@ -1,0 +1,108 @@
+"""Compiled products of a few tokens: those of `linear`, whoever else is multiplied with them."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from hf_smartspec.target.native import thin
+from hf_smartspec.target.native.thin import can_multiply, thin_linear
+
+pytestmark = pytest.mark.skipif(not thin.has_kernels(), reason="there are no compiled products for this CPU")
+
+NUMBERS = range(1, 17)  # of tokens: every tile, and more than one
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_outputs", [1, 3, 12, 37, 64, 203])
+def test_numbers_are_those_of_linear(num_outputs, with_bias):
+    weight, bias = numbers(num_outputs, 160), numbers(num_outputs) if with_bias else None
+    for num_tokens in NUMBERS:
+        x = numbers(num_tokens, 160)
+        expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
+        found = thin_linear(x, weight, bias)
+        assert found.dtype == torch.float32 and found.shape == expected.shape
+        assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("num_outputs", [37, 600])
+def test_a_tokens_result_does_not_depend_on_the_others(num_outputs):
+    """Bit by bit: verifying a draft gives what decoding its tokens one by one gives."""
+    weight, bias, x = numbers(num_outputs, 320), numbers(num_outputs), numbers(16, 320)
+    alone = torch.cat([thin_linear(line[None], weight, bias) for line in x])
+    for num_tokens in NUMBERS:
+        assert torch.equal(thin_linear(x[:num_tokens], weight, bias), alone[:num_tokens])
+
+
+@pytest.fixture
+def number_of_threads():
+    number = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_any_number_of_threads(number_of_threads, number):
+    weight, x = numbers(991, 2048), numbers(5, 2048)
+    expected = thin_linear(x, weight, None)
+    number_of_threads(number)
+    assert torch.equal(thin_linear(x, weight, None), expected)
+
+
+def test_several_callers_at_the_same_time():
+    weight = numbers(512, 1024)
+    tokens = [numbers(num_tokens, 1024) for num_tokens in NUMBERS] * 4
+    expected = [thin_linear(x, weight, None) for x in tokens]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda x: thin_linear(x, weight, None), tokens)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_no_number_stays_so_and_its_own():
+    weight, x = numbers(40, 64), numbers(6, 64)
+    x[1, 63], x[3, 0], x[4, 1] = torch.nan, torch.inf, -torch.inf
+    found = thin_linear(x, weight, None)
+    torch.testing.assert_close(found, linear(x, weight), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[[0, 2, 5]].isfinite().all() and not found[[1, 3, 4]].isfinite().any()
+
+
+def test_tokens_may_lie_anywhere():
+    weight, x = numbers(24, 64), numbers(64, 5).t()
+    assert torch.equal(thin_linear(x, weight, None), thin_linear(x.contiguous(), weight, None))
+
+
+def test_no_tokens_have_no_outputs():
+    assert thin_linear(torch.empty(0, 32), numbers(7, 32), None).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, weight: (x.double(), weight.double()),
+        lambda x, weight: (x.bfloat16(), weight.bfloat16()),
+        lambda x, weight: (x[:, :24], weight[:, :24].contiguous()),
+        lambda x, weight: (x[:, :16], weight[:, :16]),
+        lambda x, weight: (x.repeat(20, 1), weight),
+        lambda x, weight: (x.to("meta"), weight.to("meta")),
+    ],
+    ids=["float64", "bfloat16", "no whole vectors", "not contiguous", "many tokens", "elsewhere"],
+)
+def test_anything_else_is_torchs(change):
+    x, weight = numbers(3, 32), numbers(8, 32)
+    assert can_multiply(x, weight)
+    assert not can_multiply(*change(x, weight))
+
+
+def test_other_processors_and_systems_use_torch(monkeypatch):
+    x, weight = numbers(3, 32), numbers(8, 32)
+    thin.has_kernels.cache_clear()
+    try:
+        monkeypatch.setattr(thin, "has_threads", lambda: False)
+        assert not can_multiply(x, weight)
+    finally:
+        thin.has_kernels.cache_clear()
