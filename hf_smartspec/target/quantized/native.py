@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -9,9 +10,14 @@ from .kernels.arguments import BFLOAT16, FIELDS, FLOAT16, FLOAT32
 from .kernels.dots import LINE, widest
 from .kernels.levels import to_levels
 from .kernels.multiply import ROWS, multiply
+from .kernels.multiply_many import multiply_many
+from .kernels.tiles import SIDE, configuration, has_tiles
 from .threads import has_threads, run
 
-_MOST_TOKENS = 32  # for more, torch's product is faster
+_MOST_TOKENS = 32  # for more, torch's product is faster, but for ...
+_MOST_IN_REGISTERS = 512  # ... more than that where there are matrix registers: then levels outgrow the caches
+_MANY = 12  # tokens, for which matrix registers are faster
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _SHARE = 2**18  # bytes of a weight that a thread takes at a time
 _SMALL = 2**17  # products that one thread is done with before a second one has begun
@@ -28,10 +34,26 @@ def has_kernels() -> bool:
     return widest() > 0 and has_threads()
 
 
+@cache
+def has_matrix_registers() -> bool:
+    """Whether the CPU has matrix registers, and Linux lets this process use them, which it must be asked for."""
+    return has_tiles() and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+def _fits_registers(weight: torch.Tensor) -> bool:
+    return weight.shape[1] % 4 == 0 and has_matrix_registers()
+
+
+@cache
+def _registers(num_inputs: int) -> ctypes.Array:
+    return ctypes.create_string_buffer(configuration(num_inputs))
+
+
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether compiled code is faster for these, and can read them as they lie in memory."""
     return (
-        0 < len(x) <= _MOST_TOKENS
+        has_kernels()
+        and 0 < len(x) <= (_MOST_IN_REGISTERS if _fits_registers(weight) else _MOST_TOKENS)
         and type(x) is torch.Tensor
         and x.dtype in _KINDS
         and x.shape[1] == weight.shape[1]
@@ -40,7 +62,6 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bia
         and weight.is_contiguous()
         and scale.dtype == torch.float32
         and (bias is None or bias.dtype in _KINDS)
-        and has_kernels()
         and not torch.compiler.is_compiling()
     )
 
@@ -50,26 +71,43 @@ def int8_linear(
 ) -> torch.Tensor:
     """What `product.plain_int8_linear` gives, bit by bit, where `can_multiply` says so."""
     x = x.contiguous()
-    num_tokens, num_inputs = x.shape
-    num_outputs, num_threads = len(weight), torch.get_num_threads()
+    num_tokens, num_outputs, num_threads = len(x), len(weight), torch.get_num_threads()
     outputs = torch.empty(num_tokens, num_outputs, dtype=x.dtype)
-    line = -(-num_inputs // LINE) * LINE
-    memory = torch.empty(num_tokens * (line + 8), dtype=torch.int8)  # levels, steps, offsets
-    levels = memory.data_ptr()
-    steps = levels + num_tokens * line
     arguments = _Arguments(
-        num_tokens=num_tokens, num_inputs=num_inputs, num_outputs=num_outputs,
-        share=_share(num_inputs, num_outputs, num_threads),
-        tokens=x.data_ptr(), outputs=outputs.data_ptr(), kind=_KINDS[x.dtype], scales=scale.data_ptr(),
-        weight=weight.data_ptr(), levels=levels, steps=steps, offsets=steps + 4 * num_tokens,
-    )  # fmt: skip
+        num_tokens=num_tokens,
+        num_inputs=x.shape[1],
+        num_outputs=num_outputs,
+        share=_share(x.shape[1], num_outputs, num_threads),
+        tokens=x.data_ptr(),
+        outputs=outputs.data_ptr(),
+        kind=_KINDS[x.dtype],
+        scales=scale.data_ptr(),
+        weight=weight.data_ptr(),
+    )
     if bias is not None:
         arguments.bias, arguments.bias_kind = bias.data_ptr(), _KINDS[bias.dtype]
+    is_many = num_tokens >= _MANY and _fits_registers(weight)
+    memory = _reserve(arguments, is_many)  # noqa: F841 (held until all is done)
     address = ctypes.addressof(arguments)
     run(to_levels.address, address, num_threads if num_tokens > 1 and x.numel() > _FEW else 1)
     arguments.next = 0
-    run(multiply.address, address, num_threads if num_tokens * weight.numel() > _SMALL else 1)
+    function = multiply_many if is_many else multiply
+    run(function.address, address, num_threads if num_tokens * weight.numel() > _SMALL else 1)
     return outputs
+
+
+def _reserve(arguments: Any, is_many: bool) -> torch.Tensor:
+    """Memory for levels, for matrix registers too, steps and offsets."""
+    num_tokens = arguments.num_tokens
+    line = -(-arguments.num_inputs // LINE) * LINE
+    num_packed = -(-num_tokens // SIDE) * SIDE if is_many else 0
+    memory = torch.empty((num_packed + num_tokens) * line + num_tokens * 8, dtype=torch.int8)
+    arguments.levels = memory.data_ptr() + num_packed * line
+    arguments.steps = arguments.levels + num_tokens * line
+    arguments.offsets = arguments.steps + num_tokens * 4
+    if is_many:
+        arguments.packed, arguments.registers = memory.data_ptr(), ctypes.addressof(_registers(arguments.num_inputs))
+    return memory
 
 
 def _share(num_inputs: int, num_outputs: int, num_threads: int) -> int:

@@ -21,7 +21,8 @@ from ...models import new_model
 pytestmark = pytest.mark.skipif(not native.has_kernels(), reason="there are no compiled products for this CPU")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NUMBERS = (1, 2, 3, 5, 8, 15, 32)  # of tokens
+NUMBERS = (1, 2, 3, 5, 8, 12, 15, 16, 17, 32)  # of tokens
+MANY = (33, 64, 75)
 
 
 def new_map(num_inputs: int, num_outputs: int, bias_dtype=None):
@@ -60,11 +61,33 @@ def test_numbers_are_those_of_torchs_operators(num_inputs, num_outputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_and_what_is_no_number(dtype):
-    weight, scale, bias = new_map(70, 40, dtype)
-    x = torch.randn(9, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("num_inputs, num_outputs", [(4, 16), (64, 33), (76, 203), (1088, 96)])
+def test_numbers_that_come_from_matrix_registers(num_inputs, num_outputs, dtype):
+    if not native.has_matrix_registers():
+        pytest.skip("the CPU has none")
+    weight, scale, bias = new_map(num_inputs, num_outputs, torch.float32)
+    for num_tokens in MANY:
+        x = new_tokens(num_tokens, num_inputs, dtype)
+        assert native.can_multiply(x, weight, scale, bias)
+        assert_equal(native.int8_linear(x, weight, scale, bias), plain_int8_linear(x, weight, scale, bias))
+
+
+def test_numbers_without_matrix_registers(monkeypatch):
+    monkeypatch.setattr(native, "has_matrix_registers", lambda: False)
+    weight, scale, bias = new_map(76, 203, torch.float32)
+    for num_tokens in NUMBERS:
+        x = new_tokens(num_tokens, 76, torch.bfloat16)
+        assert_equal(native.int8_linear(x, weight, scale, bias), plain_int8_linear(x, weight, scale, bias))
+    assert not native.can_multiply(x.repeat(2, 1), weight, scale, bias), "torch is faster"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [9, 18])
+def test_zeros_and_what_is_no_number(dtype, num_tokens):
+    weight, scale, bias = new_map(72, 40, dtype)
+    x = torch.randn(num_tokens, 72, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] = 0
-    x[1, 69], x[3, 0], x[4, 1], x[5, :2] = torch.nan, torch.inf, -torch.inf, torch.tensor([torch.nan, torch.inf])
+    x[1, 71], x[3, 0], x[4, 1], x[5, :2] = torch.nan, torch.inf, -torch.inf, torch.tensor([torch.nan, torch.inf])
     actual = native.int8_linear(x, weight, scale, bias)
     assert_equal(actual, plain_int8_linear(x, weight, scale, bias))
     assert torch.equal(actual[0], bias) and actual[[2, 6, 7, 8]].isfinite().all()
@@ -82,7 +105,7 @@ def few_threads():
 def test_any_number_of_threads(few_threads, num_threads):
     """Enough work for all of them: 31 shares of the weight, the last of them with fewer outputs."""
     weight, scale, _ = new_map(4096, 991)
-    for num_tokens in (1, 9):
+    for num_tokens in (1, 9, 40):
         x = new_tokens(num_tokens, 4096, torch.float32)
         torch.set_num_threads(num_threads)
         assert_equal(native.int8_linear(x, weight, scale), plain_int8_linear(x, weight, scale))
@@ -90,7 +113,7 @@ def test_any_number_of_threads(few_threads, num_threads):
 
 def test_several_callers_at_the_same_time():
     weight, scale, _ = new_map(1024, 512)
-    tokens = [new_tokens(num_tokens, 1024, torch.bfloat16) for num_tokens in range(1, 17)] * 4
+    tokens = [new_tokens(num_tokens, 1024, torch.bfloat16) for num_tokens in range(1, 25)] * 3
     expected = [plain_int8_linear(x, weight, scale) for x in tokens]
     with ThreadPoolExecutor(4) as pool:
         for actual, wanted in zip(pool.map(lambda x: native.int8_linear(x, weight, scale), tokens), expected):
@@ -99,12 +122,13 @@ def test_several_callers_at_the_same_time():
 
 def test_nothing_behind_the_weight_counts():
     """Rows are read in vectors, the last one in part."""
-    weight, scale, _ = new_map(70, 37)
-    padded = torch.full((37 * 70 + 64,), 99, dtype=torch.int8)
-    padded[: 37 * 70] = weight.flatten()
-    x = new_tokens(3, 70, torch.float32)
-    expected = plain_int8_linear(x, weight, scale)
-    assert_equal(native.int8_linear(x, padded[: 37 * 70].view(37, 70), scale), expected)
+    weight, scale, _ = new_map(72, 48)
+    padded = torch.full((48 * 72 + 64,), 99, dtype=torch.int8)
+    padded[: 48 * 72] = weight.flatten()
+    for num_tokens in (3, 16):
+        x = new_tokens(num_tokens, 72, torch.float32)
+        expected = plain_int8_linear(x, weight, scale)
+        assert_equal(native.int8_linear(x, padded[: 48 * 72].view(48, 72), scale), expected)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
@@ -169,6 +193,7 @@ def test_what_compiled_code_cannot_read_is_left_to_torch(monkeypatch):
     x = new_tokens(4, 70, torch.float32)
     assert not native.can_multiply(x[:0], weight, scale, bias)
     assert not native.can_multiply(x.repeat(99, 1), weight, scale, bias)
+    assert not native.can_multiply(torch.zeros(513, 72), *new_map(72, 40))
     assert not native.can_multiply(x.double(), weight, scale, bias)
     assert not native.can_multiply(x, weight, scale, bias.double())
     assert not native.can_multiply(x, weight.t().contiguous().t(), scale, bias)

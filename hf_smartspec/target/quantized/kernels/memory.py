@@ -122,7 +122,11 @@ def take(builder, address, index):
     return builder.atomic_rmw("add", place(builder, address, index, I64), I64(1), "monotonic")
 
 
-@written(types.int64)
-def room_for_256(builder):
-    """Where 256 numbers of four bytes can be kept until the calling function returns."""
-    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I32, 256)), I64)
+def room_for(count: int) -> Any:
+    """What gives the address of so many numbers of four bytes, which are gone when the calling function returns."""
+
+    @written(types.int64)
+    def room(builder):
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I32, count)), I64)
+
+    return room

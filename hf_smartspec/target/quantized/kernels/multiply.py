@@ -10,7 +10,7 @@ from .memory import (
     load_float32,
     load_int32,
     load_int64,
-    room_for_256,
+    room_for,
     store_bfloat16,
     store_float16,
     store_float32,
@@ -19,31 +19,32 @@ from .memory import (
 
 ROWS, _MOST = 32, 8  # and tokens whose sums are kept before they become numbers
 _LINE = 4 * ROWS  # bytes of a token's sums
+_room = room_for(ROWS * _MOST)
 
 
 @callback
 def multiply(arguments):
     """Takes the next share of the weight's rows, until there are none left."""
     num_outputs, share = load_int64(arguments, at.NUM_OUTPUTS), load_int64(arguments, at.SHARE)
-    sums = room_for_256()
+    sums = _room()
     begin = share * take(arguments, at.NEXT)
     while begin < num_outputs:
         end = min(begin + share, num_outputs)
         while begin < end:
-            _multiply_rows(arguments, begin, min(ROWS, end - begin), sums)
+            multiply_rows(arguments, begin, min(ROWS, end - begin), sums)
             begin += ROWS
         begin = share * take(arguments, at.NEXT)
 
 
 @inner
-def _multiply_rows(arguments, row, num_rows, sums):
+def multiply_rows(arguments, row, num_rows, sums):
     """Some rows times all tokens: they come from memory once."""
     token, num_tokens = 0, load_int64(arguments, at.NUM_TOKENS)
     while token < num_tokens:
         num = min(_MOST, num_tokens - token)
         _sum(arguments, row, num_rows, token, num, sums)
         for k in range(num):
-            _scale(arguments, row, num_rows, token + k, sums + _LINE * k)
+            scale(arguments, row, num_rows, token + k, sums + _LINE * k)
         token += num
 
 
@@ -84,7 +85,7 @@ def _sum_four_rows(weight, length, levels, padded, offsets, sums, num_tokens):
 
 
 @inner
-def _scale(arguments, row, num_rows, token, sums):
+def scale(arguments, row, num_rows, token, sums):
     """Sums of a token become numbers of the output, rounded as torch's operators round them one after the other."""
     step, scale = load_float32(load_int64(arguments, at.STEPS), token), load_int64(arguments, at.SCALES) + 4 * row
     for k in range(num_rows):
