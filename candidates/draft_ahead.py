@@ -133,7 +133,7 @@ def _send(forward: PackedForward, levels: Sequence[DraftLevel]) -> None:
     others: list[torch.Tensor] = []
     for level in levels:
         others += [*(level.noise or ()), *([] if level.going_on is None else [level.going_on])]
-    sent = iter(send([level.planned.layout for level in levels], forward.device, others))
+    sent = iter(send([level.planned.layout for level in levels], forward.device, forward.wire, others))
     for level in levels:
         level.noise = None if level.noise is None else NoiseKeys(next(sent), next(sent))
         level.going_on = None if level.going_on is None else next(sent)

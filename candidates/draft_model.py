@@ -14,6 +14,7 @@ from ..sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
 from ..sampling.processors import ScoreProcessing, process_lines
 from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
+from ..target.kept_memory import lend, take_back
 from ..target.packed import PackedForward
 from ..target.support import can_pack
 from ..target.written import packed_forward
@@ -112,7 +113,11 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._states[request_id] = DraftState(self._forward.add(), prompt.tolist(), outlook, processing, seed)
 
     def _new_forward(self) -> PackedForward | ChainForward:
-        return packed_forward(self.model) if self._draws_trees else ChainForward(self.model)
+        if not self._draws_trees:
+            return ChainForward(self.model)
+        forward = packed_forward(self.model)
+        lend(forward)
+        return forward
 
     def stop(self, request_id: Hashable) -> None:
         self._coupling.pop(request_id, None)
@@ -120,6 +125,8 @@ class DraftModelCandidates(TreeCandidateGenerator):
         if state is not None and self._forward is not None:
             self._forward.remove(state.row)
         if not self._states:
+            if isinstance(self._forward, PackedForward):
+                take_back(self._forward)
             self._forward = None
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:

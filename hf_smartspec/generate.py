@@ -17,6 +17,7 @@ from .prepare.decode import decode_prepared, decode_undrafted
 from .prepare.defaults import Default, choose, serving, without_assistant
 from .prepare.model_state import ModelStatistics, warn_once
 from .prepare.resolve import check_assistant, resolve
+from .target import kept_memory
 from .target.written import forget
 
 logger = get_logger(__name__)
@@ -99,7 +100,9 @@ def disable(model: Any = None) -> Any:
     that were laid side by side in memory stay so. Returns the model.
     """
     if model is not None:
-        forget(generating(model))  # type: ignore[arg-type]
+        target: Any = generating(model)
+        forget(target)
+        kept_memory.forget(target)
     return _take_back(model)
 
 

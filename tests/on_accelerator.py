@@ -16,6 +16,7 @@ from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput.policy import FixedLength
 from hf_smartspec.sampling import noise
+from hf_smartspec.target.packed import PackedForward
 
 from .accelerator import DEVICE, Accelerator
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
@@ -201,6 +202,42 @@ def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
         numbers.append(max(counts["dispatched"] for counts in steps))
         check_counts(steps, source, name)
     assert numbers[1] <= 1.3 * numbers[0], "ragged drafts are padded and cut: that is all there is to more rows"
+
+
+@pytest.mark.parametrize("source", ["lookup", "chain", "tree"])
+def test_memory_and_buffers_stay_where_they_are(on_device, expected, accelerator, monkeypatch, source):
+    """Over all steps of several calls: keys and values, and where layouts arrive, of the target and of the draft."""
+    places: dict[int, list[tuple]] = {}
+    run = PackedForward.run
+
+    def noting(forward, planned):
+        sent = {name: getattr(planned.layout, name) for name in ("positions", "lines")}
+        logits = run(forward, planned)
+        memories = [memory for layer in forward.cache.layers for memory in layer.memories]
+        buffers = {tensor.on_host.untyped_storage().data_ptr() for tensor in sent.values()}
+        place = tuple(memory.on_host.data_ptr() for memory in memories), tuple(buffers)
+        places.setdefault(id(forward.model), []).append(place)
+        return logits
+
+    generate(on_device, source, OPTIONS["greedy"])  # whatever there is to try out has been
+    monkeypatch.setattr(PackedForward, "run", noting)
+    for _ in range(2):
+        output = generate(on_device, source, OPTIONS["greedy"])
+        assert tokens_of(output) == tokens_of(expected["greedy"]) and output.statistics.accepted_tokens > 0
+    assert len(places) == (1 if source == "lookup" else 2)
+    for found in places.values():
+        assert len(found) > 8 and len(set(found)) == 1
+        memories, buffers = found[0]
+        assert len(memories) == 4 and len(buffers) == 1, "of two layers; all of a step's layout arrives together"
+
+
+def test_rows_that_move_draft_the_same(on_cpu, on_device, accelerator):
+    """Contexts outgrow what drafts have room for, each at its own time."""
+    outputs = []
+    for models in (on_cpu, on_device):
+        outputs.append(generate(models, "chain", OPTIONS["greedy"], lengths=(300, 5, 252, 90)))
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+    assert outputs[0].statistics.accepted_tokens == outputs[1].statistics.accepted_tokens > 0
 
 
 class Looking(PromptLookupCandidates):

@@ -18,6 +18,7 @@ from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target.compat import renewal_length
+from ..target.kept_memory import lend
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
 from ..target.written import packed_forward
@@ -180,6 +181,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = packed_forward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
+    lend(forward)
     if prepared.route.reads_media:
         read_media(forward, requests, prepared)
         return forward

@@ -21,6 +21,7 @@ from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
 from ..target.compat import is_synchronized
+from ..target.kept_memory import take_back
 from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
@@ -114,9 +115,11 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
         prepared.streamer.end()
     assert call.batch.num_generated is not None, "a row has not stopped"
     sequences = call.batch.padded_batch(call.batch.num_generated)
+    cache: Any = _export_cache(call, sequences.shape[1] - 1, given_cache) if call.keeps_cache else None
+    if isinstance(call.forward, PackedForward):  # after an error it is left alone: nobody knows what is under way
+        take_back(call.forward)
     if not call.keeps_cache:
         return sequences
-    cache = _export_cache(call, sequences.shape[1] - 1, given_cache)
     if gives_back and cache is not given_cache:
         given_cache.layers, cache = cache.layers, given_cache
     return _output(model, call, loop.statistics, sequences, cache, config)

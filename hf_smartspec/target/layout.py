@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from ..device import send_together
+from ..device import Wire
 from ..drafts.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -217,15 +217,20 @@ class _Tokens(NamedTuple):
         return _Tokens(*[array[part] for array in self])
 
 
-def send(layouts: Sequence[StepLayout], device: torch.device, more: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Brings all that layouts have for a device there, as one piece, and more tensors (int64), which are returned."""
+def send(
+    layouts: Sequence[StepLayout], device: torch.device, wire: Wire, more: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """
+    Brings all that layouts have for a device there, as one piece, and more tensors (int64), which are returned. What
+    the wire has sent before is overwritten.
+    """
     if device.type == "cpu":
         return list(more)
     owners: list[StepLayout | PaddedPart | Spans] = []
     for layout in layouts:
         owners += [layout, *layout.parts, *([] if layout.spans is None else [layout.spans])]
     places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
-    tensors = send_together([*more, *[getattr(owner, name) for owner, name in places]], device)
+    tensors = wire.send([*more, *[getattr(owner, name) for owner, name in places]], device)
     for (owner, name), tensor in zip(places, tensors[len(more) :]):
         setattr(owner, name, tensor)
     return tensors[: len(more)]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..device import Wire
 from ..sampling.top import Top, argmax, best_of
 from .attention import attention_configs, tree_attention_step
 from .compat import shared_value
@@ -75,6 +76,7 @@ class PackedForward:
         self.model = model
         self.trees = True
         self.cache = SlotCache(num_rows, capacity)
+        self.wire = Wire()
         self.taps = HiddenStateTaps(model)
         self.prefill_chunk, self._choose = prefill_chunk, choose
         self._configs = attention_configs(model)
@@ -122,7 +124,7 @@ class PackedForward:
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
         planned = self.plan(self.run_long_feeds(list(inputs)))
-        send([planned.layout], self.device)
+        send([planned.layout], self.device, self.wire)
         logits = self.run(planned)
         planned.settle()
         return logits, [planned.first_lines[item.row] for item in inputs]
@@ -154,7 +156,7 @@ class PackedForward:
             chunks = [RowInput(item.row, item.feed[:chunk]) for item in long]
             planned = self.plan(chunks)
             planned.layout.kept = torch.zeros(1, dtype=torch.long)  # logits of one token, since there must be some
-            send([planned.layout], self.device)
+            send([planned.layout], self.device, self.wire)
             self.run(planned)
             planned.settle()
             rest = {}

@@ -51,11 +51,13 @@ class Slabs:
 
     Attributes:
         items (list of `Slab`): In the order of their lines.
+        touched (dict): Where rows have lain: the end of what has been a slab, by its start and capacity.
     """
 
     def __init__(self, num_lines: int):
         self.num_lines = num_lines
         self.items: list[Slab] = []
+        self.touched: dict[tuple[int, int], int] = {}
 
     @property
     def rows(self) -> list[CacheRow]:
@@ -82,12 +84,18 @@ class Slabs:
                 return False
             slab.rows.append(row)
             slab.put(len(slab.rows) - 1, row)
+            self._touch(slab)
             return True
         slab = max(before, key=lambda slab: len(slab.rows))
         slab.start -= capacity
         slab.rows.insert(0, row)
         slab.settle()
+        self._touch(slab)
         return True
+
+    def _touch(self, slab: Slab) -> None:
+        key = slab.start, slab.capacity
+        self.touched[key] = max(self.touched.get(key, 0), slab.end)
 
     def _new_slab(self, capacity: int) -> Slab | None:
         """In the largest gap: at its beginning, but with as much room for the slab before it as for its own rows."""
@@ -136,3 +144,4 @@ class Slabs:
         """Says to all rows where they lie now."""
         for slab in self.items:
             slab.settle()
+            self._touch(slab)

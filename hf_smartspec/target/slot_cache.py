@@ -35,7 +35,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        return _zeros(states, self.cache.num_lines, states.shape[1], states.shape[3])
+        return self.cache.memory(states, states.shape[1], states.shape[3])
 
     @property
     def memories(self) -> list[torch.Tensor]:
@@ -95,6 +95,8 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.capacity, self.most_lines = capacity, most_lines
         self.slabs = Slabs(num_slots * capacity)
+        self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as there are lines
+        self._most_columns = 0  # that any row has had
         self.layout: StepLayout | None = None
 
     @property
@@ -127,6 +129,32 @@ class SlotCache(Cache):
         while len(self.layers) <= index:
             self.layers.append(SlotLayer(self))
         return self.layers[index]
+
+    # Memory that is there before and stays behind
+
+    def lend(self, memories: list[torch.Tensor]) -> None:
+        """Memories of zeros, `[lines, heads, head_dim]`, all with as many lines: used if these are enough."""
+        if len(memories[0]) >= self.num_lines:
+            self._spare, self.slabs.num_lines = list(memories), len(memories[0])
+
+    def memory(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Zeros for all lines, of this shape each, of a tensor's dtype and device."""
+        wanted = (self.num_lines, *shape), like.dtype, like.device
+        for number, memory in enumerate(self._spare):
+            if (memory.shape, memory.dtype, memory.device) == wanted:
+                return self._spare.pop(number)
+        return _zeros(like, self.num_lines, *shape)
+
+    def give_back(self) -> list[torch.Tensor]:
+        """All memory, to be lent again: as zeros, whatever a call has left there. The cache is empty then."""
+        memories = self._memories()
+        for memory in memories:
+            for (start, capacity), end in self.slabs.touched.items():
+                slots = memory[start:end].unflatten(0, (-1, capacity))
+                slots[:, : self._most_columns].zero_()
+        self.slabs, self._spare = Slabs(self.num_lines), []
+        self.layers.clear()
+        return memories
 
     # Rows
 
@@ -190,6 +218,7 @@ class SlotCache(Cache):
 
     def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:
         """Makes room for rows of so many tokens each: those that have too little move."""
+        self._most_columns = max([self._most_columns, *num_tokens])
         outgrown = [(row, need) for row, need in zip(rows, num_tokens) if need > row.stride]
         if outgrown:
             self._enlarge({row: slot_size(need) for row, need in outgrown})
@@ -236,6 +265,8 @@ class SlotCache(Cache):
             for slab in slabs.items
             for slot, row in enumerate(slab.rows)
         ]
+        if slabs.num_lines == self.num_lines:
+            slabs.touched = self.slabs.touched
         self._move(moves, slabs.num_lines)
         self.slabs = slabs
         slabs.settle()
