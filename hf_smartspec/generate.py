@@ -96,8 +96,9 @@ def _enable_all(assistant: Any) -> None:
 
 def disable(model: Any = None) -> Any:
     """
-    Takes `enable` back; without effect where it was not called. What is remembered with the model is forgotten; weights
-    that were laid side by side in memory stay so. Returns the model.
+    Takes `enable` back; without effect where it was not called. What is remembered with the model is forgotten, and the
+    memory of keys and values that is kept for its next call freed; weights that were laid side by side in memory stay
+    so. Returns the model.
     """
     if model is not None:
         target: Any = generating(model)
