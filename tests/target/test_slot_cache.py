@@ -157,6 +157,11 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
                     assert len(memory) == self.cache.num_lines
                     assert torch.equal(held(memory, row, len(expected)), states(expected, dim, index)[0])
 
+    def teardown(self):
+        """Whatever has happened, nothing is left for others to find."""
+        memories = self.cache.give_back()
+        assert not any(memory.any() for memory in memories) and not self.cache.rows and not self.cache.layers
+
 
 SlotCacheAgainstLists.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 test_rows_hold_their_texts_whatever_happens_to_the_others = SlotCacheAgainstLists.TestCase
@@ -244,6 +249,27 @@ def test_memory_that_may_not_grow_is_laid_out_afresh():
 def test_rows_of_a_cache_that_is_bound_have_no_longer_slots_than_there_are_lines():
     cache = SlotCache(1, 64, most_lines=300)
     assert cache.add(257).stride == 300 and cache.num_lines == 300
+
+
+def test_memory_that_is_lent_is_used_if_it_is_enough():
+    cache, _ = filled([30, 7, 20], capacity=100)
+    memories = cache.give_back()
+    assert len(memories) == 2 * LAYERS and len(memories[0]) == 300
+    for num_slots, capacity, is_enough in ((2, 50, True), (3, 100, True), (4, 100, False)):
+        other = SlotCache(num_slots, capacity)
+        other.lend(memories)
+        rows = [other.add() for _ in range(num_slots)]
+        lay_out(other, [RowInput(row, np.arange(5)) for row in rows])
+        for layer in range(LAYERS):
+            stamps = list(range(5 * num_slots))
+            other.update(states(stamps, KEY_DIM, layer), states(stamps, VALUE_DIM, layer), layer)
+        used = [memory.data_ptr() for layer in other.layers for memory in layer.memories]
+        assert (used == [memory.data_ptr() for memory in memories]) == is_enough
+        assert other.num_lines == (300 if is_enough else 400)
+        for row in rows:
+            row.length = 5
+        other.reserve(rows, [5] * num_slots)
+        assert all(not memory.any() for memory in other.give_back())
 
 
 def test_memory_behind_a_row_is_never_nan():
