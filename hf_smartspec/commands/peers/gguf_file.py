@@ -48,7 +48,7 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str) -> None:
     """
     if kind not in _TYPES:
         raise ValueError(f"`kind` must be one of {', '.join(_TYPES)}, got {kind!r}.")
-    _check(model)
+    check_llama(model)
     with torch.no_grad():
         tensors = [_encoded(name, weight, kind) for name, weight in converted(model)]
     entries = metadata(model, kind)
@@ -59,12 +59,13 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str) -> None:
         _write_tensors(file, tensors)
 
 
-def _check(model: PreTrainedModel) -> None:
+def check_llama(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for what the formats of other engines are not written for here."""
     config = model.config
     if config.model_type != "llama" or config.rope_parameters["rope_type"] != "default" or config.hidden_act != "silu":
-        raise ValueError(f"Llamas with plain rotary embeddings can be written as GGUF, got {config.model_type!r}.")
+        raise ValueError(f"Llamas with plain rotary embeddings can be converted, got {config.model_type!r}.")
     if any(name.endswith(".bias") for name, _ in model.named_parameters()):
-        raise ValueError("Llamas without biases can be written as GGUF, this one has some.")
+        raise ValueError("Llamas without biases can be converted, this one has some.")
 
 
 # --- Weights

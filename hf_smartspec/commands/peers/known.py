@@ -35,5 +35,8 @@ PEERS = {
     "compiled": Peer("transformers", ("model",), KINDS[:2], settings={"compiled": True}),
     "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
     "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), requirements=("xllamacpp==2026.10.11549",)),
+    "openvino": Peer(
+        "openvino_genai", ("arrays", "draft_arrays"), requirements=("openvino==2026.4.1", "openvino-genai==2026.4.1.0")
+    ),
 }
 BASELINES = (("transformers", "plain"), ("smartspec", "generate on it"))  # plain `generate`; in int8, the second
