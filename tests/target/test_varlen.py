@@ -96,6 +96,25 @@ def test_tokens_are_those_of_plain_decoding(calls, architecture, source, written
         assert calls["masks"] <= 4 < calls["flash"], "but for the first of each kind, of target and draft"
 
 
+@pytest.mark.parametrize("source", ["none", "suffix", "tree"])
+def test_rows_in_slots_of_different_sizes(calls, source):
+    """They are one call all the same; of trees, the rest is one for each slab."""
+    model, generator = new_model("llama"), torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in (300, 5, 9, 150)]
+    settings = {"max_new_tokens": 16, "eos_token_id": None}
+    with hf_smartspec.Engine(model, sources("llama")[source], max_batch_size=4) as engine:
+        with engine.pause():
+            names = [engine.add_request(text, **settings) for text in texts]
+        outputs = [engine.get_result(name, timeout=60) for name in names]
+        slabs = engine._memory.cache.slabs.items
+        assert len({slab.capacity for slab in slabs}) == len(slabs) == 3
+    for text, output in zip(texts, outputs):
+        expected = model.generate(torch.tensor([text]), attention_mask=torch.ones(1, len(text)), **settings)
+        assert output.generated_tokens == expected[0, len(text) :].tolist()
+    assert source == "none" or engine.statistics.accepted_tokens > 0
+    assert varlen._is_right and all(varlen._is_right.values()) and calls["flash"] > 1
+
+
 def test_prompts_in_pieces(calls):
     model = new_model("llama")
     forward = packed.PackedForward(model, prefill_chunk=7)
