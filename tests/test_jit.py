@@ -250,12 +250,18 @@ def test_inner_functions_cannot_be_called_from_python():
 
 
 def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
-    """`jit.stamp` looks at the function's own folder: nothing compiled may come from another."""
+    """`jit.stamp` looks at the function's own folder and that of `jit`: nothing compiled may come from another."""
     folder = Path(hf_smartspec.__file__).parent
     paths = [*folder.rglob("*.py"), *(folder / "candidates").resolve().rglob("*.py")]
-    assert {path.parent.parent.name for path in paths if path.parent.name == "kernels"} == {"suffix", "quantized"}
+    assert {path.parent.parent.name for path in paths if path.parent.name == "kernels"} == {
+        "suffix",
+        "native",
+        "quantized",
+    }
     for path in paths:
         tree = ast.parse(path.read_text())
         imports = {node.module: node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        if any((module or "").endswith("jit") for module in imports) and path.parent.name == "kernels":
-            assert all(node.level in (0, 1) or module == "jit" for module, node in imports.items()), path
+        if any((module or "").startswith("jit") for module in imports) and path.parent.name == "kernels":
+            assert all(node.level in (0, 1) or module in ("jit", "jit.pointers") for module, node in imports.items()), (
+                path
+            )

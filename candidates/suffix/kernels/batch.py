@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....jit import compiled, inner
+from ....jit.pointers import ahead, float32_at, float64_at, int32_at, int64_at
 from .expand import (
     DEPTH_LIMIT,
     MAX_CANDIDATES,
@@ -25,7 +26,6 @@ from .insert import extend
 from .likely import LINE, NUM_LINES
 from .mix import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
 from .places import FROM, MAX_MATCH, WALK
-from .pointers import ahead, float32_at, float64_at, int32_at, int64_at
 from .score import draft_by_score
 from .store import REMOVALS, Store, set_clock
 

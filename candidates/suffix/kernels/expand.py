@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....jit import inner
+from ....jit.pointers import prefetch
 from .likely import LEAST_LIKELY, NUM_BINS, NUM_LIKELY, behind_one, behind_two
 from .mix import (
     CANDIDATE,
@@ -25,7 +26,6 @@ from .mix import (
     learn,
 )
 from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
-from .pointers import prefetch
 from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces

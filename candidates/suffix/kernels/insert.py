@@ -9,7 +9,7 @@ their text by themselves, so the cost is that of the match length, not of the de
 import numpy as np
 
 from ....jit import compiled, inner
-from .pointers import int32_at
+from ....jit.pointers import int32_at
 from .store import (
     CHILD,
     CLOCK,

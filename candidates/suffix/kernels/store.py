@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....jit import compiled, inner
-from .pointers import int32_at, int64_at
+from ....jit.pointers import int32_at, int64_at
 
 # Fields of a node, which is known by where they begin in `Store.nodes`
 LABEL, LEN, KIDS, NUM, CLASS, TOTAL, ENDED, INDEX = range(8)

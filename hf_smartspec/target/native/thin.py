@@ -9,10 +9,11 @@ from functools import cache
 import torch
 
 from ..quantized.threads import has_threads, run
-from .multiply import FIELDS, multiply
-from .tiles import num_lanes
+from .kernels.multiply import FIELDS, multiply_bfloat16, multiply_float32
+from .kernels.tiles import num_lanes
 
-_MOST_TOKENS = 12  # for more, torch's products are as fast
+_MOST_TOKENS = {torch.float32: 12, torch.bfloat16: 6}  # for more, torch's products are as fast
+_CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
 _SHARE = 2**18  # numbers of a weight that a thread takes at a time
 _SMALL = 2**17  # products that one thread is done with before a second one has begun
 _ROWS = 12  # a multiple of what tiles have
@@ -31,8 +32,8 @@ def has_kernels() -> bool:
 def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether compiled code computes `linear` of these tokens `[N, in]` faster."""
     return (
-        len(x) <= _MOST_TOKENS
-        and weight.dtype is x.dtype is torch.float32
+        len(x) <= _MOST_TOKENS.get(weight.dtype, 0)
+        and x.dtype is weight.dtype
         and weight.device.type == "cpu"
         and not weight.shape[1] % 16
         and weight.is_contiguous()
@@ -45,13 +46,13 @@ def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     x = x.contiguous()
     num_tokens, num_inputs = x.shape
     num_outputs, num_threads = len(weight), torch.get_num_threads()
-    outputs = torch.empty(num_tokens, num_outputs)
+    outputs = torch.empty(num_tokens, num_outputs, dtype=x.dtype)
     arguments = _Arguments(
-        0, num_tokens, num_inputs, num_outputs, _share(num_inputs, num_outputs, num_threads), x.data_ptr(),
-        weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
+        0, num_tokens, num_inputs, num_outputs, _share(num_inputs, num_outputs, num_threads),
+        weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
     )  # fmt: skip
     is_small = num_tokens * num_inputs * num_outputs <= _SMALL
-    run(multiply.address, ctypes.addressof(arguments), 1 if is_small else num_threads)
+    run(_CODE[x.dtype].address, ctypes.addressof(arguments), 1 if is_small else num_threads)
     return outputs
 
 

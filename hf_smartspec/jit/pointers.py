@@ -24,6 +24,7 @@ def _pointer_to(number_type: types.Type) -> Any:
 
 int32_at, int64_at = _pointer_to(types.int32), _pointer_to(types.int64)
 float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
+bfloat16_at = _pointer_to(types.uint16)  # their bits, since numba has no such numbers
 
 
 @intrinsic
@@ -50,3 +51,13 @@ def prefetch(typing_context, pointer, distance):
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate
+
+
+@intrinsic
+def take(typing_context, pointer):
+    """The integer that is there, one more being left: whatever other threads do, nobody else gets it."""
+
+    def generate(context, builder, signature, args):
+        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
+
+    return types.int64(pointer), generate

@@ -25,7 +25,7 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
-from .log import get_logger
+from ..log import get_logger
 
 logger = get_logger(__name__)
 
@@ -143,11 +143,12 @@ def announce(folder: str | None) -> None:
 @cache
 def stamp(folder: Path) -> str:
     """
-    What machine code of this folder's functions depends on: all sources there, which may be compiled into it (numba
-    looks at the function's own file only), and the compiler. Asked at import: what is edited later does not run yet.
+    What machine code of this folder's functions depends on: all sources there and here, which may be compiled into it
+    (numba looks at the function's own file only), and the compiler. Asked at import: what is edited later does not run
+    yet.
     """
     digest = blake2b(f"{numba.__version__} {llvmlite.__version__}".encode(), digest_size=8)
-    for source in [Path(__file__), *sorted(folder.glob("*.py"))]:
+    for source in [*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("*.py"))]:
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
