@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--widths", type=positive, nargs="+", default=[1, 4], metavar="N", help="tokens per row (default: 1 4)"
     )
     parser.add_argument(
-        "--repeats", type=positive, default=7, metavar="N", help="measured forwards per setting (default: 7)"
+        "--repeats", type=positive, metavar="N", help="measurements per setting (default: 7; 3 of what is quantized)"
     )
     parser.add_argument(
         "--layers", type=positive, default=15, metavar="N", help="15 layers make 205 M parameters (default: 15)"
@@ -80,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
         if "host" in args.parts:
             results["host"] = host_time(args.host_steps)
         if QUANTIZED in args.parts:
-            sizes = (args.num_prompts, args.max_new_tokens, args.repeats)
-            results["quantized"] = int8_speed(args.parameters, args.prompts, args.dtype, *sizes)
+            sizes = (args.num_prompts, args.max_new_tokens, args.repeats or 3)
+            results["quantized"] = []
+            for row in int8_speed(args.parameters, args.prompts, args.dtype, *sizes):
+                results["quantized"].append(row)
         if set(args.parts) - {"host", QUANTIZED}:
             _measure_model(args, results, device, dtype)
     finally:  # interrupted, what was measured so far is still worth reading
@@ -96,7 +98,7 @@ def _measure_model(args: argparse.Namespace, results: dict[str, Any], device: to
     model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
     results["parameters"] = model.num_parameters()
     if "forward" in args.parts:
-        results["forward"] = forward_overhead(model, args.batch_sizes, args.widths, args.repeats)
+        results["forward"] = forward_overhead(model, args.batch_sizes, args.widths, args.repeats or 7)
     if "step" in args.parts:
         draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
         with track(desc="measuring steps of the engine"):
@@ -226,7 +228,7 @@ def _print(console: Console, results: dict[str, Any]) -> None:
         _print_step(console, results["step"])
     if "no_speculation" in results:
         _print_no_speculation(console, results["no_speculation"])
-    if "quantized" in results:
+    if results.get("quantized"):
         print_int8_speed(console, results["quantized"], results["environment"]["dtype"])
     console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
 

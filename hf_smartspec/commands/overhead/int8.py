@@ -1,7 +1,7 @@
 """What int8 is worth: the embedded target, cost-matched, decodes real prompts one at a time in both, side by side."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...generate import enabled
+from ...prepare.resolve import suffix_trees
 from ...target.quantized import quantize
 from ..common.console import table
 from ..common.cost_matched import enlarge
@@ -21,14 +22,16 @@ from ..common.recordings import Fields, read_requests
 from ..common.timing import side_by_side
 
 WAYS = {"plain": {}, "none": {"assistant": "none"}, "auto": {"assistant": "auto"}}
+_WARMUP = 4  # tokens, before which the models are planned, measured and compiled
 _MAX_PROMPT = 256  # tokens of a prompt, its end
 
 
 def int8_speed(
     sizes: Sequence[float], path: Path | None, dtype: str, num_prompts: int, num_tokens: int, repeats: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """
-    One row for every size and way to decode: tokens per second at batch 1 in `dtype` and in int8, and their ratio.
+    One row for every size and way to decode, as soon as it is known: tokens per second at batch 1 in `dtype` and in
+    int8, and their ratio. No answer is remembered.
 
     Args:
         sizes (sequence of `float`): Parameters of the target.
@@ -44,49 +47,42 @@ def int8_speed(
     requests = read_requests(path, Fields(), None, needs_responses=False)
     data = DataSet.of(str(path), requests, tokenizer, num_prompts, 0, _MAX_PROMPT, num_tokens)
     prompts = [torch.tensor(prompt)[None] for prompt in data.prompts]
-    rows = []
     for size in track(sizes, desc=f"{dtype} against int8"):
         try:
             model = enlarge(small, size)
             quantized = quantize(copy.deepcopy(model))
         except ValueError as error:
             raise UsageError(f"--parameters {size:.0f}: {error}") from error
-        rows += _compare(model, quantized, prompts, num_tokens, repeats)
-    return rows
+        yield from _compare(model, quantized, prompts, num_tokens, repeats)
 
 
 def _compare(
     model: PreTrainedModel, quantized: PreTrainedModel, prompts: Sequence[torch.Tensor], num_tokens: int, repeats: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     models = {"full": model, "int8": quantized}
     for item in models.values():
         item.generation_config = GenerationConfig(pad_token_id=0)
+    new, mib = num_tokens * len(prompts), {name: _num_mib(item) for name, item in models.items()}
     with enabled(model), enabled(quantized):
-        functions = {
-            (name, way): _decoding(item, prompts, num_tokens, arguments)
-            for way, arguments in WAYS.items()
-            for name, item in models.items()
-        }
-        named = {" ".join(key): function for key, function in functions.items()}
-        seconds = side_by_side(named, repeats, model.device, warmup=1)
-    new = num_tokens * len(prompts)
-    return [
-        {
-            "parameters": model.num_parameters(),
-            "way": way,
-            "full": new / seconds[f"full {way}"],
-            "int8": new / seconds[f"int8 {way}"],
-            "ratio": seconds[f"full {way}"] / seconds[f"int8 {way}"],
-            "mib": {name: sum(weight.nbytes for weight in item.parameters()) / 2**20 for name, item in models.items()},
-        }
-        for way in WAYS
-    ]
+        for way, arguments in WAYS.items():
+            for item in models.values():
+                _decoding(item, prompts[:1], _WARMUP, arguments)()
+            functions = {name: _decoding(item, prompts, num_tokens, arguments) for name, item in models.items()}
+            seconds = side_by_side(functions, repeats, model.device, warmup=0)
+            speed = {name: new / value for name, value in seconds.items()}
+            ratio = speed["int8"] / speed["full"]
+            yield {"parameters": model.num_parameters(), "way": way, **speed, "ratio": ratio, "mib": mib}
+
+
+def _num_mib(model: PreTrainedModel) -> float:
+    return sum(weight.nbytes for weight in model.parameters()) / 2**20
 
 
 def _decoding(
     model: Any, prompts: Sequence[torch.Tensor], num_tokens: int, arguments: dict[str, Any]
 ) -> Callable[[], object]:
     def decode() -> None:
+        suffix_trees(model).remove_namespace("")
         for ids in prompts:
             model.generate(ids, max_new_tokens=num_tokens, eos_token_id=None, do_sample=False, **arguments)
 

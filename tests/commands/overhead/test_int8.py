@@ -5,8 +5,10 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
+from hf_smartspec import enabled, suffix_trees
 from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.overhead import command as overhead
 from hf_smartspec.commands.overhead import int8
@@ -14,6 +16,7 @@ from hf_smartspec.commands.overhead.int8 import WAYS, int8_speed, print_int8_spe
 from hf_smartspec.target.quantized import is_quantized
 from hf_smartspec.target.quantized.product import has_exact_product
 from tests.folders import save_tiny_models
+from tests.models import new_model
 
 pytestmark = pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
 
@@ -36,9 +39,12 @@ def test_both_models_decode_all_prompts_in_every_way(folder, monkeypatch):
         return original(model, prompts, num_tokens, arguments)
 
     monkeypatch.setattr(int8, "_decoding", noted)
-    rows = int8_speed([5e5], None, "float32", num_prompts=2, num_tokens=5, repeats=1)
+    rows = list(int8_speed([5e5], None, "float32", num_prompts=2, num_tokens=5, repeats=1))
     assert [row["way"] for row in rows] == ["plain", "none", "auto"]
-    assert calls == [(kind, 2, 5, arguments) for arguments in WAYS.values() for kind in (False, True)]
+    sizes = (1, int8._WARMUP), (2, 5)
+    assert calls == [
+        (kind, *size, arguments) for arguments in WAYS.values() for size in sizes for kind in (False, True)
+    ]
     for row in rows:
         assert row["parameters"] == pytest.approx(5e5, rel=0.05)
         assert row["ratio"] == pytest.approx(row["int8"] / row["full"]) and row["full"] > 0
@@ -46,6 +52,29 @@ def test_both_models_decode_all_prompts_in_every_way(folder, monkeypatch):
     output = io.StringIO()
     print_int8_speed(Console(file=output, width=150), rows, "float32")
     assert "int8 / float32" in output.getvalue() and "auto" in output.getvalue()
+
+
+def test_answers_are_forgotten_before_the_next_repetition():
+    model = new_model("llama")
+    decode = int8._decoding(model, [torch.arange(3, 9)[None], torch.arange(9, 3, -1)[None]], 6, WAYS["auto"])
+    with enabled(model):
+        decode()
+        remembered = suffix_trees(model).num_cached_tokens()
+        decode()
+    assert 0 < remembered == suffix_trees(model).num_cached_tokens()
+
+
+def test_what_was_measured_before_an_interruption_is_printed(folder, monkeypatch, capsys):
+    def interrupted(*_):
+        yield {"parameters": 5e5, "way": "plain", "full": 2.0, "int8": 4.0, "ratio": 2.0, "mib": {"full": 1, "int8": 2}}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(overhead, "int8_speed", interrupted)
+    parser = argparse.ArgumentParser()
+    overhead.add_arguments(parser)
+    with pytest.raises(KeyboardInterrupt):
+        overhead.run(parser.parse_args(["--parts", "quantized"]))
+    assert "2.00" in capsys.readouterr().out
 
 
 def test_the_command_measures_it_where_it_is_asked_for(folder, tmp_path):
@@ -61,4 +90,4 @@ def test_the_command_measures_it_where_it_is_asked_for(folder, tmp_path):
 
 def test_sizes_below_the_targets_are_refused(folder):
     with pytest.raises(UsageError, match="--parameters 10: `num_parameters` must be at least"):
-        int8_speed([10], None, "float32", num_prompts=1, num_tokens=4, repeats=1)
+        list(int8_speed([10], None, "float32", num_prompts=1, num_tokens=4, repeats=1))
