@@ -79,12 +79,13 @@ class Calibrator:
         Raises:
             ValueError: if the arrays differ in length.
         """
-        scores, depths, match_lengths = _checked(scores, depths, match_lengths)
+        return self.calibrate_located(source, Located.at(scores, depths, match_lengths))
+
+    def calibrate_located(self, source: Hashable, nodes: "Located") -> np.ndarray:
+        """`calibrate` of nodes whose cells are known."""
         with self._lock:
             table = self._tables.get(source)
-            if table is None:
-                return scores.astype(np.float32)
-            probs = table.probs(scores, _cells(scores, depths, match_lengths), self.strength)
+            probs = nodes.scores if table is None else table.probs(*nodes, self.strength)
         return probs.astype(np.float32)
 
     def update(
@@ -102,18 +103,21 @@ class Calibrator:
         Raises:
             ValueError: if the arrays differ in length.
         """
-        scores, depths, match_lengths = _checked(scores, depths, match_lengths)
-        hits = np.asarray(hits, np.float64)
-        if hits.shape != scores.shape:
-            raise ValueError(f"`hits` must have the shape of `scores`, got {hits.shape} and {scores.shape}.")
-        if not len(scores):
+        nodes, hits = Located.at(scores, depths, match_lengths), np.asarray(hits, np.float64)
+        if hits.shape != nodes.scores.shape:
+            raise ValueError(f"`hits` must have the shape of `scores`, got {hits.shape} and {nodes.scores.shape}.")
+        self.update_located(source, nodes, hits)
+
+    def update_located(self, source: Hashable, nodes: "Located", hits: np.ndarray) -> None:
+        """`update` with nodes whose cells are known; `hits` are float64."""
+        if not len(hits):
             return
         with self._lock:
             table = self._tables.setdefault(source, _Table())
             self._tables.move_to_end(source)  # the latest to learn
             if len(self._tables) > _MOST_SOURCES:
                 self._tables.popitem(last=False)
-            table.add(scores, _cells(scores, depths, match_lengths), hits, 0.5 ** (len(scores) / self.half_life))
+            table.add(*nodes, hits, 0.5 ** (len(hits) / self.half_life))
 
     def calibrated(self, source: Hashable, tree: DraftTree) -> DraftTree:
         """The tree with calibrated probabilities."""
@@ -128,6 +132,31 @@ class Calibrator:
         nodes, hits = outcomes(tree, tokens)
         lengths = np.broadcast_to(tree.match_lengths, len(tree))[nodes]
         self.update(source, tree.probs[nodes], tree.depths[nodes], lengths, hits)
+
+
+class Located(NamedTuple):
+    """Nodes as a `Calibrator` sees them: raw scores in [0, 1], float64 `[n]`, and their cells, `[levels, n]`."""
+
+    scores: np.ndarray
+    cells: np.ndarray
+
+    @classmethod
+    def at(
+        cls,
+        scores: Sequence[float] | np.ndarray,
+        depths: Sequence[int] | np.ndarray,
+        match_lengths: Sequence[int] | np.ndarray | int,
+    ) -> "Located":
+        """
+        Raises:
+            ValueError: if the arrays differ in length.
+        """
+        scores, depths, match_lengths = _checked(scores, depths, match_lengths)
+        return cls(scores, _cells(scores, depths, match_lengths))
+
+    def of(self, nodes: np.ndarray) -> "Located":
+        """Those of some nodes (indices)."""
+        return Located(self.scores[nodes], self.cells[:, nodes])
 
 
 class _Table:

@@ -1,6 +1,7 @@
 """What a step costs: SmartSpec's linear model, bent where the line fails, fitted to measurements, kept up to date."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -97,7 +98,10 @@ class CostModel:
         Returns:
             `np.ndarray` of their common shape, float64; a float for numbers.
         """
-        return self.profiled(context, batched, width) * np.exp(self._log_factor(batched))
+        factor = self._log_factor(batched)
+        return self.profiled(context, batched, width) * (
+            math.exp(factor) if isinstance(factor, float) else np.exp(factor)
+        )
 
     def observe(self, context: float, batched: float, seconds: float, width: float = 1) -> None:
         """Learns from one measured step."""
@@ -132,18 +136,24 @@ class CostModel:
     def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """`seconds` before any correction: never less for larger forwards."""
         device = (self.alpha + self.beta * width) * context + self._tokens_seconds(batched)
-        return np.maximum(device, self.host) if self.host else device
+        if not self.host:
+            return device
+        return max(device, self.host) if isinstance(device, float) else np.maximum(device, self.host)
 
     def _tokens_seconds(self, batched: Any) -> Any:
         if not self.knots:
             return self.gamma * batched + self.delta
+        if isinstance(batched, (int, float)):  # numpy is slow on single numbers
+            at = min(bisect_right(self.knots, batched, 1), len(self.knots) - 1)
+            (x0, x1), (y0, y1) = self.knots[at - 1 : at + 1], self.curve[at - 1 : at + 1]
+            return y0 + (max(batched, self.knots[0]) - x0) * (y1 - y0) / (x1 - x0)
         (x0, x1), (y0, y1) = self.knots[-2:], self.curve[-2:]
         beyond = np.maximum(batched - x1, 0.0) * ((y1 - y0) / (x1 - x0))
         return np.interp(batched, self.knots, self.curve) + beyond
 
     def _bin(self, batched: Any) -> tuple[Any, Any]:
         """Between which two bins a size lies, and how far from the lower one."""
-        if not np.ndim(batched):  # numpy is slow on single numbers
+        if isinstance(batched, (int, float)) or not np.ndim(batched):  # numpy is slow on single numbers
             place = min(max(math.log2(max(batched, 1)), 0.0), _NUM_BINS - 1.001)
             return int(place), place - int(place)
         places = np.clip(np.log2(np.maximum(batched, 1)), 0, _NUM_BINS - 1.001)
@@ -154,7 +164,8 @@ class CostModel:
         if not self._log_factors.any():
             return 0.0
         low, share = self._bin(batched)
-        return self._log_factors[low] * (1 - share) + self._log_factors[low + 1] * share
+        factor = self._log_factors[low] * (1 - share) + self._log_factors[low + 1] * share
+        return factor if isinstance(low, np.ndarray) else float(factor)
 
     @classmethod
     def fit(cls, points: Sequence[CostPoint]) -> "CostModel":
