@@ -47,13 +47,16 @@ def int8_speed(
     requests = read_requests(path, Fields(), None, needs_responses=False)
     data = DataSet.of(str(path), requests, tokenizer, num_prompts, 0, _MAX_PROMPT, num_tokens)
     prompts = [torch.tensor(prompt)[None] for prompt in data.prompts]
-    for size in track(sizes, desc=f"{dtype} against int8"):
-        try:
-            model = enlarge(small, size)
-            quantized = quantize(copy.deepcopy(model))
-        except ValueError as error:
-            raise UsageError(f"--parameters {size:.0f}: {error}") from error
-        yield from _compare(model, quantized, prompts, num_tokens, repeats)
+    with track(total=len(sizes) * len(WAYS), desc=f"{dtype} against int8") as progress:
+        for size in sizes:
+            try:
+                model = enlarge(small, size)
+                quantized = quantize(copy.deepcopy(model))
+            except ValueError as error:
+                raise UsageError(f"--parameters {size:.0f}: {error}") from error
+            for row in _compare(model, quantized, prompts, num_tokens, repeats):
+                progress.update(1)
+                yield row
 
 
 def _compare(
