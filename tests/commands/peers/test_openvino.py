@@ -53,9 +53,9 @@ def test_the_graph_computes_what_the_model_computes_step_by_step(arrays, tmp_pat
     from hf_smartspec.commands.peers.runners.openvino_graph import write_graph
 
     model = new_llama(tied=tied)
-    write_graph(arrays(model), kind, tmp_path / "graph")
     for weight in model.parameters():
         weight.copy_(rounded(weight, kind) if weight.ndim > 1 else weight)
+    write_graph(arrays(model), kind, tmp_path / "graph")
     settings = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     core = openvino.Core()
     request = core.compile_model(tmp_path / "graph" / "openvino_model.xml", "CPU", settings).create_infer_request()
