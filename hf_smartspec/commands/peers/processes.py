@@ -80,8 +80,10 @@ class PeerProcess:
         assert self._process.stdout is not None
         timer = Timer(self.timeout, self._process.kill)
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:  # also where it is interrupted: a timer that goes on keeps Python from ending
+            timer.cancel()
         if not line:
             raise PeerError(f"ended without an answer, status {self._process.wait()}: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)

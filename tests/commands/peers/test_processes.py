@@ -2,7 +2,9 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +100,23 @@ def test_what_interrupts_the_command_leaves_its_peers_to_be_closed(start):
     assert os.getsid(process._process.pid) != os.getsid(0)
     process.close()
     assert process._process.returncode is not None
+
+
+def test_an_interrupted_wait_leaves_nothing_that_keeps_python_from_ending(start, monkeypatch):
+    process = start()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        process._process, "stdout", SimpleNamespace(readline=interrupt, close=process._process.stdout.close)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        process.decode("count", [0])
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    for timer in timers:
+        timer.join(10)
+    assert not any(timer.is_alive() for timer in timers)
 
 
 def test_every_peer_has_a_runner():
