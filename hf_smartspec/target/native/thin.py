@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 
-from ..quantized.threads import has_threads, run
 from .kernels.multiply import FIELDS, multiply_bfloat16, multiply_float32
 from .kernels.tiles import num_lanes
+from .threads import has_threads, run
 
 _MOST_TOKENS = {torch.float32: 12, torch.bfloat16: 6}  # for more, torch's products are as fast
 _CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}

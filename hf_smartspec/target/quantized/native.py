@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from ..native.threads import has_threads, run
 from .kernels.arguments import BFLOAT16, FIELDS, FLOAT16, FLOAT32
 from .kernels.dots import LINE, widest
 from .kernels.levels import to_levels
 from .kernels.multiply import ROWS, multiply
 from .kernels.multiply_many import multiply_many
 from .kernels.tiles import SIDE, configuration, has_tiles
-from .threads import has_threads, run
 
 _MOST_TOKENS = 32  # for more, torch's product is faster, but for ...
 _MOST_IN_REGISTERS = 512  # ... more than that where there are matrix registers: then levels outgrow the caches
