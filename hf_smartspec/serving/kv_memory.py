@@ -116,16 +116,16 @@ class EngineMemory:
         return len(self.cache.rows) < self.scheduler.max_batch_size and self.cache.has_room(capacity)
 
     def _shrink(self) -> None:
-        """Gives back memory of which little is needed. It grows as rows are added."""
+        """
+        Gives back memory of which little is needed, for running rows and for kept ones that are no longer than these.
+        It grows as rows are added.
+        """
         longest = max(self.scheduler.running.values(), default=0)
-        enough = self.scheduler.num_taken + min(self.prefixes.num_taken, self.scheduler.num_taken)
-        if self.cache.num_lines <= _WASTE * max(enough, _FIRST_LINES):
-            return
-        for row in self.prefixes.longer_than(longest):
-            self.cache.remove(row)
-        while self.prefixes.num_taken > enough - self.scheduler.num_taken:
-            self.cache.remove(self.prefixes.pop())
-        self.cache.shrink(2 * enough)
+        enough = self.scheduler.num_taken + self.prefixes.num_taken(longest)
+        if self.cache.num_lines > _WASTE * max(enough, _FIRST_LINES):
+            for row in self.prefixes.longer_than(longest):
+                self.cache.remove(row)
+            self.cache.shrink(2 * enough)
 
     def release(self, request: Request) -> None:
         """The request has ended: its row is kept, as long as nobody needs the memory."""

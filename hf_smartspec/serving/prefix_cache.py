@@ -45,10 +45,9 @@ class PrefixRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def num_taken(self) -> int:
-        """Tokens of the rows' slots."""
-        return sum(row.stride for row in self._rows)
+    def num_taken(self, longest: int) -> int:
+        """Tokens of the rows' slots that are no longer than this."""
+        return sum(row.stride for row in self._rows if row.stride <= longest)
 
     def add(self, row: CacheRow, text: CachedText) -> None:
         """Keeps a row."""

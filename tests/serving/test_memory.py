@@ -121,3 +121,14 @@ def test_memory_is_given_back_when_little_is_needed(model):
         address = engine._memory.cache.layers[0].keys.data_ptr()
         check_all(engine, model, short * 3)
         assert engine._memory.cache.layers[0].keys.data_ptr() == address
+
+
+def test_texts_are_kept_when_few_requests_run(model):
+    """As long as those that run are no shorter: it is what they are kept for."""
+    asked = requests_of([60] * 12)
+    with Engine(model, "none", max_batch_size=32) as engine:
+        check_all(engine, model, asked)
+        assert len(engine._memory.prefixes) == 12
+        for item in asked:
+            check_all(engine, model, [item])
+        assert engine._memory.num_reused == 12 * 59
