@@ -103,7 +103,9 @@ class PackedForward:
         row.length, row.num_nodes = length, 0
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
-        """The columns that attention reads in a step of one token a row; see `layout.padded_context`."""
+        """The columns that attention reads in a step of one token a row; see `row_groups.padded_context`."""
+        if self._takes_spans:  # flash attention reads each row's own, in one call
+            return sum(row.length for row in rows)
         return padded_context(rows, self._call)
 
     def argmax(self, logits: torch.Tensor) -> list[int]:

@@ -115,6 +115,18 @@ def test_rows_in_slots_of_different_sizes(calls, source):
     assert varlen._is_right and all(varlen._is_right.values()) and calls["flash"] > 1
 
 
+def test_context_is_not_padded(monkeypatch):
+    contexts = []
+    for is_served in (True, False):
+        monkeypatch.setattr(packed, "serves", lambda *_, is_served=is_served: is_served)
+        forward = packed.PackedForward(new_model("llama"))
+        rows = [forward.add() for _ in range(3)]
+        for row, length in zip(rows, (5, 40, 12)):
+            row.length = length
+        contexts.append(forward.padded_context(rows))
+    assert contexts[0] == 5 + 40 + 12 < contexts[1]
+
+
 def test_prompts_in_pieces(calls):
     model = new_model("llama")
     forward = packed.PackedForward(model, prefill_chunk=7)
