@@ -1,7 +1,8 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -81,11 +82,22 @@ class EngineMemory:
         shared = self.prefixes.longest(request.prompt, texts, _keeper(request))
         if shared is not None and not self._agrees(shared, request):
             shared = None
-        request.row = self._new_row(self.num_tokens(request.call), shared)
+        row = self._new_row(self.num_tokens(request.call), shared)
         if shared is not None:
-            if shared.row is not request.row:
-                self.cache.copy(shared.row, request.row, shared.length)
-            request.row.length, request.shares_with = shared.length, shared.request_id
+            if shared.row is not row:
+                with self._removed_on_failure(row):
+                    self.cache.copy(shared.row, row, shared.length)
+            row.length, request.shares_with = shared.length, shared.request_id
+        request.row = row
+
+    @contextmanager
+    def _removed_on_failure(self, row: CacheRow) -> Iterator[None]:
+        """What fails half-way, for want of memory say, leaves no row that nobody has."""
+        try:
+            yield
+        except BaseException:
+            self.cache.remove(row)
+            raise
 
     def settle(self, request: Request) -> None:
         """A request that was placed has begun: its source has brought back what it had kept of others."""
@@ -107,7 +119,8 @@ class EngineMemory:
             row = self.prefixes.pop()
             if shared is not None and row is shared.row:
                 row.length = shared.length
-                self.cache.resize(row, capacity)
+                with self._removed_on_failure(row):
+                    self.cache.resize(row, capacity)
                 return row
             self.cache.remove(row)
         return self.cache.add(num_tokens)

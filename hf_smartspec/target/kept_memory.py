@@ -2,13 +2,13 @@
 Memory that lives as long as its model is used: keys and values, and the buffers by which layouts are sent, serve one
 call after the other, at the same addresses.
 
-Kept is what the last call had, as long as that is little: a sixteenth of a GPU's memory, 256 MiB elsewhere. It goes
+Kept is the most that a call had, as long as that is little: a sixteenth of a GPU's memory, 256 MiB elsewhere. It goes
 with the model, when `disable` is called, and with the next call where dtype, device or stream are others then. A call
 that begins while another has it gets memory of its own.
 """
 
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +28,7 @@ class _Kept:
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
-_lock = Lock()
+_lock = RLock()  # what is freed meanwhile may end here again
 
 
 def lend(forward: PackedForward) -> None:

@@ -169,9 +169,12 @@ class PackedForward:
 
     def _chunk(self, inputs: list[RowInput]) -> int:
         """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
-        longest = max([item.row.length + len(item.feed) for item in inputs])
-        rows = max([item.row.slot for item in inputs]) + 1
-        return min(self.prefill_chunk, max(_MASK_SIZE // (rows * longest * self._groups), 16))
+        sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
+        for item in inputs:
+            size = sizes.setdefault(item.row.origin, [0, 0])
+            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.length + len(item.feed))
+        columns = sum([rows * longest for rows, longest in sizes.values()])
+        return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), 16))
 
     def run(self, planned: PlannedForward) -> torch.Tensor:
         """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""

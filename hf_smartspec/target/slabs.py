@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .layout import CacheRow
 
 _LEAST, _STEP = 64, 16
+_MOST_TOUCHED = 256
 
 
 def slot_size(num_tokens: int) -> int:
@@ -94,6 +95,8 @@ class Slabs:
         return True
 
     def _touch(self, slab: Slab) -> None:
+        if len(self.touched) > _MOST_TOUCHED:
+            self.touched = {(0, 1): self.num_lines}  # everything, line by line
         key = slab.start, slab.capacity
         self.touched[key] = max(self.touched.get(key, 0), slab.end)
 

@@ -178,10 +178,9 @@ class SlotCache(Cache):
         size = slot_size(num_tokens)
         return size if self.most_lines is None else min(size, self.most_lines)
 
-    def has_room(self, capacity: int, instead_of: CacheRow | None = None) -> bool:
-        """Whether there may be a slot of this size beside the others, or in place of a row's own."""
-        taken = self.num_taken - (0 if instead_of is None else instead_of.stride)
-        return self.most_lines is None or taken + capacity <= self.most_lines
+    def has_room(self, capacity: int) -> bool:
+        """Whether there may be a slot of this size beside the others."""
+        return self.most_lines is None or self.num_taken + capacity <= self.most_lines
 
     def remove(self, row: CacheRow) -> None:
         """Gives up a row; another of its size takes its place."""
@@ -221,7 +220,7 @@ class SlotCache(Cache):
         self._most_columns = max([self._most_columns, *num_tokens])
         outgrown = [(row, need) for row, need in zip(rows, num_tokens) if need > row.stride]
         if outgrown:
-            self._enlarge({row: slot_size(need) for row, need in outgrown})
+            self._enlarge({row: max(need, self.slot_size(need)) for row, need in outgrown})
 
     def resize(self, row: CacheRow, capacity: int) -> None:
         """Gives a row a slot of another size."""
@@ -267,6 +266,8 @@ class SlotCache(Cache):
         ]
         if slabs.num_lines == self.num_lines:
             slabs.touched = self.slabs.touched
+        else:
+            self._spare = []  # too small or too large for any layer
         self._move(moves, slabs.num_lines)
         self.slabs = slabs
         slabs.settle()
@@ -296,7 +297,8 @@ class SlotCache(Cache):
             within = np.concatenate([np.arange(number) for number in count])
             lines = np.repeat(first, count) + within, np.repeat(place, count) + within
             sources, targets = to_device(np.stack(lines), memories[0].device)
-            saved = {_kind(memory): memory.new_empty(len(within), *memory.shape[1:]) for memory in memories}
+            kinds = {_kind(memory): memory for memory in memories}
+            saved = {kind: memory.new_empty(len(within), *memory.shape[1:]) for kind, memory in kinds.items()}
             for memory, other in zip(memories, others):
                 torch.index_select(memory, 0, sources, out=saved[_kind(memory)])
                 other.index_copy_(0, targets, saved[_kind(memory)])

@@ -123,6 +123,24 @@ def test_memory_is_given_back_when_little_is_needed(model):
         assert engine._memory.cache.layers[0].keys.data_ptr() == address
 
 
+def test_a_request_that_cannot_be_placed_leaves_no_row(model, monkeypatch):
+    first, second = requests_of([40, 40])
+    with Engine(model, "none", max_batch_size=4) as engine:
+        check_all(engine, model, [first])
+        cache = engine._memory.cache
+
+        def fail(*_):
+            raise MemoryError("no room for a copy")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "copy", fail)
+            output = engine.get_result(engine.add_request(first.prompt, **first.arguments), timeout=TIMEOUT)
+            assert "no room for a copy" in str(output.error)
+        cache = engine._memory.cache
+        assert len(cache.rows) == len(engine._memory.prefixes)
+        check_all(engine, model, [first, second])
+
+
 def test_texts_are_kept_when_few_requests_run(model):
     """As long as those that run are no shorter: it is what they are kept for."""
     asked = requests_of([60] * 12)

@@ -251,6 +251,23 @@ def test_rows_of_a_cache_that_is_bound_have_no_longer_slots_than_there_are_lines
     assert cache.add(257).stride == 300 and cache.num_lines == 300
 
 
+def test_a_row_that_grows_has_no_longer_slot_than_there_are_lines():
+    cache = SlotCache(1, 64, most_lines=100)
+    row = cache.add(20)
+    cache.reserve([row], [97])
+    assert row.stride == cache.num_lines == 100
+
+
+def test_memory_that_was_lent_and_is_too_small_is_not_held():
+    cache, _ = filled([30, 7], capacity=64)
+    other = SlotCache(1, 64)
+    other.lend(cache.give_back())
+    assert other._spare
+    row = other.add()
+    other.reserve([row], [400])
+    assert not other._spare
+
+
 def test_memory_that_is_lent_is_used_if_it_is_enough():
     cache, _ = filled([30, 7, 20], capacity=100)
     memories = cache.give_back()

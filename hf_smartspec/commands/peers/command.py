@@ -193,6 +193,7 @@ def _measure_kind(
 
     def done(name: str) -> None:
         progress.update()
+        report["failures"].pop(f"{kind}: {name}", None)  # of an earlier run
         report["failures"] |= {f"{kind}: {name}": reason for name, reason in failed.items()}
         replace_json(args.json, report)
 

@@ -30,6 +30,8 @@ def python_of(folder: Path, name: str, requirements: tuple[str, ...]) -> Path:
     wanted = "\n".join((sys.version, *requirements))
     if made.is_file() and made.read_text() == wanted:
         return python
+    if place.is_dir() and any(place.iterdir()) and not (place / "pyvenv.cfg").is_file():
+        raise PeerError(f"{place} is there and no environment: name another folder with --cache")
     made.unlink(missing_ok=True)
     venv.create(place, clear=True, with_pip=False)
     limits = place / "limits.txt"

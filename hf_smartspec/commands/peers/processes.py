@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ class PeerProcess:
     """
 
     def __init__(self, python: Path, module: str, job: dict[str, Any], folder: Path, timeout: float):
-        self.timeout = timeout
+        self.timeout, self._is_late = timeout, False
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps(job))
         self._log = folder / "stderr.txt"
@@ -69,7 +70,7 @@ class PeerProcess:
         return Answer(**self._answer())
 
     def close(self) -> None:
-        self._process.kill()
+        self._kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -78,18 +79,29 @@ class PeerProcess:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        timer = Timer(self.timeout, self._process.kill)
+        timer = Timer(self.timeout, self._end)
         timer.start()
         try:
             line = self._process.stdout.readline()
         finally:  # also where it is interrupted: a timer that goes on keeps Python from ending
             timer.cancel()
+        if self._is_late:
+            raise PeerError(f"took longer than {self.timeout:g} s")
         if not line:
             raise PeerError(f"ended without an answer, status {self._process.wait()}: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])
         return answer
+
+    def _end(self) -> None:
+        self._is_late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """With all that it has started: compilers, workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..native.reading import is_plain, is_vector
 from ..native.threads import has_threads, run
 from .kernels.arguments import BFLOAT16, FIELDS, FLOAT16, FLOAT32
 from .kernels.dots import LINE, widest
@@ -54,15 +55,15 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bia
     return (
         has_kernels()
         and 0 < len(x) <= (_MOST_IN_REGISTERS if _fits_registers(weight) else _MOST_TOKENS)
-        and type(x) is torch.Tensor
+        and is_plain(x)
         and x.dtype in _KINDS
         and x.shape[1] == weight.shape[1]
         and weight.is_cpu
         and weight.dtype == torch.int8
         and weight.is_contiguous()
         and scale.dtype == torch.float32
-        and (bias is None or bias.dtype in _KINDS)
-        and not torch.compiler.is_compiling()
+        and is_vector(scale, len(weight))
+        and (bias is None or (bias.dtype in _KINDS and is_vector(bias, len(weight))))
     )
 
 
@@ -87,7 +88,7 @@ def int8_linear(
     if bias is not None:
         arguments.bias, arguments.bias_kind = bias.data_ptr(), _KINDS[bias.dtype]
     is_many = num_tokens >= _MANY and _fits_registers(weight)
-    memory = _reserve(arguments, is_many)  # noqa: F841 (held until all is done)
+    held = _reserve(arguments, is_many)  # noqa: F841 (until all is done)
     address = ctypes.addressof(arguments)
     run(to_levels.address, address, num_threads if num_tokens > 1 and x.numel() > _FEW else 1)
     arguments.next = 0
@@ -96,8 +97,8 @@ def int8_linear(
     return outputs
 
 
-def _reserve(arguments: Any, is_many: bool) -> torch.Tensor:
-    """Memory for levels, for matrix registers too, steps and offsets."""
+def _reserve(arguments: Any, is_many: bool) -> tuple[torch.Tensor, ctypes.Array | None]:
+    """Memory for levels, for matrix registers too, steps and offsets; and what the registers are set to."""
     num_tokens = arguments.num_tokens
     line = -(-arguments.num_inputs // LINE) * LINE
     num_packed = -(-num_tokens // SIDE) * SIDE if is_many else 0
@@ -105,9 +106,11 @@ def _reserve(arguments: Any, is_many: bool) -> torch.Tensor:
     arguments.levels = memory.data_ptr() + num_packed * line
     arguments.steps = arguments.levels + num_tokens * line
     arguments.offsets = arguments.steps + num_tokens * 4
-    if is_many:
-        arguments.packed, arguments.registers = memory.data_ptr(), ctypes.addressof(_registers(arguments.num_inputs))
-    return memory
+    if not is_many:
+        return memory, None
+    registers = _registers(arguments.num_inputs)
+    arguments.packed, arguments.registers = memory.data_ptr(), ctypes.addressof(registers)
+    return memory, registers
 
 
 def _share(num_inputs: int, num_outputs: int, num_threads: int) -> int:

@@ -21,6 +21,7 @@ class FakeProcess:
     """A peer that says what the model would, and takes a second per row."""
 
     interrupted_at = None
+    fails = False
 
     def __init__(self, folder, job, calls):
         self.job, self.calls = job, calls
@@ -31,6 +32,8 @@ class FakeProcess:
         self.calls.append((self.job["kind"], way, rows))
         if len(self.calls) == FakeProcess.interrupted_at:
             raise KeyboardInterrupt
+        if FakeProcess.fails and way == "lookup":
+            raise PeerError("no such way today")
         arguments = {"max_new_tokens": self.job["num_tokens"], "do_sample": False, "eos_token_id": None}
         prompts = [self.job["prompts"][row] for row in rows]
         with torch.no_grad():
@@ -49,6 +52,7 @@ def demo(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(command, "demo_folder", lambda *_: tmp_path)
     monkeypatch.setattr(FakeProcess, "interrupted_at", None)
+    monkeypatch.setattr(FakeProcess, "fails", False)
     jobs, calls = [], []
 
     def start(python, module, job, folder, timeout):
@@ -101,6 +105,16 @@ def test_failing_peers_are_named_and_the_others_go_on(bench, demo, capsys):
     assert calls.count("closed") == 2 and report["peers"] == {"transformers": "some version"}
     text = capsys.readouterr().out
     assert "cannot be installed: no wheel" in text and "no such library" in text and "x plain" in text
+
+
+def test_what_failed_once_is_tried_again(bench, demo):
+    options = ("--kinds", "float32", "--resume")
+    FakeProcess.fails = True
+    status, report = bench(*options)
+    assert status == 1 and all("lookup" in name for name in report["failures"]) and report["failures"]
+    FakeProcess.fails = False
+    status, report = bench(*options)
+    assert status == 0 and not report["failures"] and len(report["results"]["float32"]) == 5
 
 
 def test_rows_say_how_fast_and_how_equal(bench, demo):

@@ -35,11 +35,15 @@ def die(prompts, num_tokens):
     os.write(2, b"out of luck")
     os._exit(7)
 
+def wait(prompts, num_tokens):
+    os.read(os.pipe()[0], 1)
+
 def load(job):
     if job["settings"].get("broken"):
         raise OSError("no model")
     forgetful = Way(remember, True, lambda num_rows: KNOWN.clear())
     ways = {"count": Way(count, in_batches=True), "fail": Way(fail), "die": Way(die), "forgetful": forgetful}
+    ways["wait"] = Way(wait)
     return Engine(ways, "fake 1.0")
 
 serve(load)
@@ -64,7 +68,7 @@ def start(tmp_path):
 
 def test_a_peer_decodes_the_rows_it_is_asked_for(start):
     process = start()
-    assert process.ways == {"count": True, "fail": False, "die": False, "forgetful": True}
+    assert process.ways == {"count": True, "fail": False, "die": False, "forgetful": True, "wait": False}
     assert process.about == "fake 1.0"
     answer = process.decode("count", [2, 1])
     assert answer.tokens == [[4, 5, 6], [3, 4, 5]] and answer.seconds > 0
@@ -88,6 +92,13 @@ def test_an_end_without_an_answer_is_told_with_its_last_words(start):
     for _ in range(2):
         with pytest.raises(PeerError, match="status 7: out of luck"):
             process.decode("die", [0])
+
+
+def test_a_peer_that_takes_too_long_is_ended(start):
+    process = start()
+    process.timeout = 0.2
+    with pytest.raises(PeerError, match=r"took longer than 0\.2 s"):
+        process.decode("wait", [0])
 
 
 def test_a_model_that_cannot_be_loaded_is_told(start):
@@ -134,8 +145,20 @@ def test_an_environment_is_made_once_and_never_gets_torch(tmp_path, monkeypatch)
     assert Path(limits).read_text() == "torch<0\n"
 
 
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "Makefile").write_text("all:")
+    with pytest.raises(PeerError, match="--cache"):
+        python_of(tmp_path, "llama.cpp", ("engine==1",))
+    assert (tmp_path / "llama.cpp" / "Makefile").read_text() == "all:"
+
+
 def test_what_cannot_be_installed_is_told_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(environments.venv, "create", lambda place, **_: place.mkdir(exist_ok=True))
+    def create(place, **_):
+        place.mkdir(exist_ok=True)
+        (place / "pyvenv.cfg").touch()
+
+    monkeypatch.setattr(environments.venv, "create", create)
     script = "print('ERROR: no compiler'); print('more'); raise SystemExit(1)"
     monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text(f"#!{sys.prefix}/bin/python\n{script}\n")
