@@ -39,6 +39,7 @@ class Trust:
         if not len(nodes):
             return
         located = self._located(source, forest).of(nodes)
+        self._latest.pop(source)
         expected = self.calibrator.calibrate_located(source, located).sum()
         self._drifts[source].add(expected, hits.sum())
         self.calibrator.update_located(source, located, hits.astype(np.float64))

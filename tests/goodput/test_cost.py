@@ -206,3 +206,15 @@ def test_the_free_budget_of_a_profile():
     assert roofline.bandwidth == pytest.approx(2e9 / 0.01) and roofline.flops == pytest.approx(2e9 / (0.01 / 32))
     with pytest.raises(ValueError, match="slack"):
         free_tokens(cost, slack=-1)
+
+
+def test_single_sizes_cost_what_they_cost_among_others():
+    cost = CostModel(1e-6, 0.0, 0.0, 1e-7, knots=(1, 2, 8, 64), curve=(0.01, 0.013, 0.014, 0.03))
+    for batched in (1, 2, 9, 40):
+        cost.observe(100, batched, 0.02)
+    sizes = np.array([1, 2, 5, 8, 31, 64, 100, 3000])
+    for host in (0.0, 0.02):
+        cost.host = host
+        among = cost.seconds(100, sizes, 3)
+        alone = [cost.seconds(100, size, 3) for size in sizes.tolist()]
+        assert alone == pytest.approx(among, rel=1e-14)

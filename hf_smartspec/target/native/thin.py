@@ -7,10 +7,15 @@ import ctypes
 from functools import cache
 
 import torch
+from torch.nn.functional import linear
 
+from ...log import get_logger
 from .kernels.multiply import FIELDS, multiply_bfloat16, multiply_float32
 from .kernels.tiles import num_lanes
+from .reading import is_plain, is_vector
 from .threads import has_threads, run
+
+logger = get_logger(__name__)
 
 _MOST_TOKENS = {torch.float32: 12, torch.bfloat16: 6}  # for more, torch's products are as fast
 _CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
@@ -24,24 +29,39 @@ class _Arguments(ctypes.Structure):
 
 
 @cache
-def has_kernels() -> bool:
-    """Whether there is compiled code for this CPU, and torch's threads can run it."""
-    return num_lanes() > 0 and has_threads()
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether there is compiled code for this CPU, torch's threads can run it, and it gives the right numbers."""
+    if not num_lanes() or not has_threads():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 32), (7, 32), (7,)))
+    try:
+        found = thin_linear(x, weight, bias)
+    except Exception as error:  # whatever compilers raise
+        logger.warning(
+            f"Products of few tokens run in torch's own operators: nothing faster can be compiled ({error!r})."
+        )
+        return False
+    return torch.allclose(found.float(), linear(x.float(), weight.float(), bias.float()), rtol=1e-2, atol=1e-4)
 
 
-def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether compiled code computes `linear` of these tokens `[N, in]` faster."""
+def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether compiled code computes `linear` of these tokens `[N, in]` faster, and can read them as they lie there."""
     return (
-        len(x) <= _MOST_TOKENS.get(weight.dtype, 0)
+        0 < len(x) <= _MOST_TOKENS.get(weight.dtype, 0)
+        and has_kernels(weight.dtype)
+        and is_plain(x)
         and x.dtype is weight.dtype
-        and weight.device.type == "cpu"
+        and weight.is_cpu
+        and x.shape[1] == weight.shape[1] > 0
         and not weight.shape[1] % 16
         and weight.is_contiguous()
-        and has_kernels()
+        and (bias is None or (bias.dtype is weight.dtype and is_vector(bias, len(weight))))
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
 
 
-def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`linear(x, weight, bias)` where `can_multiply` says so; a token's result does not depend on the others."""
     x = x.contiguous()
     num_tokens, num_inputs = x.shape

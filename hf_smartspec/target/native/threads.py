@@ -17,7 +17,7 @@ def run(function: int, argument: int, num_threads: int) -> None:
     """
     Lets so many threads, this one among them, call the function at an address with the same argument, and waits for
     them. Threads of another kind would get in the way of torch's, which keep spinning for a while when their work is
-    done.
+    done. As with torch's own operators, a process that was forked from one with threads has none.
     """
     _parallel()(function, argument, num_threads, 0)
 
@@ -25,6 +25,8 @@ def run(function: int, argument: int, num_threads: int) -> None:
 @cache
 def _parallel() -> Any:
     """`GOMP_parallel(function, argument, num_threads, flags)` of the library that torch was linked with, or None."""
+    if not torch.backends.openmp.is_available():
+        return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
         function = library.GOMP_parallel

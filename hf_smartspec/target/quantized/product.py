@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...log import get_logger
 from . import native
+
+logger = get_logger(__name__)
 
 _MOST = 127  # of the levels, on both sides of zero
 _LEAST_STEP = 1e-30  # so that zeros can be divided by it
@@ -52,9 +55,23 @@ def int8_linear(
         RuntimeError: where `x` is not on the CPU, wants a gradient, or the CPU cannot do this.
     """
     _check(x)
-    if native.can_multiply(x, weight, scale, bias):
+    if native.can_multiply(x, weight, scale, bias) and has_right_kernels():
         return native.int8_linear(x, weight, scale, bias)
     return plain_int8_linear(x, weight, scale, bias)
+
+
+@cache
+def has_right_kernels() -> bool:
+    """Whether compiled code can be had for this CPU, and gives the numbers of torch's operators."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, (7, 36), dtype=torch.int8, generator=generator)
+    x, scale = torch.randn(13, 36, generator=generator), torch.rand(7, generator=generator)
+    try:
+        pairs = [(x[:num], plain_int8_linear(x[:num], weight, scale)) for num in (1, 3, 13)]
+        return all([torch.equal(native.int8_linear(lines, weight, scale), expected) for lines, expected in pairs])
+    except Exception as error:  # whatever compilers raise
+        logger.warning(f"Products in int8 run in torch's own operators: nothing faster can be compiled ({error!r}).")
+        return False
 
 
 def plain_int8_linear(

@@ -160,7 +160,7 @@ class Fused:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear(x, weight, bias)` of a few tokens `[N, in]`, by whichever product is fastest on a CPU."""
-    if can_multiply(x, weight):
+    if can_multiply(x, weight, bias):
         return thin_linear(x, weight, bias)
     if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         # oneDNN takes 1.2 to 1.6 times as long for a single line.

@@ -4,12 +4,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
+import hf_smartspec
 from hf_smartspec.target.native import thin
 from hf_smartspec.target.native.thin import can_multiply, thin_linear
+from hf_smartspec.target.written.parts import product
 
-pytestmark = pytest.mark.skipif(not thin.has_kernels(), reason="there are no compiled products for this CPU")
+from ...models import new_model
+
+pytestmark = pytest.mark.skipif(
+    not thin.has_kernels(torch.float32), reason="there are no compiled products for this CPU"
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 NUMBERS = range(1, 17)  # of tokens: every tile, and more than one
@@ -81,10 +88,6 @@ def test_tokens_may_lie_anywhere():
     assert torch.equal(thin_linear(x, weight, None), thin_linear(x.contiguous(), weight, None))
 
 
-def test_no_tokens_have_no_outputs():
-    assert thin_linear(torch.empty(0, 32), numbers(7, 32), None).shape == (0, 7)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -95,8 +98,20 @@ def test_no_tokens_have_no_outputs():
         lambda x, weight: (x[:, :16], weight[:, :16]),
         lambda x, weight: (x.repeat(20, 1), weight),
         lambda x, weight: (x.to("meta"), weight.to("meta")),
+        lambda x, weight: (x[:0], weight),
+        lambda x, weight: (x[:, :0], weight[:, :0].contiguous()),
+        lambda x, weight: (x[:, :16], weight),
+        lambda x, weight: (x, weight.requires_grad_()),
+        lambda x, weight: (x, weight, numbers(8).bfloat16()),
+        lambda x, weight: (x, weight, numbers(16)[::2]),
+        lambda x, weight: (x, weight, numbers(1).expand(8)),
+        lambda x, weight: (x, weight, numbers(1)),
+        lambda x, weight: (x, weight, numbers(8).to("meta")),
     ],
-    ids=["float64", "two dtypes", "float16", "no whole vectors", "not contiguous", "many tokens", "elsewhere"],
+    ids=(
+        "float64, two dtypes, float16, no whole vectors, not contiguous, many tokens, elsewhere, no tokens, no inputs, "
+        "fewer inputs, gradient, bias of another dtype, bias with gaps, one for all, one bias, bias elsewhere"
+    ).split(", "),
 )
 def test_anything_else_is_torchs(change):
     x, weight = numbers(3, 32), numbers(8, 32)
@@ -104,11 +119,51 @@ def test_anything_else_is_torchs(change):
     assert not can_multiply(*change(x, weight))
 
 
-def test_other_processors_and_systems_use_torch(monkeypatch):
-    x, weight = numbers(3, 32), numbers(8, 32)
+def test_fake_tensors_have_no_memory():
+    with FakeTensorMode():
+        assert not can_multiply(torch.empty(3, 32), torch.empty(8, 32))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what a trace does not follow
+def test_traced_products_are_torchs():
+    layer, x = torch.nn.Linear(32, 8).requires_grad_(False), numbers(4, 32)
+    traced = torch.jit.trace(
+        lambda tokens: product(tokens, layer.weight, layer.bias), numbers(3, 32), check_trace=False
+    )
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+def test_decoding_multiplies_with_compiled_code(monkeypatch):
+    calls, run = [], thin.run
+    monkeypatch.setattr(thin, "run", lambda *arguments: (calls.append(arguments), run(*arguments)))
+    model, ids = new_model("llama"), torch.arange(3, 12)[None]
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    with hf_smartspec.enabled(model):
+        actual = model.generate(ids, **arguments, assistant="auto")
+    assert len(calls) > 50
+    assert torch.equal(model.generate(ids, **arguments), actual)
+
+
+@pytest.fixture
+def anew():
     thin.has_kernels.cache_clear()
-    try:
-        monkeypatch.setattr(thin, "has_threads", lambda: False)
-        assert not can_multiply(x, weight)
-    finally:
-        thin.has_kernels.cache_clear()
+    yield
+    thin.has_kernels.cache_clear()
+
+
+def fail(*_):
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("has_threads", lambda: False),
+        ("num_lanes", lambda: 0),
+        ("run", fail),
+        ("thin_linear", lambda x, weight, bias: torch.zeros(len(x), len(weight))),
+    ],
+)
+def test_where_there_is_no_right_code_torch_serves(monkeypatch, anew, name, replacement):
+    monkeypatch.setattr(thin, name, replacement)
+    assert not can_multiply(numbers(3, 32), numbers(8, 32))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_smartspec
 from hf_smartspec import Int8Linear, quantize
 from hf_smartspec.target.native import threads
-from hf_smartspec.target.quantized import native
+from hf_smartspec.target.quantized import native, product
 from hf_smartspec.target.quantized.kernels import dots
 from hf_smartspec.target.quantized.product import int8_linear, plain_int8_linear, to_levels
 from hf_smartspec.target.written import written_decoder
@@ -218,3 +218,36 @@ def test_without_torchs_threads_there_are_no_kernels(monkeypatch):
         monkeypatch.undo()
         for function in (threads._parallel, native.has_kernels):
             function.cache_clear()
+
+
+@pytest.mark.parametrize("which", ["scale", "bias"])
+@pytest.mark.parametrize("change", [lambda v: v.repeat_interleave(2)[::2], lambda v: v[:1].expand(40), lambda v: v[:1]])
+def test_vectors_that_do_not_lie_side_by_side_are_torchs(which, change):
+    weight, scale, bias = new_map(70, 40, torch.float32)
+    vectors = {"scale": scale, "bias": bias}
+    assert native.can_multiply(new_tokens(4, 70, torch.float32), weight, **vectors)
+    vectors[which] = change(vectors[which])
+    assert not native.can_multiply(new_tokens(4, 70, torch.float32), weight, **vectors)
+
+
+@pytest.mark.filterwarnings("ignore")  # of what a trace does not follow
+def test_traced_models_multiply_with_torchs_operators():
+    weight, scale, bias = new_map(70, 40, torch.float32)
+    tokens = new_tokens(3, 70, torch.float32)
+    traced = torch.jit.trace(lambda x: int8_linear(x, weight, scale, bias), tokens, check_trace=False)
+    x = new_tokens(2, 70, torch.float32)
+    assert_equal(traced(x), plain_int8_linear(x, weight, scale, bias))
+
+
+def test_where_nothing_can_be_compiled_torchs_operators_serve(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(native, "run", fail)
+    product.has_right_kernels.cache_clear()
+    try:
+        weight, scale, bias = new_map(70, 40, torch.float32)
+        x = new_tokens(3, 70, torch.float32)
+        assert_equal(int8_linear(x, weight, scale, bias), plain_int8_linear(x, weight, scale, bias))
+    finally:
+        product.has_right_kernels.cache_clear()
