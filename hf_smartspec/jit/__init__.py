@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
-from pickle import UnpicklingError, loads
+from pickle import loads
 from typing import Any
 
 import llvmlite  # type: ignore[import-untyped]
@@ -153,6 +153,13 @@ def stamp(folder: Path) -> str:
     return digest.hexdigest()
 
 
+_DIGEST_SIZE = 16
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_SIZE).digest()
+
+
 class _CodeFiles:
     """
     A file for every signature and processor that a function was compiled for, named by all that it depends on: whatever
@@ -171,15 +178,18 @@ class _CodeFiles:
     def load(self, key: tuple) -> Any:
         """What was saved for the key, or None."""
         try:
-            return loads(self._path(key).read_bytes())
-        except (OSError, EOFError, UnpicklingError):
+            content = self._path(key).read_bytes()
+        except OSError:
             return None
+        data = content[_DIGEST_SIZE:]
+        return loads(data) if content[:_DIGEST_SIZE] == _digest(data) else None
 
     def save(self, key: tuple, data: Any) -> None:
         path = self._path(key)
         new = path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
         try:
-            new.write_bytes(dumps(data))
+            content = dumps(data)
+            new.write_bytes(_digest(content) + content)
             os.replace(new, path)
         finally:
             new.unlink(missing_ok=True)

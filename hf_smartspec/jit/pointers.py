@@ -10,6 +10,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
+from .writing import send_for
+
 
 def _pointer_to(number_type: types.Type) -> Any:
     @intrinsic
@@ -42,12 +44,7 @@ def prefetch(typing_context, pointer, distance):
     """Fetches the cache line of entry `distance`, while other work goes on. Any address will do, even a foreign one."""
 
     def generate(context, builder, signature, args):
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        fetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        )
-        address = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
-        builder.call(fetch, [address, number(0), number(3), number(1)])  # for reading, to stay in the cache, data
+        send_for(builder, builder.gep(args[0], [args[1]]))
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate

@@ -50,7 +50,7 @@ class Scheduler(Generic[Item]):
         if not self.waiting or len(self.running) == self.max_batch_size:
             return None
         item, num_tokens = self.waiting[0]
-        size = min(slot_size(num_tokens), self.max_tokens)
+        size = slot_size(num_tokens, self.max_tokens)
         if self.num_taken + size > self.max_tokens:
             return None
         self.waiting.popleft()

@@ -24,6 +24,7 @@ from .varlen import serves, spans_of
 if TYPE_CHECKING:
     from .written.decoder import WrittenDecoder
 
+_LEAST_CHUNK = 16  # tokens of a piece of a long prompt, unless less is asked for
 _MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
 
 
@@ -152,6 +153,8 @@ class PackedForward:
 
     def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
         """Runs all but the last piece of long feeds; returns what is left."""
+        if max([len(item.feed) for item in inputs]) <= min(self.prefill_chunk, _LEAST_CHUNK):
+            return inputs
         chunk = self._chunk(inputs)
         while any([len(item.feed) > chunk for item in inputs]):
             long = [item for item in inputs if len(item.feed) > chunk]
@@ -174,7 +177,7 @@ class PackedForward:
             size = sizes.setdefault(item.row.origin, [0, 0])
             size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.length + len(item.feed))
         columns = sum([rows * longest for rows, longest in sizes.values()])
-        return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), 16))
+        return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
 
     def run(self, planned: PlannedForward) -> torch.Tensor:
         """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""

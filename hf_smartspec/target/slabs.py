@@ -12,14 +12,15 @@ _LEAST, _STEP = 64, 16
 _MOST_TOUCHED = 256
 
 
-def slot_size(num_tokens: int) -> int:
+def slot_size(num_tokens: int, most: int | None = None) -> int:
     """
-    Lines of the smallest slot for so many tokens. There are two sizes to every doubling, so that rows of like lengths
-    share a slab, and a slot is on average 1.2 times as long as what it is for, 1.5 times at most.
+    Lines of the smallest slot for so many tokens, no more than `most`. There are two sizes to every doubling, so that
+    rows of like lengths share a slab, and a slot is on average 1.2 times as long as what it is for, 1.5 times at most.
     """
     power = max(_LEAST, 1 << (num_tokens - 1).bit_length())
     smaller = -(-int(power * 0.5**0.5) // _STEP) * _STEP
-    return smaller if smaller >= _LEAST and num_tokens <= smaller else power
+    size = smaller if smaller >= _LEAST and num_tokens <= smaller else power
+    return size if most is None else min(size, most)
 
 
 @dataclass(eq=False)

@@ -175,8 +175,7 @@ class SlotCache(Cache):
 
     def slot_size(self, num_tokens: int) -> int:
         """Lines of the slot that a row of so many tokens gets."""
-        size = slot_size(num_tokens)
-        return size if self.most_lines is None else min(size, self.most_lines)
+        return slot_size(num_tokens, self.most_lines)
 
     def has_room(self, capacity: int) -> bool:
         """Whether there may be a slot of this size beside the others."""
@@ -184,9 +183,6 @@ class SlotCache(Cache):
 
     def remove(self, row: CacheRow) -> None:
         """Gives up a row; another of its size takes its place."""
-        self._vacate(row)
-
-    def _vacate(self, row: CacheRow) -> None:
         successor = self.slabs.successor(row)
         if successor is not row:
             self.copy(successor, row, successor.length + successor.num_nodes)
@@ -234,7 +230,7 @@ class SlotCache(Cache):
             if not self.slabs.add(place, capacity):
                 return self._lay_out(capacities)
             self.copy(row, place, row.length + row.num_nodes)
-            self._vacate(row)
+            self.remove(row)
             self.slabs.of(place).put(place.slot, row)
             del capacities[row]
         return None

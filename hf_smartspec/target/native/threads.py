@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_SHARE = 2**18  # weights that a thread takes at a time
+
 
 def has_threads() -> bool:
     """Whether torch's threads can be used: those of OpenMP, by the interface that compilers call."""
@@ -20,6 +22,12 @@ def run(function: int, argument: int, num_threads: int) -> None:
     done. As with torch's own operators, a process that was forked from one with threads has none.
     """
     _parallel()(function, argument, num_threads, 0)
+
+
+def share_of(num_outputs: int, num_inputs: int, multiple: int) -> int:
+    """How many outputs a thread computes at a time: enough to read memory in one go, a quarter of its part at most."""
+    num = min(_SHARE // num_inputs, num_outputs // (4 * torch.get_num_threads()))
+    return max(num - num % multiple, multiple)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..native.reading import is_plain, is_vector
-from ..native.threads import has_threads, run
+from ..native.threads import has_threads, run, share_of
 from .kernels.arguments import BFLOAT16, FIELDS, FLOAT16, FLOAT32
 from .kernels.dots import LINE, widest
 from .kernels.levels import to_levels
@@ -20,7 +20,6 @@ _MOST_IN_REGISTERS = 512  # ... more than that where there are matrix registers:
 _MANY = 12  # tokens, for which matrix registers are faster
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_SHARE = 2**18  # bytes of a weight that a thread takes at a time
 _SMALL = 2**17  # products that one thread is done with before a second one has begun
 _FEW = 2**13  # numbers that it has rounded by then
 
@@ -78,7 +77,7 @@ def int8_linear(
         num_tokens=num_tokens,
         num_inputs=x.shape[1],
         num_outputs=num_outputs,
-        share=_share(x.shape[1], num_outputs, num_threads),
+        share=share_of(num_outputs, x.shape[1], ROWS),
         tokens=x.data_ptr(),
         outputs=outputs.data_ptr(),
         kind=_KINDS[x.dtype],
@@ -111,9 +110,3 @@ def _reserve(arguments: Any, is_many: bool) -> tuple[torch.Tensor, ctypes.Array 
     registers = _registers(arguments.num_inputs)
     arguments.packed, arguments.registers = memory.data_ptr(), ctypes.addressof(registers)
     return memory, registers
-
-
-def _share(num_inputs: int, num_outputs: int, num_threads: int) -> int:
-    """How many outputs a thread computes at a time: enough to read memory in one go, a quarter of its part at most."""
-    num = min(_SHARE // num_inputs, num_outputs // (4 * num_threads))
-    return max(num - num % ROWS, ROWS)

@@ -23,7 +23,7 @@ def test_products_are_those_of_linear(dtype, tolerance, num_tokens, num_inputs, 
     expected = linear(x.double(), weight.double(), bias.double() if with_bias else None)
     assert found.shape == expected.shape and found.dtype == dtype and found.is_contiguous()
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
-    if dtype != torch.float32:  # whose sums differ by their order, from the exact ones as well
+    if dtype != torch.float32 or num_inputs % 16:  # where own products serve, sums are added in another order
         # A token's result is rounded once: as near to the exact one as that of torch's own product.
         torch.testing.assert_close(
             found, linear(x, weight, bias if with_bias else None), rtol=2 * tolerance, atol=2 * tolerance

@@ -1,24 +1,20 @@
 """Products of a few rows of a weight with a few tokens, float32 or bfloat16, in vectors as wide as the CPU has them."""
 
-from functools import cache
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from ....jit.writing import FLOAT, I16, I32, I64, bfloat16_of, call, cpu_features, float32_of, send_for
+
 _AHEAD = 2  # tiles of rows that are sent for before their turn
-_I16, _I32, _I64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_QUIET_NAN = 0x7FC0  # of bfloat16
 
 
-@cache
 def num_lanes() -> int:
     """Numbers in a vector of the CPU for which numba compiles; 0 where it has none that this is of use for."""
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return 16 if "+avx512f" in features else 0
+    return 16 if "+avx512f" in cpu_features() else 0
 
 
 def _tile(num_rows: int, num_tokens: int) -> Any:
@@ -46,19 +42,20 @@ def _tile(num_rows: int, num_tokens: int) -> Any:
 def _write_tile(lanes, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride):
     builder = lanes.builder
     sums = [[lanes.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
-    with cgutils.for_range_slice(builder, _I64(0), length, _I64(lanes.number), _I64) as (begin, _):
-        starts = [builder.add(begin, builder.mul(_I64(row), length)) for row in range(num_rows)]
+    with cgutils.for_range_slice(builder, I64(0), length, I64(lanes.number), I64) as (begin, _):
+        starts = [builder.add(begin, builder.mul(I64(row), length)) for row in range(num_rows)]
         factors = [lanes.load(weight, start) for start in starts]
         for start in starts:
-            lanes.send_for(weight, builder.add(start, builder.mul(_I64(_AHEAD * num_rows), length)))
+            ahead = builder.add(start, builder.mul(I64(_AHEAD * num_rows), length))
+            send_for(builder, builder.gep(weight, [ahead]))
         for token in range(num_tokens):
-            numbers = lanes.load(tokens, builder.add(begin, builder.mul(_I64(token), length)))
+            numbers = lanes.load(tokens, builder.add(begin, builder.mul(I64(token), length)))
             for row in range(num_rows):
                 lanes.add_products(sums[row][token], factors[row], numbers)
     for row in range(num_rows):
-        more = lanes.load_one(bias, _I64(row))
+        more = lanes.load_one(bias, I64(row))
         for token in range(num_tokens):
-            index = builder.add(builder.mul(_I64(token), stride), _I64(row))
+            index = builder.add(builder.mul(I64(token), stride), I64(row))
             lanes.store_one(builder.fadd(lanes.total(sums[row][token]), more), outputs, index)
 
 
@@ -73,7 +70,7 @@ class _Lanes:
     def __init__(self, builder: ir.IRBuilder, number: int, kind: types.Type):
         self.builder, self.number = builder, number
         self.is_half = kind is not types.float32
-        self.floats, self.integers = ir.VectorType(_FLOAT, number), ir.VectorType(_I32, number)
+        self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
 
     def zeros(self) -> ir.Value:
         return cgutils.alloca_once_value(self.builder, ir.Constant(self.floats, [0.0] * self.number))
@@ -82,18 +79,18 @@ class _Lanes:
         builder, pointer = self.builder, self.builder.gep(pointer, [index])
         if not self.is_half:
             return builder.load(builder.bitcast(pointer, self.floats.as_pointer()), align=4)
-        bits = builder.load(builder.bitcast(pointer, ir.VectorType(_I16, self.number).as_pointer()), align=2)
+        bits = builder.load(builder.bitcast(pointer, ir.VectorType(I16, self.number).as_pointer()), align=2)
         shift = ir.Constant(self.integers, [16] * self.number)
         return builder.bitcast(builder.shl(builder.zext(bits, self.integers), shift), self.floats)
 
     def load_one(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
         """A number as float32; 0 where the pointer is no address."""
         builder = self.builder
-        number = cgutils.alloca_once_value(builder, _FLOAT(0.0))
+        number = cgutils.alloca_once_value(builder, FLOAT(0.0))
         with builder.if_then(builder.icmp_unsigned("!=", pointer, ir.Constant(pointer.type, None))):
             found = builder.load(builder.gep(pointer, [index]))
             if self.is_half:
-                found = builder.bitcast(builder.shl(builder.zext(found, _I32), _I32(16)), _FLOAT)
+                found = float32_of(builder, found)
             builder.store(found, number)
         return builder.load(number)
 
@@ -101,34 +98,22 @@ class _Lanes:
         """A float32, rounded to the nearest bfloat16, halves to even, where these are stored."""
         builder = self.builder
         if self.is_half:
-            bits = builder.bitcast(number, _I32)
-            odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-            rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
-            is_none = builder.fcmp_unordered("uno", number, number)
-            number = builder.trunc(builder.select(is_none, _I32(_QUIET_NAN), rounded), _I16)
+            number = bfloat16_of(builder, number)
         builder.store(number, builder.gep(pointer, [index]))
 
     def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
-        kind = ir.FunctionType(self.floats, [self.floats] * 3)
-        add = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{self.number}f32")
-        self.builder.store(self.builder.call(add, [factors, numbers, self.builder.load(sums)]), sums)
+        name = f"llvm.fma.v{self.number}f32"
+        more = call(self.builder, name, self.floats, factors, numbers, self.builder.load(sums))
+        self.builder.store(more, sums)
 
     def total(self, sums: ir.Value) -> ir.Value:
         """Halves are added up until one number is left."""
         builder, vector, half = self.builder, self.builder.load(sums), self.number // 2
         while half:
-            places = [ir.Constant(ir.VectorType(_I32, half), list(range(at, at + half))) for at in (0, half)]
+            places = [ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half)]
             vector = builder.fadd(*[builder.shuffle_vector(vector, vector, part) for part in places])
             half //= 2
-        return builder.extract_element(vector, _I32(0))
-
-    def send_for(self, pointer: ir.Value, index: ir.Value) -> None:
-        """Lets the memory fetch what is needed soon."""
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-        fetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        address = self.builder.bitcast(self.builder.gep(pointer, [index]), byte)
-        self.builder.call(fetch, [address, _I32(0), _I32(3), _I32(1)])
+        return builder.extract_element(vector, I32(0))
 
 
 tile_1x1, tile_4x1, tile_4x2, tile_4x3, tile_4x4, tile_4x5, tile_4x6, tile_3x7, tile_3x8 = (

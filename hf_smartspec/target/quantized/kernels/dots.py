@@ -6,9 +6,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
-from .memory import I8, I32, I64, call, place, written
+from ....jit.writing import I8, I32, I64, call, cpu_features, place, send_for, written
 
 LINE = 64  # levels of a token are padded with zeros to multiples of it
 OFFSET = 128  # is added to weights: the instruction multiplies unsigned by signed numbers
@@ -18,8 +17,7 @@ _WIDTHS = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",)}  # 
 
 def widest() -> int:
     """Bytes that the CPU for which numba compiles multiplies at once; 0 where it has no such instruction."""
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return next((width for width, need in _WIDTHS.items() if set(need) <= set(features)), 0)
+    return next((width for width, need in _WIDTHS.items() if cpu_features().issuperset(need)), 0)
 
 
 def _dots(num_rows: int, num_tokens: int) -> Any:
@@ -39,7 +37,7 @@ def _dots(num_rows: int, num_tokens: int) -> Any:
             factors = [vectors.weights(weight, start, rest) for start in starts]
             if rest is None:
                 for start in starts:
-                    vectors.send_for(weight, builder.add(start, builder.mul(I64(_AHEAD), length)))
+                    send_for(builder, place(builder, weight, builder.add(start, builder.mul(I64(_AHEAD), length)), I8))
             for token in tokens:
                 numbers = vectors.levels(levels, builder.add(begin, builder.mul(I64(token), padded)))
                 for row in rows:
@@ -95,11 +93,6 @@ class _Vectors:
 
     def total(self, sums: ir.Value) -> ir.Value:
         return call(self.builder, f"llvm.vector.reduce.add.v{self.width // 4}i32", I32, self.builder.load(sums))
-
-    def send_for(self, address: ir.Value, index: ir.Value) -> None:
-        """Lets the memory fetch what is needed soon."""
-        pointer = place(self.builder, address, index, I8)
-        call(self.builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
 
     def _pointer(self, address: ir.Value, start: ir.Value) -> ir.Value:
         return self.builder.bitcast(place(self.builder, address, start, I8), self.bytes.as_pointer())

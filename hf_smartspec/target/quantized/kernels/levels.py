@@ -3,6 +3,7 @@
 import numpy as np
 
 from ....jit import callback, inner
+from ....jit.pointers import ahead, int64_at, take
 from . import arguments as at
 from .arguments import FLOAT32, load
 from .dots import LINE, OFFSET
@@ -15,7 +16,6 @@ from .memory import (
     store_float32,
     store_int8,
     store_int32,
-    take,
 )
 from .tiles import SIDE
 
@@ -30,7 +30,7 @@ def to_levels(arguments):
     num_inputs, kind = load_int64(arguments, at.NUM_INPUTS), load_int64(arguments, at.KIND)
     padded = (num_inputs + LINE - 1) // LINE * LINE
     size = 4 if kind == FLOAT32 else 2
-    token = take(arguments, at.NEXT)
+    token = take(ahead(int64_at(arguments), at.NEXT))
     while token < load_int64(arguments, at.NUM_TOKENS):
         numbers = load_int64(arguments, at.TOKENS) + token * num_inputs * size
         levels = load_int64(arguments, at.LEVELS) + token * padded
@@ -47,7 +47,7 @@ def to_levels(arguments):
             _pack(levels, padded, load_int64(arguments, at.PACKED), token)
         store_float32(load_int64(arguments, at.STEPS), token, step)
         store_int32(load_int64(arguments, at.OFFSETS), token, np.int32(OFFSET * total))
-        token = take(arguments, at.NEXT)
+        token = take(ahead(int64_at(arguments), at.NEXT))
 
 
 @inner

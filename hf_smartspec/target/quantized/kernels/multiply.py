@@ -3,6 +3,7 @@
 import numpy as np
 
 from ....jit import callback, inner
+from ....jit.pointers import ahead, int64_at, take
 from . import arguments as at
 from .arguments import BFLOAT16, FLOAT32, load
 from .dots import LINE, dots_1x1, dots_2x8, dots_4x1, dots_4x2, dots_4x4
@@ -14,7 +15,6 @@ from .memory import (
     store_bfloat16,
     store_float16,
     store_float32,
-    take,
 )
 
 ROWS, _MOST = 32, 8  # and tokens whose sums are kept before they become numbers
@@ -27,13 +27,13 @@ def multiply(arguments):
     """Takes the next share of the weight's rows, until there are none left."""
     num_outputs, share = load_int64(arguments, at.NUM_OUTPUTS), load_int64(arguments, at.SHARE)
     sums = _room()
-    begin = share * take(arguments, at.NEXT)
+    begin = share * take(ahead(int64_at(arguments), at.NEXT))
     while begin < num_outputs:
         end = min(begin + share, num_outputs)
         while begin < end:
             multiply_rows(arguments, begin, min(ROWS, end - begin), sums)
             begin += ROWS
-        begin = share * take(arguments, at.NEXT)
+        begin = share * take(ahead(int64_at(arguments), at.NEXT))
 
 
 @inner

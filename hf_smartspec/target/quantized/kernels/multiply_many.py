@@ -1,9 +1,10 @@
 """Levels of many tokens times weights, in matrix registers."""
 
 from ....jit import callback, inner
+from ....jit.pointers import ahead, int64_at, take
 from . import arguments as at
 from .dots import LINE
-from .memory import load_int32, load_int64, room_for, store_int32, take
+from .memory import load_int32, load_int64, room_for, store_int32
 from .multiply import multiply_rows, scale
 from .tiles import MOST_BLOCKS, SIDE, configure, release, sums_1, sums_2
 
@@ -18,7 +19,7 @@ def multiply_many(arguments):
     num_outputs, share = load_int64(arguments, at.NUM_OUTPUTS), load_int64(arguments, at.SHARE)
     sums = _room()
     configure(load_int64(arguments, at.REGISTERS))
-    begin = share * take(arguments, at.NEXT)
+    begin = share * take(ahead(int64_at(arguments), at.NEXT))
     while begin < num_outputs:
         end = min(begin + share, num_outputs)
         while begin + SIDE <= end:
@@ -26,7 +27,7 @@ def multiply_many(arguments):
             begin += SIDE
         if begin < end:
             multiply_rows(arguments, begin, end - begin, sums)
-        begin = share * take(arguments, at.NEXT)
+        begin = share * take(ahead(int64_at(arguments), at.NEXT))
     release()
 
 

@@ -5,9 +5,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
-from .memory import I8, I32, I64, call, place, written
+from ....jit.writing import I8, I64, call, cpu_features, place, send_for, written
 
 SIDE, LINE = 16, 64  # rows of a register, and their bytes
 MOST_BLOCKS = 2  # of 16 tokens, whose sums are in registers
@@ -17,7 +16,7 @@ _NEED = {"+amx-tile", "+amx-int8"}
 
 def has_tiles() -> bool:
     """Whether the CPU for which numba compiles has such registers. The system must be asked for them, too."""
-    return set(cpu_target.target_context.codegen().magic_tuple()[2].split(",")) >= _NEED
+    return cpu_features() >= _NEED
 
 
 def configuration(num_inputs: int) -> bytes:
@@ -89,8 +88,8 @@ class _Tiles:
     def send_for(self, address: ir.Value, index: ir.Value, length: ir.Value) -> None:
         """Lets the memory fetch the next 16 rows' part of a weight."""
         for row in range(SIDE, 2 * SIDE):
-            at = place(self.builder, address, self.builder.add(index, self.builder.mul(I64(row), length)), I8)
-            call(self.builder, "llvm.prefetch.p0", ir.VoidType(), at, I32(0), I32(3), I32(1))
+            start = self.builder.add(index, self.builder.mul(I64(row), length))
+            send_for(self.builder, place(self.builder, address, start, I8))
 
 
 sums_1, sums_2 = _sums(1), _sums(2)

@@ -10,68 +10,19 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates
-from hf_smartspec.candidates import draft_model
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 from hf_smartspec.target.packed import PackedForward
 
-from ..cases import left_padded
-from ..models import VOCAB_SIZE, new_model, noisy_model, shared_model
-from ..strategies import path_to
-
-PROMPTS = {"a": [5, 9, 5, 9, 5], "b": [11], "c": [3, 4, 5, 6, 7, 8, 9, 10]}
-
-
-def look_at_the_end(monkeypatch):
-    """Has drafts grow as where every look would have to wait for a device."""
-    monkeypatch.setattr(draft_model, "waits_are_free", lambda device: False)
-
-
-@pytest.fixture(params=["by level", "at once"])
-def way(request, monkeypatch):
-    """Drafts that are looked at behind every level, or at the end."""
-    if request.param == "at once":
-        look_at_the_end(monkeypatch)
-    return request.param
-
-
-def start(source: DraftModelCandidates, seed: int | None = None, processors=()) -> dict[str, list[int]]:
-    for name, prompt in PROMPTS.items():
-        source.couple(name, LogitsProcessorList(processors), seed)
-        source.start(name, np.array(prompt))
-    return {name: list(prompt) for name, prompt in PROMPTS.items()}
-
-
-def next_scores(model, text: list[int]) -> torch.Tensor:
-    return model(input_ids=torch.tensor([text])).logits[0, -1]
-
-
-def sharp_model():
-    """Whose probabilities are far from equal."""
-    model = new_model("llama", seed=5)
-    model.lm_head.weight.data *= 12
-    return model
-
-
-def check_tree(model, tree, text: list[int], width: int, limit: int) -> None:
-    """Every node is among the best of its parent's continuations and carries its probability."""
-    tree.check_integrity(VOCAB_SIZE)
-    assert 0 < len(tree) <= limit
-    best: dict[int, list[int]] = {}
-    for node in range(-1, len(tree)):
-        children = np.flatnonzero(tree.parents == node)
-        if not len(children):
-            continue
-        scores = next_scores(model, text + tree.tokens[path_to(tree, node)].tolist())
-        best[node] = scores.topk(width).indices.tolist()
-        for child in children:
-            assert int(tree.tokens[child]) in best[node], "not one of the draft's best tokens"
-            np.testing.assert_allclose(tree.probs[child], scores.softmax(0)[tree.tokens[child]], rtol=1e-3)
-    assert int(tree.tokens[0]) == best[-1][0], "the best token of all comes first"
-
+from ...cases import left_padded
+from ...models import VOCAB_SIZE, new_model, noisy_model, shared_model
+from ...strategies import path_to
+from .checks import PROMPTS, check_tree, count_forwards, look_at_the_end, next_scores, sharp_model, start
 
 # Models that cannot be packed draft row by row, and chains only.
 ROW_BY_ROW = ["bloom", "falcon", "gpt_neo", "gpt_oss", "llama4_text"]
+
+
 KINDS = [*product(["llama", "mistral", "gemma2", "gpt2"], [1, 2, 4]), *product(ROW_BY_ROW, [1])]
 
 
@@ -153,45 +104,6 @@ def assert_same(tree, other) -> None:
         torch.testing.assert_close(tree.distributions, other.distributions, rtol=1e-4, atol=1e-6)
 
 
-def count_forwards(monkeypatch) -> list[int]:
-    """How many levels every draft of the test takes, from now on."""
-    counts: list[int] = []
-    propose, run = DraftModelCandidates.propose, PackedForward.run
-
-    def counting(*args):
-        counts[-1] += 1
-        return run(*args)
-
-    def beginning(*args):
-        counts.append(0)
-        return propose(*args)
-
-    monkeypatch.setattr(PackedForward, "run", counting)
-    monkeypatch.setattr(DraftModelCandidates, "propose", beginning)
-    return counts
-
-
-def test_what_drafts_have_promised_says_how_many_levels_come_next(monkeypatch):
-    """Where nobody looks meanwhile: dear levels become few, cheap ones many, and none is drafted in vain for long."""
-    look_at_the_end(monkeypatch)
-    num_forwards = count_forwards(monkeypatch)
-    settled = []
-    for model in (shared_model("llama"), sharp_model()):  # of low probabilities, and of high ones
-        for call in (0.01, 0.3, 5.0):
-            source = DraftModelCandidates(model)
-            texts = start(source)
-            num_forwards.clear()
-            for _ in range(8):
-                tree = source.propose(["c"], [24], LevelPrice(call, 0.0, 0.02))[0]
-                check_tree(model, tree, texts["c"], 4, 24)
-                source.observe("c", tree.tokens[:1])
-                texts["c"] += tree.tokens[:1].tolist()
-            settled.append(num_forwards[-1])
-    flat, sharp = settled[:3], settled[3:]
-    assert flat == sorted(flat, reverse=True) and sharp == sorted(sharp, reverse=True)
-    assert flat[-1] == sharp[-1] == 1 and sharp[0] > flat[0] > 1 and sharp[1] > flat[1]
-
-
 def test_a_chain_is_the_drafts_own_greedy_text(way):
     model = shared_model("llama")
     source = DraftModelCandidates(model)
@@ -256,75 +168,6 @@ def test_more_nodes_are_more_probable_nodes(width, way):
             leaves = set(range(limit)) - set(tree.parents.tolist())
             assert tree.path_probs.min() == min(tree.path_probs[leaf] for leaf in leaves)
         source.observe("c", tree.tokens[:1])
-
-
-def priced(model, price, limit=24, name="c", **options):
-    source = DraftModelCandidates(model, **options)
-    texts = start(source)
-    return source.propose([name], [limit], price)[0], texts[name]
-
-
-@pytest.mark.parametrize("options", [{}, {"width": 2}, {"num_nodes": 3}])
-def test_where_prices_rule_no_node_is_worth_less_than_it_costs(options, way):
-    """And none that is worth more was left out, as far as its level was drafted."""
-    model = sharp_model()
-    for node_price in (0.02, 0.1, 0.3):
-        tree, text = priced(model, LevelPrice(0.05, 0.0, node_price), **options)
-        width = options.get("width", 4)
-        check_tree(model, tree, text, width, 24)
-        first_of_levels = [np.flatnonzero(tree.depths == depth)[0] for depth in range(1, tree.depths.max() + 1)]
-        others = np.setdiff1d(np.arange(len(tree)), first_of_levels)
-        assert (tree.path_probs[others] >= node_price - 1e-6).all()
-        probs = next_scores(model, text).softmax(0).sort(descending=True).values[:width]
-        assert np.count_nonzero(tree.depths == 1) == max(int((probs >= node_price).sum()), 1)
-
-
-def test_drafts_are_as_deep_as_levels_are_worth_their_price():
-    model = sharp_model()
-    depths = []
-    for call in (0.001, 0.1, 0.3, 0.6, 5.0):
-        tree, _ = priced(model, LevelPrice(call, 0.0, 0.01), limit=400)
-        for depth in range(1, int(tree.depths.max())):
-            assert np.sort(tree.path_probs[tree.depths == depth])[-4:].sum() > call
-        depths.append(int(tree.depths.max()))
-    assert depths == sorted(depths, reverse=True) and depths[0] > depths[2] > depths[-1] == 1
-    shared = DraftModelCandidates(model)
-    names = list(start(shared))
-    trees = shared.propose(names, [24] * 3, LevelPrice(0.6, 0.0, 0.01))
-    assert max(int(tree.depths.max()) for tree in trees) > depths[3], "they share the price"
-    steps, _ = priced(model, LevelPrice(5.0, 0.0, 0.01, deeper=((0.0, 0.0), (0.0, 0.0), (5.0, 0.0))), limit=400)
-    assert steps.depths.max() == 3, "every level has its own"
-
-
-@pytest.mark.parametrize("trust", [0.5, 1.0, 1.5])
-def test_a_drafter_that_is_trusted_more_drafts_more_and_always_trees(trust):
-    model = sharp_model()
-    tree, text = priced(model, LevelPrice(0.2, 0.0, 0.05, trust))
-    check_tree(model, tree, text, 4, 24)
-    usual, _ = priced(model, LevelPrice(0.2, 0.0, 0.05))
-    assert (len(tree) >= len(usual)) if trust >= 1 else (len(tree) < len(usual))
-
-
-def test_branches_end_behind_tokens_of_low_confidence_where_prices_rule(way):
-    model = sharp_model()
-    tree, text = priced(model, LevelPrice(0.0, 0.0, 0.01), confidence_threshold=0.5)
-    check_tree(model, tree, text, 4, 24)
-    inner = np.unique(tree.parents[tree.parents >= 0])
-    assert (tree.probs[inner] >= 0.5).all()
-    deeper, _ = priced(model, LevelPrice(0.0, 0.0, 0.01))
-    assert (deeper.probs[deeper.parents[deeper.parents >= 0]] < 0.5).any(), "there is something to end"
-
-
-def test_prices_of_one_step_are_forgotten_and_sampled_drafts_do_not_heed_them():
-    model = shared_model("llama")
-    source = DraftModelCandidates(model)
-    start(source)
-    assert len(source.propose(["a"], [6], LevelPrice(9.0, 9.0, 9.0))[0]) == 1
-    source.observe("a", np.array([1]))
-    assert len(source.propose(["a"], [6])[0]) == 6
-    sampled = DraftModelCandidates(model, samples=True)
-    start(sampled, seed=3)
-    assert len(sampled.propose(["a"], [6], LevelPrice(9.0, 9.0, 9.0))[0]) == 6 and not sampled.heeds_prices
 
 
 def test_a_chain_ends_behind_a_token_of_low_confidence(way):
