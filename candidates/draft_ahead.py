@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..sampling.noise import NoiseKeys
+from ..target.graphs.padding import extended
 from ..target.layout import send
 from ..target.packed import PackedForward, PlannedForward
 from .draft_growth import Growth
@@ -49,7 +50,8 @@ class DraftLevel:
     def run(self, forward: PackedForward, frontier: Frontier | None) -> torch.Tensor:
         """Logits `[nodes, vocab_size]` behind the frontier, or behind the text."""
         if frontier is not None:
-            self.planned.layout.tokens = frontier.tokens.reshape(1, -1)
+            tokens = frontier.tokens.reshape(1, -1)
+            self.planned.layout.tokens = extended(tokens, self.planned.layout.positions.shape[1])
             self._hang(frontier.ancestors)
         return forward.run(self.planned)
 
@@ -58,8 +60,11 @@ class DraftLevel:
         offsets = ancestors.flatten(0, 1).T  # [levels between, nodes]
         for part in self.planned.layout.parts:
             if part.tree_pairs is not None and len(offsets):
-                own, others = part.tree_pairs.view(len(offsets) + 1, -1).split([1, len(offsets)])
-                part.tree_pairs = torch.cat([own, others + offsets[:, part.tokens]]).flatten()
+                offset = offsets[:, part.tokens]
+                own, others, padding = part.tree_pairs.split(
+                    [offset.shape[1], offset.numel(), len(part.tree_pairs) - offset.shape[1] - offset.numel()]
+                )
+                part.tree_pairs = torch.cat([own, others + offset.flatten(), padding])
 
     def take_frontier(self, chosen: np.ndarray) -> None:
         """Tells the trees which of their newest nodes have children here (`[rows, width]`; none: the text)."""

@@ -15,8 +15,11 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .recorder import Operations, changes_its_input
+
 DEVICE = "emulated"
 aten = torch.ops.aten
+_NAMES_OF_VIEWS = {"detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"}
 
 # Between the host and the device, or within one of them.
 _COPIES = (aten._to_copy.default, aten.copy_.default)
@@ -32,11 +35,11 @@ _WAITS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
-_NAMES_OF_VIEWS = {"detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"}
 
 # "dispatched": operations that are no views. "uploads": copies from the host. "waits": times that the host stood still,
 # for a value, for a number of elements, or for an upload that was not to return before it was done.
 counts: Counter[str] = Counter()
+_recorded: Operations | None = None  # where something is recorded
 
 
 class EmulatedTensor(torch.Tensor):
@@ -57,6 +60,9 @@ class EmulatedTensor(torch.Tensor):
         )
         tensor.on_host = data
         return tensor
+
+    def data_ptr(self) -> int:
+        return self.on_host.data_ptr()
 
     def tolist(self) -> list:  # torch has none for subclasses
         return self.cpu().tolist()
@@ -120,8 +126,51 @@ def _run(function: Callable, args: tuple, kwargs: dict) -> Any:
     if is_asked:
         kwargs = kwargs | {"device": torch.device("cpu")}
     kwargs = {name: _mapped(value, EmulatedTensor, _host) for name, value in kwargs.items()}
-    result = function(*_mapped(args, EmulatedTensor, _host), **kwargs)
-    return args[0] if _changes_its_input(function) else _mapped(result, torch.Tensor, EmulatedTensor)
+    result = _done(function, _mapped(args, EmulatedTensor, _host), kwargs)
+    if not function._schema.returns:
+        return None
+    return args[0] if changes_its_input(function) else _mapped(result, torch.Tensor, EmulatedTensor)
+
+
+def _done(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """An operation's result, on the CPU; what it does is recorded."""
+    result = function(*args, **kwargs)
+    if _recorded is not None:
+        _recorded.note(function, args, kwargs, result)
+    return result
+
+
+class Recorder:
+    """As `target.graphs.recorder` has it for CUDA: what the host looks at, or sends, cannot be recorded."""
+
+    def __init__(self, device: torch.device):
+        self.num_recorded = self.num_replays = 0
+
+    def has_room(self) -> bool:
+        return True
+
+    def forget(self) -> None:
+        pass
+
+    def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        global _recorded
+        before, _recorded = counts.copy(), Operations()
+        try:
+            result, operations = function(), _recorded
+        finally:
+            _recorded = None
+        if any(counts[name] > before[name] for name in ("waits", "uploads")):
+            raise RuntimeError("The host has waited for what is recorded.")
+        counts.clear()
+        counts.update(before)
+        self.num_recorded += 1
+
+        def replay() -> None:
+            counts["dispatched"] += 1
+            self.num_replays += 1
+            operations.do_again()
+
+        return replay, result
 
 
 def _copy(function: Callable, args: tuple, kwargs: dict, device: Any, is_asked: bool) -> torch.Tensor:
@@ -138,7 +187,7 @@ def _copy(function: Callable, args: tuple, kwargs: dict, device: Any, is_asked: 
         counts["waits"] += 1  # what reads the copy must wait for it
     if is_asked:
         kwargs = kwargs | {"device": torch.device("cpu")}
-    result = function(*_mapped(args, EmulatedTensor, _host), **kwargs)
+    result = _done(function, _mapped(args, EmulatedTensor, _host), kwargs)
     if is_in_place:
         return args[0]
     return EmulatedTensor(result) if stays else result
@@ -167,12 +216,6 @@ def _count(function: Callable, args: tuple) -> None:
 @cache
 def _is_view(function: Callable) -> bool:
     return function.is_view or function._schema.name.removeprefix("aten::") in _NAMES_OF_VIEWS
-
-
-@cache
-def _changes_its_input(function: Callable) -> bool:
-    first = function._schema.arguments[:1]
-    return bool(first and first[0].alias_info and first[0].alias_info.is_write)
 
 
 def _host(tensor: EmulatedTensor) -> torch.Tensor:

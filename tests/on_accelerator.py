@@ -16,9 +16,11 @@ from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput.policy import FixedLength
 from hf_smartspec.sampling import noise
+from hf_smartspec.target import kept_memory
+from hf_smartspec.target.graphs import recorder
 from hf_smartspec.target.packed import PackedForward
 
-from .accelerator import DEVICE, Accelerator
+from .accelerator import DEVICE, Accelerator, Recorder
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
 
@@ -68,6 +70,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 AT_ONCE = ("greedy", "stop strings", "sampled", "warped")
 # What is sent for the picks behind some nodes: keys of their noise, texts for processors.
 SENT_TO_PICK = {"sampled": 1, "warped": 1, "penalty": 1, "penalty, sampled": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_inference_mode():
+    """Which the emulated device does not know: decoders that are written out do without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
+        yield
+
+
+@pytest.fixture
+def recorders(on_device, monkeypatch):
+    """The device records; all that do so, in the order of the forwards that have them."""
+    made: list[Recorder] = []
+
+    def make(device):
+        made.append(Recorder(device))
+        return made[-1]
+
+    monkeypatch.setitem(recorder._RECORDERS, DEVICE, make)
+    for model in on_device:
+        kept_memory.forget(model)  # and what other tests have recorded
+    yield made
+    for model in on_device:
+        kept_memory.forget(model)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +189,32 @@ def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, sou
     for own, others in zip(output.scores or (), expected[name].scores or ()):
         torch.testing.assert_close(own.cpu(), others, rtol=1e-4, atol=1e-4)
     check_counts(steps, source, name)
+
+
+@pytest.mark.parametrize("source", ["none", "lookup", "chain", "tree", "priced"])
+@pytest.mark.parametrize("name", ["greedy", "warped"])
+def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, source, name):
+    """Of a single row, whose forwards have few shapes; what else a step has to do is as before."""
+    expected = tokens_of(generate(on_cpu, "none", OPTIONS[name], lengths=(9,)))
+    dispatched, recorded = [], []
+    for _ in range(5):
+        steps.clear()
+        assert tokens_of(generate(on_device, source, OPTIONS[name], lengths=(9,))) == expected
+        dispatched.append(sum(counts["dispatched"] for counts in steps))
+        recorded.append(sum(item.num_recorded for item in recorders))
+    assert sum(item.num_replays for item in recorders) > 8 and dispatched[-1] < dispatched[0] - 200
+    assert 0 < recorded[2] == recorded[-1], "what was recorded is kept with the memory"
+    check_counts(steps, source, name)
+
+
+@pytest.mark.parametrize("source", ["suffix", "lookup", "chain", "tree", "priced", "rejection"])
+@pytest.mark.parametrize("name", ["sampled", "penalty"])
+def test_recorded_forwards_of_many_rows(on_cpu, on_device, recorders, accelerator, source, name):
+    options = OPTIONS[name] | {"max_new_tokens": 30}
+    expected = generate(on_cpu, source, options)
+    for _ in range(2):
+        assert tokens_of(generate(on_device, source, options)) == tokens_of(expected)
+    assert sum(item.num_recorded for item in recorders) > 0
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3_text"])

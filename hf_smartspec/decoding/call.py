@@ -14,7 +14,7 @@ from ..goodput.policy import DraftCost, StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
 from ..target.hidden_states import HiddenStateTaps
-from ..target.layout import CacheRow, RowInput
+from ..target.rows import CacheRow, RowInput
 from .batch import DecodingBatch
 from .request import Request
 from .statistics import GenerationStatistics

@@ -8,7 +8,7 @@ import torch
 from ..candidates.base import TreeCandidateGenerator, check_needs, refuse_needs
 from ..candidates.committed import HIDDEN_STATES, Committed
 from ..target.hidden_states import FedStates, select
-from ..target.layout import RowInput
+from ..target.rows import RowInput
 from .call import ModelForward
 from .request import Request
 

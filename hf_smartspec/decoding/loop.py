@@ -10,7 +10,7 @@ import torch
 from ..candidates.committed import Likeliest
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
-from ..target.layout import RowInput
+from ..target.rows import RowInput
 from .call import DecodingCall, ModelForward, ModelLimits, StepDrafts, alike, by_forward
 from .committed import committed_steps, run_forward
 from .drafting import Drafting

@@ -9,7 +9,7 @@ import torch
 
 from ..drafts.tree import DraftTree
 from ..target.hidden_states import FedStates
-from ..target.layout import CacheRow
+from ..target.rows import CacheRow
 
 if TYPE_CHECKING:
     from .call import DecodingCall

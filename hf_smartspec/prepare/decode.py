@@ -22,9 +22,9 @@ from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
 from ..target.compat import is_synchronized
 from ..target.kept_memory import take_back
-from ..target.layout import RowInput
 from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
+from ..target.rows import RowInput
 from ..target.rowwise import RowwiseForward
 from ..target.wrappers import mixes_rows
 from .call import PreparedCall, decoding_call, model_limits, prepare_call

@@ -12,7 +12,7 @@ from ..candidates.base import TreeCandidateGenerator
 from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.source_guard import forget
-from ..target.layout import CacheRow, RowInput
+from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
 from .outputs import Ticket

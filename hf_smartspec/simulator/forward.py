@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..goodput.cost import CostModel
-from ..target.layout import CacheRow, RowInput
 from ..target.row_groups import TYPICAL_CALL, arrange, padded_context
+from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from .clock import EventClock
 

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from .layout import CacheRow, RowInput
+from .rows import CacheRow, RowInput
 
 
 @dataclass(eq=False)

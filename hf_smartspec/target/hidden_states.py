@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..device import to_device
-from .layout import CacheRow, RowInput
+from .rows import CacheRow, RowInput
 
 _LISTS = ("layers", "h", "block", "blocks")  # what decoders call their layers
 
@@ -91,7 +91,7 @@ class HiddenStateTaps:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self._layers: frozenset[int] = frozenset()
+        self.layers: frozenset[int] = frozenset()  # that are taken now
         self._states: dict[int, torch.Tensor] = {}  # of the latest call of the model
         self._fed: dict[CacheRow, FedStates] = {}
 
@@ -127,25 +127,25 @@ class HiddenStateTaps:
         The model's own forward leaves them only where it runs within `installed()` too; one that is written out hands
         them to `keep`. Without `layers`, nothing is done at all.
         """
-        self._layers, self._states, self._fed = frozenset(layers), {}, {}
+        self.layers, self._states, self._fed = frozenset(layers), {}, {}
         try:
             yield self._fed
         finally:
-            self._layers, self._states, self._fed = frozenset(), {}, {}
+            self.layers, self._states, self._fed = frozenset(), {}, {}
 
     @property
     def is_taking(self) -> bool:
-        return bool(self._layers)
+        return bool(self.layers)
 
     def keep(self, layer: int, states: torch.Tensor) -> None:
         """Takes a layer's hidden states `[N, hidden_size]` from whoever runs the model without its modules."""
-        if layer in self._layers:
+        if layer in self.layers:
             self._states[layer] = states
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within the context, the model's own forward leaves its hidden states here."""
-        handles = self._install() if self._layers else []
+        handles = self._install() if self.layers else []
         try:
             yield
         finally:
@@ -160,7 +160,7 @@ class HiddenStateTaps:
             if threading.get_ident() == thread and isinstance(states, torch.Tensor) and states.dim() == 3:
                 self._states[layer] = states[0]
 
-        return [self._hook(layer, keep, decoder, layers) for layer in self._layers]
+        return [self._hook(layer, keep, decoder, layers) for layer in self.layers]
 
     @staticmethod
     def _hook(
@@ -179,11 +179,11 @@ class HiddenStateTaps:
         Says what the latest call of the model ran, before rows count it as theirs: these rows' tokens one after the
         other, or, of a single row, what stands in these lines.
         """
-        if not self._layers:
+        if not self.layers:
             return
         states, self._states = self._states, {}
         num_lines = sum(item.num_tokens for item in items) if lines is None else int(lines[-1]) + 1
-        if set(states) != self._layers or any(len(item) < num_lines for item in states.values()):
+        if set(states) != self.layers or any(len(item) < num_lines for item in states.values()):
             return
         lines = np.arange(num_lines) if lines is None else lines
         for item in items:

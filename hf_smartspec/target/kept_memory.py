@@ -1,6 +1,6 @@
 """
-Memory that lives as long as its model is used: keys and values, and the buffers by which layouts are sent, serve one
-call after the other, at the same addresses.
+Memory that lives as long as its model is used: keys and values, the buffers by which layouts are sent, and what is
+recorded on both, serve one call after the other, at the same addresses.
 
 Kept is the most that a call had, as long as that is little: a sixteenth of a GPU's memory, 256 MiB elsewhere. It goes
 with the model, when `disable` is called, and with the next call where dtype, device or stream are others then. A call
@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..device import Wire
+from .graphs import ForwardRecordings
 from .packed import PackedForward
 
 _GPU_SHARE, _MOST_ELSEWHERE = 16, 2**28
@@ -25,6 +26,7 @@ class _Kept:
     setting: tuple
     memories: list[torch.Tensor]
     wire: Wire
+    recordings: ForwardRecordings | None
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
@@ -36,8 +38,10 @@ def lend(forward: PackedForward) -> None:
     with _lock:
         kept = _kept.pop(forward.model, None)
     if kept is not None and kept.setting == _setting(forward.model):
-        forward.cache.lend(kept.memories)
+        is_lent = forward.cache.lend(kept.memories)
         forward.wire = kept.wire
+        if is_lent and forward.recordings is not None and kept.recordings is not None:
+            forward.recordings = kept.recordings
 
 
 def take_back(forward: PackedForward) -> None:
@@ -45,7 +49,7 @@ def take_back(forward: PackedForward) -> None:
     memories = forward.cache.give_back()
     size = _bytes(memories)
     if 0 < size <= _most_bytes(forward.device):
-        kept = _Kept(_setting(forward.model), memories, forward.wire)
+        kept = _Kept(_setting(forward.model), memories, forward.wire, forward.recordings)
         with _lock:
             other = _kept.get(forward.model)
             if other is None or _bytes(other.memories) <= size:

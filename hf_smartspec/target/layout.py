@@ -1,6 +1,6 @@
 """The layout of one packed forward: where every token of the step stands, and what it may attend to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -9,92 +9,10 @@ import numpy as np
 import torch
 
 from ..device import Wire
-from ..drafts.tree import DraftTree
+from .rows import RowInput
 
 if TYPE_CHECKING:
     from .varlen import Spans
-
-
-@dataclass(eq=False)
-class CacheRow:
-    """
-    One request's row of a `SlotCache`: the slot of a slab that it lies in, the number of committed tokens it holds, and
-    that of the draft nodes behind them, which wait for `commit`.
-
-    A token's position is `position_offset` more than the number of those before it: images may take fewer positions
-    than tokens.
-
-    The rest is for rotary embeddings that depend on the length of the text: plain decoding takes that of the longest
-    row (`rotary.seen_lengths`).
-
-    Args:
-        ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
-        least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
-        renewal (`int`, *optional*): The model computes all keys and values anew when the row outgrows this length
-            (Phi-3, on its way from short to long texts).
-        line, stride (`int`): The first line of the slot in the cache's memory, and the lines of each of its slab's.
-            Where not given, the slots are in one slab, and of any length.
-    """
-
-    slot: int
-    length: int = 0
-    num_nodes: int = 0
-    position_offset: int = 0
-    ahead: int = 0
-    least_length: int = 0
-    renewal: int | None = None
-    line: int = -1
-    stride: int = 2**32
-
-    def __post_init__(self) -> None:
-        if self.line < 0:
-            self.line = self.slot * self.stride
-
-    @property
-    def origin(self) -> int:
-        """The first line of the slab."""
-        return self.line - self.slot * self.stride
-
-    def is_due(self, length: int) -> bool:
-        """Whether the row's keys and values must be computed anew before those of a text of so many tokens."""
-        return self._renews and self.renewal is not None and length > self.renewal
-
-    def renew(self) -> None:
-        """Forgets all keys and values; those of the whole text see the length at which the model does so."""
-        assert self.renewal is not None, "nothing is ever computed anew"
-        self.length, self.num_nodes, self.least_length = 0, 0, self.renewal + self.ahead + 1
-
-    def room(self, length: int) -> int | None:
-        """How deep a draft behind a text of so many tokens may be; None if as deep as it likes."""
-        return self.renewal - length if self._renews and self.renewal is not None else None
-
-    @property
-    def _renews(self) -> bool:
-        return self.renewal is not None and self.least_length <= self.renewal + self.ahead
-
-
-@dataclass
-class RowInput:
-    """
-    What one row brings to a packed forward.
-
-    Args:
-        row (`CacheRow`): Where the row's keys and values lie.
-        feed (`np.ndarray` of shape `[f]`): Committed tokens that are not cached yet; draft trees hang on the last one.
-            May be empty when only further nodes of a tree follow.
-        tree (`DraftTree`): The row's draft.
-        first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache; `feed` is empty
-            then.
-    """
-
-    row: CacheRow
-    feed: np.ndarray
-    tree: DraftTree = field(default_factory=DraftTree.empty)
-    first_node: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_nodes = len(self.tree.tokens) - self.first_node
-        self.num_tokens = len(self.feed) + self.num_nodes
 
 
 @dataclass(eq=False)
@@ -112,6 +30,7 @@ class StepLayout:
         lines (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
         kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
         spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
+        is_padded (`bool`): Behind its tokens, the last one comes again and again (`graphs.padding`).
     """
 
     sent: ClassVar = ("tokens", "positions", "lines", "kept")
@@ -123,6 +42,7 @@ class StepLayout:
     parts: "list[PaddedPart]"
     kept: torch.Tensor | None = None
     spans: "Spans | None" = None
+    is_padded: bool = False
 
 
 @dataclass(eq=False)
@@ -188,7 +108,7 @@ class PaddedPart:
         columns = torch.arange(self.num_columns, device=self.limits.device)
         visible = columns < self.limits[:, :, None]
         if self.tree_pairs is not None:
-            visible.view(-1)[self.tree_pairs] = True
+            visible.view(-1).index_fill_(0, self.tree_pairs, True)  # `[...] = True` would wait for a GPU
         if window is not None:
             if self.nodes is None or self.query_positions is None:
                 visible &= columns >= self.limits[:, :, None] - window
@@ -236,8 +156,18 @@ def send(
     return tensors[: len(more)]
 
 
-def build_layout(groups: Sequence[Sequence[RowInput]]) -> StepLayout:
-    """Lays out one packed forward of the given rows, as `arrange` orders them."""
+class Rounding(NamedTuple):
+    """To sizes of rectangles that come again and again, at least as large."""
+
+    tokens: Callable[[int], int]
+    columns: Callable[[int], int]
+
+
+def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None = None) -> StepLayout:
+    """
+    Lays out one packed forward of the given rows, as `arrange` orders them. Rectangles are as small as they can be, or
+    have sizes that `rounding` gives.
+    """
     rows = [item for group in groups for item in group]
     counts = np.array([item.num_tokens for item in rows])
     places, has_tree = _places(rows, counts), _has_tree(rows)
@@ -247,7 +177,7 @@ def build_layout(groups: Sequence[Sequence[RowInput]]) -> StepLayout:
     parts, start, first = [], 0, 0
     for group in groups:
         end, last = start + sum([item.num_tokens for item in group]), first + len(group)
-        parts.append(_build_part(group, slice(start, end), places, has_tree[first:last]))
+        parts.append(_build_part(group, slice(start, end), places, has_tree[first:last], rounding))
         start, first = end, last
     positions = places.positions
     if any([item.row.position_offset for item in rows]):  # rotary positions only: windows and masks count tokens
@@ -294,12 +224,20 @@ def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
     return has_tree
 
 
-def _build_part(rows: Sequence[RowInput], tokens: slice, places: _Tokens, has_tree: Sequence[bool]) -> PaddedPart:
+def _build_part(
+    rows: Sequence[RowInput],
+    tokens: slice,
+    places: _Tokens,
+    has_tree: Sequence[bool],
+    rounding: Rounding | None,
+) -> PaddedPart:
     """One part, from where all tokens stand; corrects the positions of nodes of trees."""
     first_line, stride = rows[0].row.line, rows[0].row.stride
     firsts, query, columns, positions = places.of(tokens)
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
     num_columns = max([item.row.length + item.first_node + item.num_tokens for item in rows])
+    if rounding is not None:
+        width, num_columns = rounding.tokens(width), min(rounding.columns(num_columns), stride)
     limits = columns + 1  # every token sees all columns up to its own
     lines = (firsts - first_line) // stride * width + query  # of the padded batch
     is_padded = len(lines) != num_rows * width

@@ -13,8 +13,8 @@ from transformers.utils.logging import tqdm
 
 from ..drafts.tree import DraftTree
 from ..goodput.cost import CostPoint
-from .layout import CacheRow, RowInput
 from .packed import PackedForward
+from .rows import CacheRow, RowInput
 from .written import packed_forward
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30  # of all points, after one to warm up

@@ -14,10 +14,13 @@ from ..device import Wire
 from ..sampling.top import Top, argmax, best_of
 from .attention import attention_configs, tree_attention_step
 from .compat import shared_value
+from .graphs import recordings_for
+from .graphs.padding import MOST_TOKENS, ROUNDING, pad
 from .hidden_states import HiddenStateTaps
-from .layout import CacheRow, RowInput, StepLayout, build_layout, send
+from .layout import StepLayout, build_layout, send
 from .rotary import LengthwiseRotary, seen_lengths
 from .row_groups import arrange, call_columns, head_size, padded_context
+from .rows import CacheRow, RowInput
 from .slot_cache import SlotCache
 from .varlen import serves, spans_of
 
@@ -37,6 +40,7 @@ class PlannedForward:
         rows (list of `RowInput`): In the order of their tokens.
         layout (`StepLayout`): Of these tokens.
         first_lines (dict): The first line of every row in the logits.
+        num_lines (`int`): M, of the logits.
         seen_lengths (`np.ndarray` of shape `[N]`, *optional*): Of the text, for every token, where the model's rotary
             embeddings depend on it.
     """
@@ -44,6 +48,7 @@ class PlannedForward:
     rows: list[RowInput]
     layout: StepLayout
     first_lines: dict[CacheRow, int]
+    num_lines: int
     seen_lengths: np.ndarray | None
 
     def settle(self) -> None:
@@ -86,7 +91,10 @@ class PackedForward:
         heads = shared_value(config, "num_attention_heads") or 1
         self._groups = max(heads // (shared_value(config, "num_key_value_heads") or heads), 1)
         self._call = call_columns(config, model.device.type)
-        self._takes_spans = serves(self.device, model.dtype, head_size(config))
+        is_own = choose is None or bool(self.rotary)  # whose lengths the host sees to
+        self.recordings = None if is_own else recordings_for(self.device)
+        is_capped = shared_value(config, "attn_logit_softcapping") is not None  # which flash attention does not know
+        self._takes_spans = serves(self.device, model.dtype, head_size(config)) and not is_capped
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def add(self, num_tokens: int | None = None) -> CacheRow:
@@ -143,13 +151,17 @@ class PackedForward:
         self.cache.reserve([item.row for item in inputs], needs)
         groups = arrange(inputs, self._call)
         rows = [item for group in groups for item in group]
-        layout = build_layout(groups)
+        may_be_recorded = self.recordings is not None and self.recordings.may_serve
+        is_padded = may_be_recorded and sum([item.num_tokens for item in rows]) <= MOST_TOKENS
+        layout = build_layout(groups, ROUNDING if is_padded else None)
         if self._takes_spans:
             layout.spans = spans_of(layout)
-        first_lines, kept = _kept(rows)
+        first_lines, kept, num_lines = _kept(rows)
         layout.kept = None if kept is None else torch.tensor(kept)
         seen = seen_lengths(rows, layout.positions[0].numpy()) if self.rotary else None
-        return PlannedForward(rows, layout, first_lines, seen)
+        if is_padded:
+            pad(layout)
+        return PlannedForward(rows, layout, first_lines, num_lines, seen)
 
     def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
         """Runs all but the last piece of long feeds; returns what is left."""
@@ -183,14 +195,15 @@ class PackedForward:
         """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""
         logits = self._run(planned)
         self.taps.note(planned.rows)
-        return logits
+        return logits[: planned.num_lines] if planned.layout.is_padded else logits
 
     def _run(self, planned: PlannedForward) -> torch.Tensor:
         layout = self.cache.layout = planned.layout
         decoder = None if self._choose is None else self._choose()
+        if decoder is None and self.recordings is not None:
+            self.recordings.may_serve = False
         if decoder is not None:
-            with self._lengths_step(planned):
-                return decoder(layout, self.cache, self.taps.keep if self.taps.is_taking else None)
+            return self._run_written(decoder, planned)
         with tree_attention_step(self._configs, layout), self._lengths_step(planned), self.taps.installed():
             kwargs = {"logits_to_keep": 0 if layout.kept is None else layout.kept} if self._selects_logits else {}
             # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
@@ -206,14 +219,21 @@ class PackedForward:
         logits = output.logits[0]
         return logits if layout.kept is None or self._selects_logits else logits[layout.kept]
 
+    def _run_written(self, decoder: "WrittenDecoder", planned: PlannedForward) -> torch.Tensor:
+        layout, keep = planned.layout, self.taps.keep if self.taps.is_taking else None
+        if self.recordings is not None:
+            return self.recordings(decoder, layout, self.cache, self.taps.layers, keep)
+        with self._lengths_step(planned):
+            return decoder(layout, self.cache, keep)
+
     def _lengths_step(self, planned: PlannedForward) -> AbstractContextManager[None]:
         return nullcontext() if planned.seen_lengths is None else self.rotary.step(planned.seen_lengths)
 
 
-def _kept(rows: Sequence[RowInput]) -> tuple[dict[CacheRow, int], list[int] | None]:
+def _kept(rows: Sequence[RowInput]) -> tuple[dict[CacheRow, int], list[int] | None, int]:
     """
     The first line of every row in the logits, and the tokens whose logits these are: the last that a row is fed, and
-    its nodes. None if these are all.
+    its nodes, None if these are all, and how many there are.
     """
     first_lines: dict[CacheRow, int] = {}
     kept: list[int] = []
@@ -226,4 +246,4 @@ def _kept(rows: Sequence[RowInput]) -> tuple[dict[CacheRow, int], list[int] | No
         end += item.num_tokens
         if not keeps_all:
             kept += range(end - num_lines, end)
-    return first_lines, None if keeps_all else kept
+    return first_lines, None if keeps_all else kept, num_kept

@@ -12,10 +12,10 @@ from transformers.generation import GenerationMode
 
 from ..drafts.tree import DraftTree
 from .compat import renewal_length
-from .layout import CacheRow, RowInput
 from .packed import PackedForward
 from .quantized import rounds_coarsely
 from .rotary import forget_lengths
+from .rows import CacheRow, RowInput
 from .rowwise import RowwiseForward
 
 

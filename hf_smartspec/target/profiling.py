@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..goodput.cost import CostModel
 from ..log import get_logger
+from .graphs import records
 from .measuring import DESIGN, measure
 from .quantized import is_quantized
 from .written import written_decoder, written_decoders
@@ -93,7 +94,9 @@ def mode_of(model: PreTrainedModel) -> str:
     Profiles of one mode say nothing about another.
     """
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-    forward = "own forward" if written_decoder(model) is None else "written out"
+    forward = "own forward"
+    if written_decoder(model) is not None:
+        forward = "written out, recorded" if records(model.device) else "written out"
     weights = "int8 weights, " if is_quantized(model) else ""
     return f"{forward}, {attention} attention, {weights}cache in {model.dtype}"
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..device import to_device
-from .layout import RowInput
+from .rows import RowInput
 
 
 class LengthwiseRotary:

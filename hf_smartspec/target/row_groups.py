@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from .compat import shared_value
 
 if TYPE_CHECKING:
-    from .layout import CacheRow, RowInput
+    from .rows import CacheRow, RowInput
 
 # What one more call of attention costs, in elements of keys and values that it could have read meanwhile. Measured on
 # CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.

@@ -20,8 +20,8 @@ from transformers.utils import ModelOutput
 
 from ..sampling.top import Top, argmax, best_of
 from .hidden_states import HiddenStateTaps
-from .layout import CacheRow, RowInput
 from .rotary import LengthwiseRotary
+from .rows import CacheRow, RowInput
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ what lies there is moved by `slot_cache`.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .layout import CacheRow
+from .rows import CacheRow
 
 _LEAST, _STEP = 64, 16
 _MOST_TOUCHED = 256

@@ -8,7 +8,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..device import to_device
-from .layout import CacheRow, StepLayout
+from .layout import StepLayout
+from .rows import CacheRow
 from .slabs import Slabs, slot_size
 
 
@@ -130,12 +131,18 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self))
         return self.layers[index]
 
+    def places(self) -> list[tuple[int, torch.Size]]:
+        """Addresses and shapes of all memory that layers have."""
+        return [(memory.data_ptr(), memory.shape) for memory in self._memories()]
+
     # Memory that is there before and stays behind
 
-    def lend(self, memories: list[torch.Tensor]) -> None:
+    def lend(self, memories: list[torch.Tensor]) -> bool:
         """Memories of zeros, `[lines, heads, head_dim]`, all with as many lines: used if these are enough."""
-        if len(memories[0]) >= self.num_lines:
+        is_enough = len(memories[0]) >= self.num_lines
+        if is_enough:
             self._spare, self.slabs.num_lines = list(memories), len(memories[0])
+        return is_enough
 
     def memory(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """Zeros for all lines, of this shape each, of a tensor's dtype and device."""

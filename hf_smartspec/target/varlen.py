@@ -179,7 +179,7 @@ def _square(part: PaddedPart, base: torch.Tensor, extent: int) -> tuple[torch.Te
         visible = columns[:, None, :] < part.limits[:, :, None]
         if part.tree_pairs is not None:
             query, column = part.tree_pairs // part.num_columns, part.tree_pairs % part.num_columns
-            visible.view(-1, extent)[query, column - base[query // part.width]] = True
+            visible.view(-1).index_fill_(0, query * extent + column - base[query // part.width], True)
         firsts = part.first_line + part.stride * torch.arange(part.num_rows, device=base.device)
         part._masks[key] = firsts[:, None] + columns.clamp(max=part.stride - 1), visible
     return part._masks[key]
@@ -237,6 +237,11 @@ def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: 
 def is_trusted(kind: tuple) -> bool | None:
     """Whether calls of a kind are right; None where no call has been compared yet."""
     return _is_right.get(kind)
+
+
+def all_are_right(device: torch.device) -> bool:
+    """Whether none of the kinds of calls that were compared on a device was wrong."""
+    return all([is_right for kind, is_right in _is_right.items() if kind[0] == device])
 
 
 def judge(kind: tuple, attend: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:

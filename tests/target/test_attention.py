@@ -10,7 +10,8 @@ import torch
 from hf_smartspec.generate import enabled
 from hf_smartspec.target import attention
 from hf_smartspec.target.attention import attention_configs, tree_attention_step
-from hf_smartspec.target.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.target.layout import build_layout
+from hf_smartspec.target.rows import CacheRow, RowInput
 from tests.models import new_model
 
 

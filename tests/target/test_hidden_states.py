@@ -6,7 +6,7 @@ import torch
 
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target.hidden_states import HiddenStateTaps, select
-from hf_smartspec.target.layout import CacheRow, RowInput
+from hf_smartspec.target.rows import CacheRow, RowInput
 
 from ..models import ENCODER_DECODER, PACKED, ROWWISE, shared_model
 from ..watching import plain_states

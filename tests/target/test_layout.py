@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.target.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.target.layout import build_layout
 from hf_smartspec.target.row_groups import arrange, padded_context
+from hf_smartspec.target.rows import CacheRow, RowInput
 
 from ..strategies import path_to, trees
 

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from hf_smartspec import DraftTree
 from hf_smartspec.target.compat import TESTED_MODEL_TYPES
-from hf_smartspec.target.layout import CacheRow, RowInput
 from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.rows import CacheRow, RowInput
 from hf_smartspec.target.support import can_pack
 
 from ..models import PACKED, PLAIN, ROWWISE, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.target.layout import CacheRow
+from hf_smartspec.target.rows import CacheRow
 from hf_smartspec.target.slabs import Slabs, slot_size
 
 SIZES = (64, 96, 128, 192)

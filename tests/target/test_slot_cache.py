@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import DynamicCache, LlamaConfig
 
-from hf_smartspec.target.layout import CacheRow, RowInput, build_layout
+from hf_smartspec.target.layout import build_layout
+from hf_smartspec.target.rows import CacheRow, RowInput
 from hf_smartspec.target.slot_cache import SlotCache
 
 from ..strategies import path_to, trees

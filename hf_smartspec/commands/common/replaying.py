@@ -12,8 +12,8 @@ from ...decoding.request import Request
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
 from ...serving.kv_memory import EngineMemory
-from ...target.layout import CacheRow, RowInput
 from ...target.packed import PackedForward
+from ...target.rows import CacheRow, RowInput
 from ...target.written import written_decoder
 
 _HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup of transformers asks which are not

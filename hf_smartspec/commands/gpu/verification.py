@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...drafts.tree import DraftTree
-from ...target.layout import RowInput
+from ...target.graphs import RUNS_UNTIL_RECORDED, records
+from ...target.rows import RowInput
 from ...target.written import packed_forward, written_decoder
 from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
 from .memory import peak_bytes
@@ -16,6 +17,7 @@ from .session import Case, Row, Section
 from .shapes import World
 
 NAME = "verification"
+_PLAIN, _CALL_BY_CALL = "plain forward", "launched call by call"
 
 
 def section(world: World, shape: str, bandwidth: dict[str, Row], share: float) -> Section:
@@ -23,8 +25,8 @@ def section(world: World, shape: str, bandwidth: dict[str, Row], share: float) -
     return Section(f"{NAME} {shape}", share, lambda: _cases(world, shape, bandwidth), columns, _texts)
 
 
-def case_name(batch_size: int, width: int, is_plain: bool = False) -> str:
-    return f"batch {batch_size}, {width} {'token' if width == 1 else 'tokens'}{', plain forward' * is_plain}"
+def case_name(batch_size: int, width: int, way: str = "") -> str:
+    return f"batch {batch_size}, {width} {'token' if width == 1 else 'tokens'}{way and ', '}{way}"
 
 
 def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
@@ -34,19 +36,25 @@ def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
 
 def _cases(world: World, shape: str, bandwidth: dict[str, Row]) -> Iterator[Case]:
     for batch_size, widths in world.plan.widths.items():
-        for width, is_plain in [*((width, False) for width in widths), (1, True)]:
-            name = case_name(batch_size, width, is_plain)
-            yield Case(name, partial(_measured, world, shape, batch_size, width, is_plain, bandwidth))
+        ways = [*((width, "") for width in widths), (1, _PLAIN)]
+        if records(world.device):
+            ways += [(width, _CALL_BY_CALL) for width in widths]
+        for width, way in ways:
+            measure = partial(_measured, world, shape, batch_size, width, way, bandwidth)
+            yield Case(case_name(batch_size, width, way), measure)
 
 
-def _measured(world: World, shape: str, batch_size: int, width: int, is_plain: bool, bandwidth: dict[str, Row]) -> Row:
+def _measured(world: World, shape: str, batch_size: int, width: int, way: str, bandwidth: dict[str, Row]) -> Row:
     """Every row has the plan's context behind it; the plain forward is transformers' own."""
     model = world.target(shape)
     context = world.plan.context
     size = (batch_size, context + width)
     tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, size)
     with torch.inference_mode(), peak_bytes(world.device) as peak:
-        forward = _plain_forward(model, tokens) if is_plain else _own_forward(model, tokens, context)
+        if way == _PLAIN:
+            forward = _plain_forward(model, tokens)
+        else:
+            forward = _own_forward(model, tokens, context, is_recorded=way != _CALL_BY_CALL)
         seconds = seconds_of(forward, world.device, world.plan.repeats)
     num_bytes = weight_bytes(model) + batch_size * (context + width) * cache_bytes(model)
     limit = num_bytes / best_rate(bandwidth)
@@ -61,8 +69,10 @@ def _measured(world: World, shape: str, batch_size: int, width: int, is_plain: b
     }
 
 
-def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int):
+def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int, is_recorded: bool):
     packed = packed_forward(model, len(tokens), tokens.shape[1])
+    if not is_recorded:
+        packed.recordings = None
     rows = [packed.add() for _ in tokens]
     packed.forward([RowInput(row, line[:context]) for row, line in zip(rows, tokens)])
     trees = [DraftTree.chain(line[context + 1 :]) for line in tokens]
@@ -74,6 +84,8 @@ def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int):
         for row in rows:
             packed.cut(row, context)
 
+    for _ in range(RUNS_UNTIL_RECORDED if is_recorded else 0):
+        forward()
     return forward
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from ...drafts.tree import DraftTree
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
-from ...target.layout import RowInput
+from ...target.rows import RowInput
 from ...target.written import packed_forward
 from ..common.arguments import number, positive
 from ..common.console import make_console, table

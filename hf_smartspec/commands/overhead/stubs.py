@@ -14,8 +14,8 @@ from ...drafts.tree import DraftTree
 from ...goodput import CostModel
 from ...simulator.clock import EventClock
 from ...simulator.forward import ForwardSize
-from ...target.layout import CacheRow, RowInput
 from ...target.packed import PackedForward
+from ...target.rows import CacheRow, RowInput
 from ...target.slot_cache import SlotLayer
 
 VOCAB_SIZE = 32_000

@@ -33,8 +33,11 @@ class Called:
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any) -> Any:
-        module: Any = self._module()
-        return module(*args)
+        return self.module(*args)
+
+    @property
+    def module(self) -> Any:
+        return self._module()
 
 
 class _Weighted:

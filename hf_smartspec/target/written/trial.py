@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ...drafts.tree import DraftTree
-from ..layout import RowInput
 from ..packed import PackedForward
 from ..quantized import rounds_coarsely
 from ..rotary import forget_lengths
+from ..rows import RowInput
 from ..twin import TWIN_REACH, borders, small_twin
 from .decoder import WrittenDecoder
 from .plan import make_plan

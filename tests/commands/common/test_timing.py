@@ -3,7 +3,7 @@
 import numpy as np
 
 from hf_smartspec.commands.common.timing import Stopwatch
-from hf_smartspec.target.layout import RowInput
+from hf_smartspec.target.rows import RowInput
 from hf_smartspec.target.written import packed_forward, written_decoder
 from tests.models import new_model
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Ministral3Config, Ministral3ForCausalLM
 
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.target.layout import RowInput
 from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.rows import RowInput
 from hf_smartspec.target.written import packed_forward, written_decoder, written_decoders
 from hf_smartspec.target.written.parts import Fused, Halves, LayerNorm, RMSNorm, written_norm, written_rotation
 

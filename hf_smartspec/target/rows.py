@@ -1,0 +1,89 @@
+"""The rows of a packed forward: where a request's keys and values lie, and what it brings."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..drafts.tree import DraftTree
+
+
+@dataclass(eq=False)
+class CacheRow:
+    """
+    One request's row of a `SlotCache`: the slot of a slab that it lies in, the number of committed tokens it holds, and
+    that of the draft nodes behind them, which wait for `commit`.
+
+    A token's position is `position_offset` more than the number of those before it: images may take fewer positions
+    than tokens.
+
+    The rest is for rotary embeddings that depend on the length of the text: plain decoding takes that of the longest
+    row (`rotary.seen_lengths`).
+
+    Args:
+        ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
+        least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
+        renewal (`int`, *optional*): The model computes all keys and values anew when the row outgrows this length
+            (Phi-3, on its way from short to long texts).
+        line, stride (`int`): The first line of the slot in the cache's memory, and the lines of each of its slab's.
+            Where not given, the slots are in one slab, and of any length.
+    """
+
+    slot: int
+    length: int = 0
+    num_nodes: int = 0
+    position_offset: int = 0
+    ahead: int = 0
+    least_length: int = 0
+    renewal: int | None = None
+    line: int = -1
+    stride: int = 2**32
+
+    def __post_init__(self) -> None:
+        if self.line < 0:
+            self.line = self.slot * self.stride
+
+    @property
+    def origin(self) -> int:
+        """The first line of the slab."""
+        return self.line - self.slot * self.stride
+
+    def is_due(self, length: int) -> bool:
+        """Whether the row's keys and values must be computed anew before those of a text of so many tokens."""
+        return self._renews and self.renewal is not None and length > self.renewal
+
+    def renew(self) -> None:
+        """Forgets all keys and values; those of the whole text see the length at which the model does so."""
+        assert self.renewal is not None, "nothing is ever computed anew"
+        self.length, self.num_nodes, self.least_length = 0, 0, self.renewal + self.ahead + 1
+
+    def room(self, length: int) -> int | None:
+        """How deep a draft behind a text of so many tokens may be; None if as deep as it likes."""
+        return self.renewal - length if self._renews and self.renewal is not None else None
+
+    @property
+    def _renews(self) -> bool:
+        return self.renewal is not None and self.least_length <= self.renewal + self.ahead
+
+
+@dataclass
+class RowInput:
+    """
+    What one row brings to a packed forward.
+
+    Args:
+        row (`CacheRow`): Where the row's keys and values lie.
+        feed (`np.ndarray` of shape `[f]`): Committed tokens that are not cached yet; draft trees hang on the last one.
+            May be empty when only further nodes of a tree follow.
+        tree (`DraftTree`): The row's draft.
+        first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache; `feed` is empty
+            then.
+    """
+
+    row: CacheRow
+    feed: np.ndarray
+    tree: DraftTree = field(default_factory=DraftTree.empty)
+    first_node: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_nodes = len(self.tree.tokens) - self.first_node
+        self.num_tokens = len(self.feed) + self.num_nodes
