@@ -6,6 +6,8 @@ from .datastore.file import Datastore, build_datastore
 from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
 from .fused.source import FusedCandidates
+from .heads.medusa import MedusaHeads
+from .heads.source import MedusaCandidates
 from .prompt_lookup import PromptLookupCandidates
 from .staged import StagedCandidates
 from .suffix.source import SuffixTreeCandidates
@@ -17,6 +19,8 @@ __all__ = [
     "DatastoreCandidates",
     "DraftModelCandidates",
     "FusedCandidates",
+    "MedusaCandidates",
+    "MedusaHeads",
     "PromptLookupCandidates",
     "StagedCandidates",
     "SuffixTreeCandidates",

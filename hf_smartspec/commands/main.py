@@ -22,6 +22,7 @@ COMMANDS = {
     ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
     ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
     ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),
+    ("train",): Command("train.command", "train a drafter for a target of yours"),
     ("tune",): Command("tune.command", "find options of candidate sources that fit recorded responses"),
     ("datastore", "build"): Command("datastore_build", "build a file of continuations, from texts"),
     ("bench", "generate"): Command("generate.command", "measure `assistant=` against plain `generate`"),

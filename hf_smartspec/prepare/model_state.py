@@ -10,12 +10,15 @@ from weakref import WeakKeyDictionary
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..candidates import SuffixTreeCandidates
+from ..candidates.heads.medusa import MedusaHeads, says_medusa
 from ..decoding.statistics import GenerationStatistics
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
 from ..log import get_logger
 
 logger = get_logger(__name__)
+
+Drafter = PreTrainedModel | MedusaHeads
 
 
 class ModelState:
@@ -29,7 +32,7 @@ class ModelState:
         self.lock = Lock()
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
         self._said: set[str] = set()  # warnings
-        self._drafts: dict[str, PreTrainedModel] = {}  # by folder or hub id
+        self._drafters: dict[str, Drafter] = {}  # by folder or hub id
         self._idle: dict[str, list[GoodputAuction]] = {}  # policies that nobody uses at present, by source
 
     def is_new(self, message: str) -> bool:
@@ -46,18 +49,19 @@ class ModelState:
                 self._trees[path] = options, SuffixTreeCandidates(**options)
             return self._trees[path][1]
 
-    def draft_model(self, name: str, target: PreTrainedModel) -> PreTrainedModel:
+    def drafter(self, name: str, target: PreTrainedModel) -> Drafter:
         """
-        A draft model by its folder or hub id, loaded once, as long as the target keeps its dtype and device.
+        A draft model, or heads of the target, by its folder or hub id: loaded once, as long as the target keeps its
+        dtype and device.
 
         Raises:
             ValueError: if it cannot be loaded.
         """
         with self.lock:
-            draft = self._drafts.get(name)
-            if draft is None or (draft.dtype, draft.device) != (target.dtype, target.device):
-                self._drafts[name] = draft = _load(name, target)
-            return draft
+            found = self._drafters.get(name)
+            if found is None or (found.dtype, found.device) != (target.dtype, target.device):
+                self._drafters[name] = found = _load(name, target)
+            return found
 
     @contextmanager
     def policy(self, source: str, cost: CostModel) -> Iterator[GoodputAuction]:
@@ -76,7 +80,9 @@ class ModelState:
                 idle.append(policy)
 
 
-def _load(name: str, target: PreTrainedModel) -> PreTrainedModel:
+def _load(name: str, target: PreTrainedModel) -> Drafter:
+    if says_medusa(name):
+        return MedusaHeads.from_pretrained(name, target)
     try:
         draft: Any = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
     except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones

@@ -1,9 +1,9 @@
 """What `assistant=` may be: from a name, a model or a list to the source that drafts."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -18,6 +18,8 @@ from ..candidates import (
     DatastoreCandidates,
     DraftModelCandidates,
     FusedCandidates,
+    MedusaCandidates,
+    MedusaHeads,
     PromptLookupCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
@@ -26,10 +28,12 @@ from ..candidates import (
 )
 from ..candidates.base import NoCandidates
 from ..candidates.tuned import TunedSource, TunedSources
+from ..goodput.acceptance import Calibrator
 from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset
 from .model_state import state_of
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+_DRAFTERS = (PreTrainedModel, CandidateGenerator, MedusaHeads)
 
 
 class Assistant(NamedTuple):
@@ -40,23 +44,29 @@ class Assistant(NamedTuple):
 
 
 class Drafters:
-    """Draft models as sources: who drafts with one in the same way as others shares its forwards with them."""
+    """Models and heads as sources: who drafts with one in the same way as others shares its forwards with them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         # A source holds its model, so that no other one gets its id, and goes with the last request that needs it.
-        self._sources: WeakValueDictionary[tuple[int, int | None, bool], DraftModelCandidates] = WeakValueDictionary()
+        self._sources: WeakValueDictionary[tuple, TreeCandidateGenerator] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._sources)
 
-    def source(self, model: PreTrainedModel, width: int | None, samples: bool) -> DraftModelCandidates:
+    def of_model(self, model: PreTrainedModel, width: int | None, samples: bool) -> TreeCandidateGenerator:
         """See `DraftModelCandidates`."""
+        make = partial(DraftModelCandidates, model, width=width, samples=samples)
+        return self._shared((id(model), width, samples), make)
+
+    def of_heads(self, heads: MedusaHeads, calibrator: Calibrator) -> TreeCandidateGenerator:
+        return self._shared((id(heads),), partial(MedusaCandidates, heads, calibrator=calibrator))
+
+    def _shared(self, key: tuple, make: Callable[[], TreeCandidateGenerator]) -> TreeCandidateGenerator:
         with self._lock:
-            source = self._sources.get((id(model), width, samples))
+            source = self._sources.get(key)
             if source is None:
-                source = DraftModelCandidates(model, width=width, samples=samples)
-                self._sources[id(model), width, samples] = source
+                source = self._sources[key] = make()
             return source
 
 
@@ -105,10 +115,11 @@ def check_assistant(assistant: Any) -> None:
                 f"Unknown `assistant` preset {assistant!r}; known are {PRESET_NAMES}. A draft model is named by its "
                 "folder or its hub id ('owner/name')."
             )
-    elif not isinstance(assistant, PreTrainedModel | CandidateGenerator) and not hasattr(assistant, "get_base_model"):
+    elif not isinstance(assistant, _DRAFTERS) and not hasattr(assistant, "get_base_model"):
         raise TypeError(
-            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel or its folder or hub id, a "
-            f"candidate generator, a list of these or a SmartSpecConfig, got {type(assistant).__name__}."
+            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel, MedusaHeads, the folder or "
+            "hub id of either, a candidate generator, a list of these or a SmartSpecConfig, got "
+            f"{type(assistant).__name__}."
         )
 
 
@@ -143,7 +154,9 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     if isinstance(assistant, PreTrainedModel):
         check_draft_model(assistant, target)
         samples = config.verification == "rejection"
-        return drafters.source(assistant, 1 if samples else config.width, samples)
+        return drafters.of_model(assistant, 1 if samples else config.width, samples)
+    if isinstance(assistant, MedusaHeads):
+        return drafters.of_heads(assistant, state_of(target).calibrator)
     if isinstance(assistant, TreeCandidateGenerator):
         if isinstance(assistant, DraftModelCandidates):
             check_draft_model(assistant.model, target)
@@ -225,7 +238,7 @@ def _named(name: str, target: PreTrainedModel) -> Any:
         return _datastore(name.removeprefix(DATASTORE))
     if name in PRESETS:
         return PRESETS[name]()
-    return state_of(target).draft_model(os.path.expanduser(name), target)
+    return state_of(target).drafter(os.path.expanduser(name), target)
 
 
 def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:

@@ -74,11 +74,15 @@ def _tokenized(
 
 @torch.no_grad()
 def answered(
-    past: Sequence[Recording], model: PreTrainedModel, batch_size: int, max_new_tokens: int
+    past: Sequence[Recording],
+    model: PreTrainedModel,
+    batch_size: int,
+    max_new_tokens: int,
+    desc: str = "answering what is remembered",
 ) -> list[Recording]:
     """The same requests with what the target answers, decoded greedily in batches."""
     pad_id, ends, result = model.generation_config.pad_token_id, set(eos_ids(model)), []
-    with track(total=len(past), desc="answering what is remembered") as progress:
+    with track(total=len(past), desc=desc) as progress:
         for first in range(0, len(past), batch_size):
             items = past[first : first + batch_size]
             inputs = left_padded([item.prompt for item in items], pad_id, model.device)

@@ -1,0 +1,76 @@
+"""Files of learned drafters: what kind they are, and their tensors."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers.utils import cached_file
+
+CONFIG = "config.json"
+_PATTERNS = ["*.safetensors", "*.pt", "*.bin"]  # the first that there are
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """
+    The `config.json` of a folder or hub id; empty where there is none.
+
+    Raises:
+        ValueError: if it is no JSON object.
+    """
+    path = cached_file(
+        name,
+        CONFIG,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return {}
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object.")
+    return config
+
+
+def folder_of(name: str | Path) -> Path:
+    """The folder of a drafter's files: the name itself, or that of a hub id, which is downloaded unless it has been."""
+    path = Path(name)
+    return path if path.is_dir() else Path(snapshot_download(str(name), allow_patterns=[CONFIG, *_PATTERNS]))
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """
+    All tensors of the folder's files: safetensors, or else pickled ones, from which nothing but tensors is taken.
+
+    Raises:
+        ValueError: if there are none, or a file is damaged.
+    """
+    paths = next((found for pattern in _PATTERNS if (found := sorted(folder.glob(pattern)))), [])
+    if not paths:
+        raise ValueError(f"{folder} holds no weights: looked for {_PATTERNS}.")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in paths:
+        tensors |= _read(path)
+    return tensors
+
+
+def _read(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from None
+    except Exception as error:  # whatever a pickle raises that is none, or asks for more than tensors
+        raise ValueError(f"{path} is not read, since it holds more than tensors or is damaged: {error}.") from None
+    if not isinstance(content, Mapping) or not all(isinstance(item, torch.Tensor) for item in content.values()):
+        raise ValueError(f"{path} holds something else than named tensors.")
+    return content

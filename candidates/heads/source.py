@@ -1,0 +1,124 @@
+"""Medusa heads as a candidate source."""
+
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...device import fetch_together
+from ...drafts.tree import DraftTree
+from ...validate import is_integer
+from ..base import TreeCandidateGenerator
+from ..committed import HIDDEN_STATES, LAST, Committed
+from .calibration import DepthCalibration, ProbabilityCalibrator
+from .medusa import MedusaHeads
+from .trees import best_trees, fixed_trees
+
+_WIDTH = 8  # candidates of each head
+
+
+@dataclass(eq=False)
+class _State:
+    """
+    Of one request: the hidden state `[hidden]` that its newest token was picked by, and, until it is known how they
+    fared, the candidates behind that token and their raw probabilities, `[K, w]` each.
+    """
+
+    hidden: torch.Tensor | None = None
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
+
+
+class MedusaCandidates(TreeCandidateGenerator):
+    """
+    Drafts with Medusa heads: one small forward for all rows and depths. Trees have the nodes of the highest joint
+    probability, each head's probabilities being calibrated by how its candidates fared (Medusa's section 2.3.3 chooses
+    one tree for all texts instead, which `tree` does).
+
+    Args:
+        heads (`MedusaHeads`): On the target's device. `MedusaHeads.from_pretrained(folder, target)` reads files.
+        num_nodes (`int`): Nodes of a tree where the caller names no number and goodput decides, at most.
+        tree (sequence of sequences of `int`, *optional*): A fixed tree: of every node the ranks of the tokens on its
+            path, such as `[(0,), (1,), (0, 0)]`. Its nodes are kept in this order where fewer are wanted.
+        calibrator (`ProbabilityCalibrator`, *optional*): What is learnt of the heads' probabilities; nothing, where not
+            given.
+
+    Raises:
+        ValueError: for a number of nodes below 1, or a tree that is none, or deeper than there are heads.
+    """
+
+    needs = frozenset({HIDDEN_STATES})
+    hidden_layers = (LAST,)
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        num_nodes: int = 32,
+        tree: Sequence[Sequence[int]] | None = None,
+        calibrator: ProbabilityCalibrator | None = None,
+    ):
+        if not is_integer(num_nodes) or num_nodes < 1:
+            raise ValueError(f"`num_nodes` must be an integer of at least 1, got {num_nodes!r}.")
+        self.heads, self.default_num_nodes = heads, num_nodes
+        self._paths = None if tree is None else _checked(tree, heads.num_heads)
+        self._calibration = None if calibrator is None else DepthCalibration(calibrator, self.name, heads.num_heads)
+        self._states: dict[Hashable, _State] = {}
+
+    @property
+    def name(self) -> str:
+        path = os.path.basename(self.heads.name_or_path)
+        return f"{type(self).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        self._states[request_id] = _State()
+
+    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
+        return length  # the newest state is all that counts
+
+    def observe(self, request_id: Hashable, committed: Committed) -> None:
+        state, hidden = self._states[request_id], committed.hidden_states.get(LAST)
+        if state.candidates is not None and len(committed.tokens):
+            if self._calibration is not None:
+                self._calibration.learn(*state.candidates, committed.tokens)
+            state.candidates = None
+        if hidden is not None and len(hidden):
+            state.hidden = hidden[-1]
+
+    def stop(self, request_id: Hashable) -> None:
+        self._states.pop(request_id, None)
+
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        trees = [DraftTree.empty()] * len(request_ids)
+        states = [self._states[name] for name in request_ids]
+        asked = [(row, state.hidden) for row, state in enumerate(states) if state.hidden is not None and max_nodes[row]]
+        if not asked:
+            return trees
+        hidden = torch.stack([hidden for _, hidden in asked])
+        tokens, probs = fetch_together(self.heads.best(hidden, _WIDTH))
+        worth = probs if self._calibration is None else self._calibration.calibrated(probs)
+        limits = [max_nodes[row] for row, _ in asked]
+        for number, ((row, _), tree) in enumerate(zip(asked, self._trees(tokens, worth, limits))):
+            trees[row] = tree
+            states[row].candidates = tokens[number], probs[number]
+        return trees
+
+    def _trees(self, tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> list[DraftTree]:
+        if self._paths is None:
+            return best_trees(tokens, probs, limits)
+        return [fixed_trees(tokens[[row]], probs[[row]], self._paths[:limit])[0] for row, limit in enumerate(limits)]
+
+
+def _checked(tree: Sequence[Sequence[int]], num_heads: int) -> list[tuple[int, ...]]:
+    """The paths, parents first."""
+    paths = sorted({tuple(path) for path in tree}, key=len)
+    known = {(), *paths}
+    for path in paths:
+        if not path or len(path) > num_heads or path[:-1] not in known or not all(0 <= rank < _WIDTH for rank in path):
+            raise ValueError(
+                f"`tree` must hold paths of 1 to {num_heads} ranks below {_WIDTH}, with the paths that they go on "
+                f"from, got {path}."
+            )
+    if not paths:
+        raise ValueError("`tree` must hold at least one path.")
+    return paths

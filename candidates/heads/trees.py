@@ -1,0 +1,69 @@
+"""Trees from heads that know nothing of one another: the candidates of a place are the same behind all paths."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...drafts.tree import DraftTree
+
+
+def best_trees(tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> list[DraftTree]:
+    """
+    Of all trees of at most `limits[i]` nodes those of the highest expected number of accepted tokens, if the heads'
+    probabilities are right and independent: a path's is their product.
+
+    Args:
+        tokens, probs (`np.ndarray` of shape `[B, K, w]`): Candidates of each depth, the likeliest first.
+    """
+    most = max(limits, default=0)
+    if not most:
+        return [DraftTree.empty()] * len(limits)
+    levels = _levels(probs, most)
+    path_probs = np.concatenate([level[0] for level in levels], axis=1)
+    # A child is never likelier than its parent, which stands before it: the best nodes are closed under parents.
+    order = np.argsort(-path_probs, axis=1, kind="stable")
+    depths = np.repeat(np.arange(len(levels)), [level[0].shape[1] for level in levels])
+    parents, ranks = (np.concatenate([level[number] for level in levels], axis=1) for number in (1, 2))
+    return [
+        _tree(tokens[row], probs[row], np.sort(order[row, :limit]), depths, parents[row], ranks[row])
+        for row, limit in enumerate(limits)
+    ]
+
+
+def _levels(probs: np.ndarray, most: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """
+    Of every depth the `most` best paths `[B, m]`: their probabilities, the number of their parent among all nodes (-1:
+    none), and the rank of their last token.
+    """
+    batch, _, width = probs.shape
+    levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    above, first = np.ones((batch, 1)), -1
+    for depth in range(probs.shape[1]):
+        paths = (above[:, :, None] * probs[:, depth, None, :]).reshape(batch, -1)
+        chosen = np.argsort(-paths, axis=1, kind="stable")[:, :most]
+        above = np.take_along_axis(paths, chosen, axis=1)
+        levels.append((above, chosen // width + first, chosen % width))
+        first = 0 if depth == 0 else first + levels[-2][0].shape[1]
+    return levels
+
+
+def _tree(
+    tokens: np.ndarray, probs: np.ndarray, nodes: np.ndarray, depths: np.ndarray, parents: np.ndarray, ranks: np.ndarray
+) -> DraftTree:
+    """The tree of these nodes, in ascending order, of one row's levels."""
+    depth, rank = depths[nodes], ranks[nodes]
+    place = np.full(len(depths) + 1, -1)  # the last entry: of no parent
+    place[nodes] = np.arange(len(nodes))
+    return DraftTree(tokens[depth, rank].astype(np.int64), place[parents[nodes]], probs[depth, rank].astype(np.float32))
+
+
+def fixed_trees(tokens: np.ndarray, probs: np.ndarray, paths: Sequence[Sequence[int]]) -> list[DraftTree]:
+    """The same tree for all rows: of every node the ranks of the tokens on its path, as Medusa's files have them."""
+    paths = sorted(map(tuple, paths), key=lambda path: (len(path), path))
+    index = {path: number for number, path in enumerate(paths)} | {(): -1}
+    parents = np.array([index[path[:-1]] for path in paths], np.int64)
+    depth, rank = np.array([[len(path) - 1, path[-1]] for path in paths]).T
+    return [
+        DraftTree(own[depth, rank].astype(np.int64), parents, share[depth, rank].astype(np.float32))
+        for own, share in zip(tokens, probs)
+    ]

@@ -1,0 +1,96 @@
+"""`smartspec train`: drafters for a target of yours, from texts or from what the target says."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...generate import enabled
+from ...training.loop import Schedule, train
+from ...training.medusa import MedusaTraining
+from ...training.texts import Text, split
+from ..common.arguments import not_negative, positive, positive_number
+from ..common.console import make_console, table
+from ..common.data_sets import answered
+from ..common.models import UsageError, check_device, encode, load_model
+from ..common.outputs import write_json
+from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
+
+_HELD_OUT = 0.05
+_TOP = (1, 3, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the target: folder or hub id")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz: prompts and responses"
+    )
+    parser.add_argument("--kind", choices=["medusa"], default="medusa", help="of drafter (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of drafter and checkpoints")
+    parser.add_argument(
+        "--own-outputs", type=positive, metavar="N",
+        help="learn from what the target answers to the prompts, greedily, up to N tokens, in place of the responses",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=positive, metavar="N", help="requests per file (default: all)")
+    parser.add_argument("--num-heads", type=positive, default=4, metavar="K", help="default: %(default)s")
+    parser.add_argument("--num-layers", type=positive, default=1, metavar="N", help="of each (default: %(default)s)")
+    parser.add_argument("--epochs", type=positive_number, default=3.0, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=positive, metavar="N", help="updates, in place of epochs")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts (default: %(default)s)")
+    parser.add_argument("--max-length", type=positive, default=512, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=positive_number, default=1e-3, metavar="R", help="default: %(default)s")
+    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_device(args.device)
+    if args.output.exists() and not args.output.is_dir():
+        raise UsageError(f"--output: {str(args.output)!r} is no folder")
+    tokenizer = tokenizer_of(args.model)
+    requests = [item for path in args.files for item in read_requests(path, Fields(), args.limit, not args.own_outputs)]
+    model = load_model(args.model, device=args.device)
+    texts = _texts(args, requests, tokenizer, model)
+    try:
+        learnt, held_out = split(texts, _HELD_OUT, args.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    console = make_console()
+    module = MedusaTraining(model, args.num_heads, args.num_layers)
+    schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
+    train(module, learnt, args.output / "checkpoints", schedule, args.resume)
+    accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
+    module.heads.to(model.dtype).save_pretrained(args.output, base_model_name_or_path=args.model)
+    report = {"learnt": len(learnt), "held_out": len(held_out), "accuracy": accuracy}
+    write_json(args.output / "training.json", report)
+    _show(console, accuracy, len(held_out))
+    console.print(f"Use it as `assistant={str(args.output)!r}`.", style="bold", soft_wrap=True)
+    return 0
+
+
+def _texts(
+    args: argparse.Namespace, requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> list[Text]:
+    """Prompts as users' turns where the tokenizer knows chats."""
+    recordings = []
+    for item in requests:
+        prompts = encode(["\n".join(item.context)], tokenizer, args.max_length)
+        ids = tokenizer(item.response, add_special_tokens=False, verbose=False).input_ids
+        if prompts and (ids or args.own_outputs):
+            end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+            recordings.append(Recording(np.array(prompts[0], np.int64), np.array([*ids, *end], np.int64)))
+    if args.own_outputs:
+        with enabled(model, assistant="auto"):
+            recordings = answered(recordings, model, args.batch_size, args.own_outputs, "answering")
+    return [Text(item.prompt, item.response) for item in recordings if len(item.response)]
+
+
+def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int) -> None:
+    lines = table(f"{num_texts} texts that were held out", "head", *(f"top {num}" for num in _TOP), num_text=1)
+    for head, shares in enumerate(accuracy, start=1):
+        lines.add_row(f"{head} behind the next token", *(f"{shares[num]:.1%}" for num in _TOP))
+    console.print(lines)

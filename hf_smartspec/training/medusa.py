@@ -1,0 +1,90 @@
+"""Medusa heads learn what a frozen target says so many tokens later (Medusa-1, arXiv 2401.10774, section 2.2)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from ..candidates import MedusaHeads
+from .texts import IGNORED, Text, collate
+
+_DECAY = 0.8  # of the weight of each further head in the loss, Medusa's Eq. 1
+_TOP = (1, 3, 8)
+
+
+class MedusaTraining(nn.Module):
+    """
+    The loss of some heads. Only these are parameters: the target is frozen, and no part of what is saved.
+
+    Args:
+        target (`PreTrainedModel`): A decoder.
+        num_heads, num_layers (`int`): K, and residual layers of each. They begin as the target's own head, whose output
+            weight they share.
+    """
+
+    def __init__(self, target: PreTrainedModel, num_heads: int = 4, num_layers: int = 1):
+        super().__init__()
+        self._target = (target.eval().requires_grad_(False),)
+        size = target.config.get_text_config(decoder=True).hidden_size
+        output: Any = target.get_output_embeddings()
+        blocks = [[_zeros(size) for _ in range(num_layers)] for _ in range(num_heads)]
+        self.heads = MedusaHeads(blocks, [output.weight.detach()]).to(target.device)
+        self.heads.outputs.requires_grad_(False)
+        self.heads.blocks.float().requires_grad_(True)
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self._target[0]
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
+
+        Returns:
+            `loss`: the heads' mean cross-entropies, weighted by 0.8 ** k.
+        """
+        states = last_hidden_states(self.target, input_ids)
+        losses = []
+        for head, (x, wanted) in enumerate(self._learnt(states, labels)):
+            if len(wanted):
+                losses.append(_DECAY**head * cross_entropy(self.heads.logits_of(head, x).float(), wanted))
+        return {"loss": torch.stack(losses).sum() if losses else states.sum() * 0.0}
+
+    def _learnt(self, states: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each head, the states `[n, hidden]` that it learns from, and the tokens `[n]` that it should say."""
+        for head in range(self.heads.num_heads):
+            ahead = head + 2  # the target itself says the next one
+            later = labels[:, ahead:]
+            # It is asked behind tokens of the response, and behind the prompt's last one.
+            is_learnt = (labels[:, 1 : later.shape[1] + 1] != IGNORED) & (later != IGNORED)
+            yield states[:, : later.shape[1]][is_learnt], later[is_learnt]
+
+    @torch.no_grad()
+    def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
+        """For each head, how often the right token is among its 1, 3 or 8 likeliest."""
+        hits = torch.zeros(self.heads.num_heads, len(_TOP))
+        counts = torch.zeros(self.heads.num_heads)
+        for start in range(0, len(texts), batch_size):
+            batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
+            batch = {name: item.to(self.target.device) for name, item in batch.items()}
+            states = last_hidden_states(self.target, batch["input_ids"])
+            for head, (x, wanted) in enumerate(self._learnt(states, batch["labels"])):
+                best = self.heads.logits_of(head, x).topk(max(_TOP), dim=-1).indices == wanted[:, None]
+                hits[head] += torch.stack([best[:, :num].any(1).sum() for num in _TOP]).cpu()
+                counts[head] += len(wanted)
+        shares = hits / counts[:, None].clamp(min=1)
+        return [dict(zip(_TOP, row)) for row in shares.tolist()]
+
+
+def _zeros(size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.zeros(size, size), torch.zeros(size)
+
+
+@torch.no_grad()
+def last_hidden_states(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """What the head reads: behind the final norm, `[rows, length, hidden]` float32."""
+    return model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state.float()

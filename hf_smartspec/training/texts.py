@@ -1,0 +1,59 @@
+"""Token ids that drafters learn from, in batches."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+IGNORED = -100
+
+
+class Text(NamedTuple):
+    """A request and its response as token ids, int64 `[n]` each; what is drafted later is the response."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+
+    def example(self, max_length: int) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels` `[n]`, which are ignored in the prompt; of long prompts, the end."""
+        response = self.response[:max_length]
+        prompt = self.prompt[max(len(self.prompt) + len(response) - max_length, 0) :]
+        ids = torch.from_numpy(np.concatenate([prompt, response]))
+        labels = ids.clone()
+        labels[: len(prompt)] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+
+def collate(examples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """
+    Examples padded on the right, `[rows, length]`: nothing before it sees the padding under a causal mask, and nothing
+    is learnt of it.
+    """
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad([item["input_ids"] for item in examples], batch_first=True),
+        "labels": pad([item["labels"] for item in examples], batch_first=True, padding_value=IGNORED),
+    }
+
+
+def split(texts: Sequence[Text], part: float, seed: int = 0) -> tuple[list[Text], list[Text]]:
+    """
+    Those that are learnt from, and a part that is held out: at least one each. Texts with the same prompt are on one
+    side.
+
+    Raises:
+        ValueError: for fewer than two different prompts.
+    """
+    prompts = sorted({item.prompt.tobytes() for item in texts})
+    if len(prompts) < 2:
+        raise ValueError(
+            f"There must be at least two different prompts, one of them to be held out, got {len(prompts)}."
+        )
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    num = min(max(round(part * len(prompts)), 1), len(prompts) - 1)
+    held_out = {prompts[index] for index in order[:num]}
+    return (
+        [item for item in texts if item.prompt.tobytes() not in held_out],
+        [item for item in texts if item.prompt.tobytes() in held_out],
+    )

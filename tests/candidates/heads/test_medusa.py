@@ -1,0 +1,133 @@
+"""Published Medusa heads: their files, their logits, and what is refused."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_smartspec import MedusaHeads, quantize
+from hf_smartspec.candidates.heads.medusa import says_medusa
+
+from ...models import new_model, shared_model
+from .published import LAYOUTS, NUM_HEADS, logits_of, random_heads
+
+
+@pytest.fixture
+def target():
+    return shared_model("llama")
+
+
+def sizes(target):
+    return target.config.hidden_size, target.config.vocab_size
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize(("num_layers", "has_bias"), [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_the_published_code(target, tmp_path, layout, num_layers, has_bias, batch_size):
+    published = random_heads(*sizes(target), num_layers, has_bias)
+    LAYOUTS[layout](published, tmp_path)
+    assert says_medusa(str(tmp_path))
+    heads = MedusaHeads.from_pretrained(tmp_path, target)
+    states = torch.randn(batch_size, target.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    logits = heads(states)
+    assert heads.num_heads == NUM_HEADS and logits.shape == (batch_size, NUM_HEADS, target.config.vocab_size)
+    expected = logits_of(published, states).transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    tokens, probs = heads.best(states, 4)
+    best = expected.softmax(-1).topk(4)
+    assert torch.equal(tokens, best.indices)
+    torch.testing.assert_close(probs, best.values)
+
+
+def test_blocks_may_use_the_targets_own_output(target, tmp_path):
+    published = random_heads(*sizes(target))
+    LAYOUTS["blocks"](published, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: item for name, item in tensors.items() if "lm_heads" not in name}, tmp_path / "model.safetensors")
+    states = torch.randn(2, target.config.hidden_size)
+    output = target.get_output_embeddings().weight
+    expected = logits_of([(layers, output) for layers, _ in published], states).transpose(0, 1)
+    heads = MedusaHeads.from_pretrained(tmp_path, target)
+    torch.testing.assert_close(heads(states), expected, rtol=0, atol=1e-5)
+    assert heads.outputs[0].data_ptr() == output.data_ptr(), "it is not held twice"
+
+
+def test_the_targets_own_output_must_be_in_floating_point(tmp_path):
+    target = quantize(new_model("llama", tie_word_embeddings=False), "int8")
+    LAYOUTS["blocks"](random_heads(*sizes(target)), tmp_path)
+    assert MedusaHeads.from_pretrained(tmp_path, target).num_heads == NUM_HEADS
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: item for name, item in tensors.items() if "lm_heads" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="quantized"):
+        MedusaHeads.from_pretrained(tmp_path, target)
+
+
+def test_outputs_may_be_of_few_tokens(target, tmp_path):
+    ids = torch.tensor([5, 80, 7, 2])
+    published = [(layers, output[: len(ids)]) for layers, output in random_heads(*sizes(target))]
+    LAYOUTS["blocks"](published, tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors") | {"token_map": ids}, tmp_path / "model.safetensors")
+    states = torch.randn(3, target.config.hidden_size)
+    tokens, _ = MedusaHeads.from_pretrained(tmp_path, target).best(states, 8)
+    expected = ids[logits_of(published, states).argsort(dim=-1, descending=True)].transpose(0, 1)
+    assert torch.equal(tokens, expected)
+
+
+def test_dtype_is_the_targets(tmp_path):
+    target = new_model("llama").bfloat16()
+    LAYOUTS["pickled"](random_heads(*sizes(target)), tmp_path)
+    heads = MedusaHeads.from_pretrained(tmp_path, target)
+    assert heads.dtype == torch.bfloat16 and {item.dtype for item in heads.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("change", ["hidden", "vocab", "ids"])
+def test_heads_of_other_targets_are_refused_with_both_shapes(target, tmp_path, change):
+    hidden, vocab = sizes(target)
+    LAYOUTS["blocks"](random_heads(hidden + 8 * (change == "hidden"), vocab + 5 * (change == "vocab")), tmp_path)
+    if change == "ids":
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file(tensors | {"token_map": torch.arange(vocab) + 1}, tmp_path / "model.safetensors")
+    wrong = {
+        "hidden": rf"{hidden + 8}, {hidden + 8}.*hidden size {hidden}",
+        "vocab": rf"{vocab + 5}, {hidden}.*{vocab} tokens",
+        "ids": "token_map",
+    }[change]
+    with pytest.raises(ValueError, match=wrong):
+        MedusaHeads.from_pretrained(tmp_path, target)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this is run",)
+
+
+def test_files_that_hold_something_else_are_refused(target, tmp_path, capsys):
+    cases = {
+        "empty": None,
+        "damaged": b"no pickle",
+        "code": pickle.dumps(Evil()),
+        "no heads": {"a": torch.zeros(2)},
+        "no tensors": {"0.0.linear.weight": 3},
+    }
+    for name, content in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        if isinstance(content, bytes):
+            (folder / "medusa_lm_head.pt").write_bytes(content)
+        elif content is not None:
+            torch.save(content, folder / "medusa_lm_head.pt")
+        with pytest.raises(ValueError, match=str(folder)):
+            MedusaHeads.from_pretrained(folder, target)
+    assert "this is run" not in capsys.readouterr().out
+
+
+def test_other_folders_say_nothing_of_medusa(tmp_path):
+    assert not says_medusa(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    assert not says_medusa(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="no JSON object"):
+        says_medusa(str(tmp_path))

@@ -1,0 +1,68 @@
+"""The trees of independent heads: the best of all, by brute force, and fixed ones."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec.candidates.heads.trees import best_trees, fixed_trees
+
+
+def random_candidates(seed, batch, depth, width):
+    rng = np.random.default_rng(seed)
+    tokens = np.stack([rng.permutation(50)[:width] for _ in range(batch * depth)]).reshape(batch, depth, width)
+    probs = -np.sort(-rng.random((batch, depth, width)), axis=-1)
+    return tokens, probs / np.maximum(probs.sum(-1, keepdims=True), 1.0)
+
+
+def expected_tokens(tree):
+    return float(tree.path_probs.sum())
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_no_other_tree_of_as_many_nodes_promises_more(seed, batch, depth, width, data):
+    tokens, probs = random_candidates(seed, batch, depth, width)
+    limits = data.draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch))
+    for row, (tree, limit) in enumerate(zip(best_trees(tokens, probs, limits), limits)):
+        tree.check_integrity(50)
+        paths = [path for length in range(1, depth + 1) for path in product(range(width), repeat=length)]
+        assert len(tree) == min(limit, len(paths))
+        worth = {path: np.prod([probs[row, level, rank] for level, rank in enumerate(path)]) for path in paths}
+        best = sum(sorted(worth.values(), reverse=True)[:limit])
+        assert expected_tokens(tree) == pytest.approx(best, rel=1e-4)
+        found = sorted(tuple(tree.tokens[node] for node in path) for path in every_path(tree))
+        known = {tuple(tokens[row, level, rank] for level, rank in enumerate(path)) for path in paths}
+        assert set(found) <= known and len(set(found)) == len(found)
+
+
+def every_path(tree):
+    for node in range(len(tree)):
+        path = [node]
+        while tree.parents[path[0]] >= 0:
+            path.insert(0, int(tree.parents[path[0]]))
+        yield path
+
+
+def test_a_few_nodes_against_all_closed_subsets():
+    tokens, probs = random_candidates(1, 1, 2, 3)
+    (tree,) = best_trees(tokens, probs, [4])
+    paths = [(rank,) for rank in range(3)] + list(product(range(3), repeat=2))
+    closed = [
+        subset for subset in combinations(paths, 4) if all(len(path) == 1 or path[:1] in subset for path in subset)
+    ]
+    totals = [
+        sum(np.prod([probs[0, level, rank] for level, rank in enumerate(path)]) for path in own) for own in closed
+    ]
+    assert expected_tokens(tree) == pytest.approx(max(totals))
+
+
+def test_fixed_trees_have_the_ranks_that_they_name():
+    tokens, probs = random_candidates(2, 2, 3, 4)
+    paths = [(0, 0, 1), (0,), (3,), (0, 0)]
+    for row, tree in enumerate(fixed_trees(tokens, probs, paths)):
+        tree.check_integrity(50)
+        assert tree.tokens.tolist() == [tokens[row, 0, 0], tokens[row, 0, 3], tokens[row, 1, 0], tokens[row, 2, 1]]
+        assert tree.parents.tolist() == [-1, -1, 0, 2]
+        np.testing.assert_allclose(tree.probs, [probs[row, 0, 0], probs[row, 0, 3], probs[row, 1, 0], probs[row, 2, 1]])

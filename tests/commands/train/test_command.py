@@ -1,0 +1,65 @@
+"""`smartspec train` from files to a folder that drafts."""
+
+import json
+
+import pytest
+import torch
+
+import hf_smartspec
+from hf_smartspec.commands.main import main
+
+from ...generate.helpers import tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture
+def target(tmp_path):
+    model = tiny_llama()
+    folder = tmp_path / "target"
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    prompts = ["abc"[: 1 + number % 3] + "xyz"[number % 3] + "b" * number for number in range(12)]
+    rows = [{"prompt": prompt, "response": "abcabcabcabc" * 2} for prompt in prompts]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("options", [[], ["--own-outputs", "12"]])
+def test_heads_that_draft(target, texts, tmp_path, capsys, options):
+    output = tmp_path / "heads"
+    status = main(
+        ["train", str(target), str(texts), "--output", str(output), "--num-heads", "2", "--steps", "20", *options]
+    )
+    said = capsys.readouterr().out
+    assert status == 0 and "2 behind the next token" in said and str(output) in said
+    report = json.loads((output / "training.json").read_text())
+    assert len(report["accuracy"]) == 2 and report["held_out"] >= 1
+    model = hf_smartspec.enable(tiny_llama())
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    found = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=str(output), return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected) and found.statistics.drafted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"--kind": "eagle9"}, "eagle9"),
+        ({"--num-heads": "0"}, "at least 1"),
+        ({"--device": "nonsense"}, "nonsense"),
+        ({"file": "missing.jsonl"}, "missing.jsonl"),
+        ({"model": "./missing"}, "missing"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(target, texts, tmp_path, capsys, change, match):
+    options = [item for name, value in change.items() if name.startswith("--") for item in (name, value)]
+    arguments = [change.get("model", str(target)), change.get("file", str(texts)), "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as error:
+        raise SystemExit(main(["train", *arguments, *options]))
+    assert error.value.code == 2 and match in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
