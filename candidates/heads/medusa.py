@@ -178,7 +178,7 @@ def _outputs(tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> li
         return [own[head] for head in sorted(own)]
     embeddings: Any = target.get_output_embeddings()
     if not embeddings.weight.is_floating_point():
-        raise ValueError("The heads use the target's own output, which is quantized: take some with outputs of their own.")
+        raise ValueError("The heads use the target's own output, which is quantized: take heads that have outputs.")
     return [embeddings.weight.detach()]
 
 
