@@ -38,6 +38,8 @@ class DepthCalibration:
 
     def calibrated(self, probs: np.ndarray) -> np.ndarray:
         """Raw probabilities `[B, K, w]`, best first, as they have come true; still best first."""
+        if self._num_pending >= min(_MOST_PENDING, 8 + self._num_learnt // 4):
+            self._flush()
         place = probs.clip(0.0, 1.0) * (_NUM_SCORES - 1)
         low = np.minimum(place.astype(np.int64), _NUM_SCORES - 2)
         depth = np.arange(self._num_depths)[None, :, None]
@@ -56,8 +58,6 @@ class DepthCalibration:
             self._num_pending += len(hits)
             if not hits.any():
                 break
-        if self._num_pending >= min(_MOST_PENDING, 8 + self._num_learnt // 4):
-            self._flush()
 
     def _flush(self) -> None:
         scores = np.concatenate([scores for scores, _, _ in self._pending])

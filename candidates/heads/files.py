@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers.utils import cached_file
 
 CONFIG = "config.json"
-_PATTERNS = ["*.safetensors", "*.pt", "*.bin"]  # the first that there are
+# The first that there are: beside Medusa's own file there may be those of a whole model.
+_PATTERNS = ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "*.safetensors", "*.pt", "*.bin"]
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -22,13 +23,10 @@ def config_of(name: str) -> dict[str, Any]:
     Raises:
         ValueError: if it is no JSON object.
     """
-    path = cached_file(
-        name,
-        CONFIG,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    try:
+        path = cached_file(name, CONFIG, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no such repository, no way to ask for it, or none that may be read
+        path = None
     if path is None:
         return {}
     try:

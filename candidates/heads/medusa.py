@@ -31,6 +31,7 @@ class MedusaHeads(nn.Module):
         outputs (list of `torch.Tensor` of shape `[vocab, hidden]`): One for each head, or one for all.
         ids (`torch.Tensor` of shape `[vocab]`, *optional*): The token that each output stands for, where these are
             fewer than the target has.
+        shares_output (`bool`): The output is the target's own.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class MedusaHeads(nn.Module):
         blocks: list[list[tuple[torch.Tensor, torch.Tensor | None]]],
         outputs: list[torch.Tensor],
         ids: torch.Tensor | None = None,
+        shares_output: bool = False,
     ):
         super().__init__()
-        self.name_or_path = ""
+        self.name_or_path, self.shares_output = "", shares_output
         self.blocks = nn.ModuleList(nn.ModuleList(_linear(*layer) for layer in layers) for layers in blocks)
         self.outputs = nn.ParameterList(nn.Parameter(output, requires_grad=False) for output in outputs)
         self.register_buffer("ids", ids)
@@ -60,19 +62,26 @@ class MedusaHeads(nn.Module):
     @torch.no_grad()
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Logits `[B, K, vocab]` from hidden states `[B, hidden]`."""
-        return torch.stack([self.logits_of(head, states) for head in range(self.num_heads)], dim=1)
+        if len(self.outputs) > 1:
+            return torch.stack([self.logits_of(head, states) for head in range(self.num_heads)], dim=1)
+        x = torch.stack([self._states_of(head, states) for head in range(self.num_heads)], dim=1)
+        return linear(x.to(self.dtype), self.outputs[0])  # which is read once for all
 
     def logits_of(self, head: int, states: torch.Tensor) -> torch.Tensor:
         """One head's logits `[B, vocab]`."""
+        output = self.outputs[head if len(self.outputs) > 1 else 0]
+        return linear(self._states_of(head, states).to(output.dtype), output)
+
+    def _states_of(self, head: int, states: torch.Tensor) -> torch.Tensor:
+        """What the head's output is multiplied with, `[B, hidden]`."""
         x, layers = states, self.blocks[head]
         for layer in layers:  # type: ignore[attr-defined]
             x = x + silu(layer(x))
-        output = self.outputs[head if len(self.outputs) > 1 else 0]
-        return linear(x.to(output.dtype), output)
+        return x
 
     def best(self, states: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens of every head, best first, and their probabilities: `[B, K, num]` each."""
-        logits = self(states).float()
+        logits = self(states.to(device=self.device, dtype=self.dtype)).float()
         best = logits.topk(min(num, logits.shape[-1]), dim=-1)
         probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
         tokens: Any = self.ids
@@ -80,8 +89,7 @@ class MedusaHeads(nn.Module):
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
         """
-        Writes `model.safetensors` and `config.json`, with further entries. One output for all heads is taken for the
-        target's own, and not written.
+        Writes `model.safetensors` and `config.json`, with further entries. The target's own output is not written.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +98,7 @@ class MedusaHeads(nn.Module):
         for head, layers in enumerate(blocks):
             for number, layer in enumerate(layers):
                 tensors |= {f"blocks.{head}.layers.{number}.{name}": item for name, item in layer.state_dict().items()}
-        is_shared = len(self.outputs) == 1
-        if not is_shared:
+        if not self.shares_output:
             tensors |= {f"lm_heads.{head}.weight": item for head, item in enumerate(self.outputs)}
         ids: Any = self.ids
         tensors |= {} if ids is None else {"token_map": ids}
@@ -101,7 +108,7 @@ class MedusaHeads(nn.Module):
             "medusa_num_layers": len(blocks[0]),
             "hidden_size": self.outputs[0].shape[1],
             "vocab_size": self.outputs[0].shape[0],
-            "original_lm_head": is_shared,
+            "original_lm_head": self.shares_output,
         }
         content = {"model_type": "medusa", "architectures": ["MedusaModel"]} | sizes | config
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -120,11 +127,30 @@ class MedusaHeads(nn.Module):
         blocks = _blocks(tensors)
         if not blocks:
             raise ValueError(f"{name} holds no Medusa heads: its tensors are named {sorted(tensors)[:5]} ...")
-        heads = cls(blocks, _outputs(tensors, target), _token_ids(tensors))
+        own = _own_outputs(tensors)
+        heads = cls(blocks, own or [_output_of(target)], _token_ids(tensors), shares_output=not own)
         heads.name_or_path = str(name)
-        _check_fit(heads, target, name)
+        heads.check_fit(target)
         output: Any = target.get_output_embeddings()
         return heads.to(device=output.weight.device, dtype=target.dtype)
+
+    def check_fit(self, target: PreTrainedModel) -> None:
+        """Raises `ValueError` unless the heads are of this target's sizes."""
+        config = target.config.get_text_config(decoder=True)
+        hidden, vocab, name = config.hidden_size, config.vocab_size, self.name_or_path or "these heads"
+        blocks: Any = self.blocks
+        shapes = {tuple(layer.weight.shape) for layers in blocks for layer in layers}
+        if not all(map(len, blocks)) or shapes - {(hidden, hidden)}:
+            raise ValueError(f"{name}: residual layers {sorted(shapes)} do not fit a target of hidden size {hidden}.")
+        sizes = {tuple(output.shape) for output in self.outputs}
+        if any(width != hidden or num > vocab for num, width in sizes) or len(self.outputs) not in (1, self.num_heads):
+            raise ValueError(
+                f"{name}: {len(self.outputs)} output weights {sorted(sizes)} of {self.num_heads} heads do not fit a "
+                f"target of hidden size {hidden} and {vocab} tokens."
+            )
+        ids: Any = self.ids
+        if ids is not None and (len(ids) != len(self.outputs[0]) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab):
+            raise ValueError(f"{name}: `token_map` of {len(ids)} tokens does not fit {len(self.outputs[0])} outputs.")
 
 
 def says_medusa(name: str) -> bool:
@@ -158,6 +184,8 @@ def _blocks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[torch.Tensor
         match = _BLOCKS.fullmatch(name) or (_OWN_HEADS.fullmatch(name) if ".linear." in name else None)
         if match:
             found.setdefault((int(match[1]), int(match[2])), {})[match[3]] = tensor
+    if incomplete := [place for place, tensor in found.items() if "weight" not in tensor]:
+        raise ValueError(f"Medusa heads without the weight of layer {incomplete[0][1]} of head {incomplete[0][0]}.")
     num_heads = 1 + max([head for head, _ in found], default=-1)
     layers = [sorted(layer for number, layer in found if number == head) for head in range(num_heads)]
     return [
@@ -166,39 +194,27 @@ def _blocks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[torch.Tensor
     ]
 
 
-def _outputs(tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> list[torch.Tensor]:
-    """Of each head, or one of all; the target's own where the files have none."""
-    own: dict[int, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if (match := _OWN_HEADS.fullmatch(name)) and ".linear." not in name:
-            own[int(match[1])] = tensor
-        elif match := _OUTPUTS.fullmatch(name):
-            own[int(match[1] or 0)] = tensor
-    if own:
-        return [own[head] for head in sorted(own)]
+def _own_outputs(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of each head, or one of all; none where these use the target's."""
+    for pattern in (_OWN_HEADS, _OUTPUTS):
+        own = {
+            int(match[1] or 0): tensor
+            for name, tensor in tensors.items()
+            if ".linear." not in name and (match := pattern.fullmatch(name))
+        }
+        if own:
+            return [own[head] for head in sorted(own)]
+    return []
+
+
+def _output_of(target: PreTrainedModel) -> torch.Tensor:
     embeddings: Any = target.get_output_embeddings()
     if not embeddings.weight.is_floating_point():
         raise ValueError("The heads use the target's own output, which is quantized: take heads that have outputs.")
-    return [embeddings.weight.detach()]
+    output: torch.Tensor = embeddings.weight.detach()
+    return output
 
 
 def _token_ids(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     ids = tensors.get("token_map")
     return None if ids is None else ids.long()
-
-
-def _check_fit(heads: MedusaHeads, target: PreTrainedModel, name: str | Path) -> None:
-    config = target.config.get_text_config(decoder=True)
-    hidden, vocab = config.hidden_size, config.vocab_size
-    shapes = {tuple(layer.weight.shape) for layers in heads.blocks for layer in layers}  # type: ignore[attr-defined]
-    if not all(len(layers) for layers in heads.blocks) or shapes - {(hidden, hidden)}:  # type: ignore[arg-type]
-        raise ValueError(f"{name}: residual layers {sorted(shapes)} do not fit a target of hidden size {hidden}.")
-    sizes = {tuple(output.shape) for output in heads.outputs}
-    if any(width != hidden or num > vocab for num, width in sizes) or len(heads.outputs) not in (1, heads.num_heads):
-        raise ValueError(
-            f"{name}: {len(heads.outputs)} output weights {sorted(sizes)} of {heads.num_heads} heads do not fit a "
-            f"target of hidden size {hidden} and {vocab} tokens."
-        )
-    ids: Any = heads.ids
-    if ids is not None and (len(ids) != len(heads.outputs[0]) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab):
-        raise ValueError(f"{name}: `token_map` of {len(ids)} tokens does not fit {len(heads.outputs[0])} outputs.")

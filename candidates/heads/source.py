@@ -14,9 +14,9 @@ from ..base import TreeCandidateGenerator
 from ..committed import HIDDEN_STATES, LAST, Committed
 from .calibration import DepthCalibration, ProbabilityCalibrator
 from .medusa import MedusaHeads
-from .trees import best_trees, fixed_trees
+from .trees import FixedTree, best_trees
 
-_WIDTH = 8  # candidates of each head
+_NUM_NODES, _WIDTH = 32, 8  # of a tree at most; candidates of each head, unless a fixed tree has more
 
 
 @dataclass(eq=False)
@@ -38,9 +38,10 @@ class MedusaCandidates(TreeCandidateGenerator):
 
     Args:
         heads (`MedusaHeads`): On the target's device. `MedusaHeads.from_pretrained(folder, target)` reads files.
-        num_nodes (`int`): Nodes of a tree where the caller names no number and goodput decides, at most.
+        num_nodes (`int`, *optional*): Nodes of a tree where the caller names no number, at most: 32, or all of a fixed
+            tree.
         tree (sequence of sequences of `int`, *optional*): A fixed tree: of every node the ranks of the tokens on its
-            path, such as `[(0,), (1,), (0, 0)]`. Its nodes are kept in this order where fewer are wanted.
+            path, such as `[(0,), (1,), (0, 0)]`. Where fewer nodes are wanted, it keeps the first of the least depth.
         calibrator (`ProbabilityCalibrator`, *optional*): What is learnt of the heads' probabilities; nothing, where not
             given.
 
@@ -54,14 +55,16 @@ class MedusaCandidates(TreeCandidateGenerator):
     def __init__(
         self,
         heads: MedusaHeads,
-        num_nodes: int = 32,
+        num_nodes: int | None = None,
         tree: Sequence[Sequence[int]] | None = None,
         calibrator: ProbabilityCalibrator | None = None,
     ):
-        if not is_integer(num_nodes) or num_nodes < 1:
+        if num_nodes is not None and (not is_integer(num_nodes) or num_nodes < 1):
             raise ValueError(f"`num_nodes` must be an integer of at least 1, got {num_nodes!r}.")
-        self.heads, self.default_num_nodes = heads, num_nodes
-        self._paths = None if tree is None else _checked(tree, heads.num_heads)
+        paths = [] if tree is None else _checked(tree, heads.num_heads)
+        self.heads, self.default_num_nodes = heads, num_nodes or len(paths) or _NUM_NODES
+        self._width = max([_WIDTH, *(1 + max(path) for path in paths)])
+        self._tree = FixedTree(paths) if paths else None
         self._calibration = None if calibrator is None else DepthCalibration(calibrator, self.name, heads.num_heads)
         self._states: dict[Hashable, _State] = {}
 
@@ -95,7 +98,7 @@ class MedusaCandidates(TreeCandidateGenerator):
         if not asked:
             return trees
         hidden = torch.stack([hidden for _, hidden in asked])
-        tokens, probs = fetch_together(self.heads.best(hidden, _WIDTH))
+        tokens, probs = fetch_together(self.heads.best(hidden, self._width))
         worth = probs if self._calibration is None else self._calibration.calibrated(probs)
         limits = [max_nodes[row] for row, _ in asked]
         for number, ((row, _), tree) in enumerate(zip(asked, self._trees(tokens, worth, limits))):
@@ -104,20 +107,20 @@ class MedusaCandidates(TreeCandidateGenerator):
         return trees
 
     def _trees(self, tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> list[DraftTree]:
-        if self._paths is None:
+        if self._tree is None:
             return best_trees(tokens, probs, limits)
-        return [fixed_trees(tokens[[row]], probs[[row]], self._paths[:limit])[0] for row, limit in enumerate(limits)]
+        return [self._tree.of(*row) for row in zip(tokens, probs, limits)]
 
 
 def _checked(tree: Sequence[Sequence[int]], num_heads: int) -> list[tuple[int, ...]]:
     """The paths, parents first."""
-    paths = sorted({tuple(path) for path in tree}, key=len)
+    paths = sorted(dict.fromkeys(map(tuple, tree)), key=len)
     known = {(), *paths}
     for path in paths:
-        if not path or len(path) > num_heads or path[:-1] not in known or not all(0 <= rank < _WIDTH for rank in path):
+        if not path or len(path) > num_heads or path[:-1] not in known or min(path) < 0:
             raise ValueError(
-                f"`tree` must hold paths of 1 to {num_heads} ranks below {_WIDTH}, with the paths that they go on "
-                f"from, got {path}."
+                f"`tree` must hold paths of 1 to {num_heads} ranks of 0 or more, with the paths that they go on from, "
+                f"got {path}."
             )
     if not paths:
         raise ValueError("`tree` must hold at least one path.")

@@ -57,13 +57,23 @@ def _tree(
     return DraftTree(tokens[depth, rank].astype(np.int64), place[parents[nodes]], probs[depth, rank].astype(np.float32))
 
 
-def fixed_trees(tokens: np.ndarray, probs: np.ndarray, paths: Sequence[Sequence[int]]) -> list[DraftTree]:
-    """The same tree for all rows: of every node the ranks of the tokens on its path, as Medusa's files have them."""
-    paths = sorted(map(tuple, paths), key=lambda path: (len(path), path))
-    index = {path: number for number, path in enumerate(paths)} | {(): -1}
-    parents = np.array([index[path[:-1]] for path in paths], np.int64)
-    depth, rank = np.array([[len(path) - 1, path[-1]] for path in paths]).T
-    return [
-        DraftTree(own[depth, rank].astype(np.int64), parents, share[depth, rank].astype(np.float32))
-        for own, share in zip(tokens, probs)
-    ]
+class FixedTree:
+    """
+    The same tree for all rows.
+
+    Args:
+        paths (sequence of sequences of `int`): Of every node the ranks of the tokens on its path, as Medusa's files
+            have them; parents stand before their children.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]):
+        paths = list(map(tuple, paths))
+        index = {path: number for number, path in enumerate(paths)} | {(): -1}
+        self._parents = np.array([index[path[:-1]] for path in paths], np.int64)
+        self._depths, self._ranks = np.array([[len(path) - 1, path[-1]] for path in paths]).T
+
+    def of(self, tokens: np.ndarray, probs: np.ndarray, limit: int) -> DraftTree:
+        """The first nodes with one row's candidates `[K, w]`."""
+        depths, ranks = self._depths[:limit], self._ranks[:limit]
+        shares = probs[depths, ranks].astype(np.float32)
+        return DraftTree(tokens[depths, ranks].astype(np.int64), self._parents[:limit], shares)

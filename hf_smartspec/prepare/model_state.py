@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..candidates import SuffixTreeCandidates
@@ -59,7 +60,7 @@ class ModelState:
         """
         with self.lock:
             found = self._drafters.get(name)
-            if found is None or (found.dtype, found.device) != (target.dtype, target.device):
+            if found is None or (found.dtype, found.device) != (target.dtype, _device_of(found, target)):
                 self._drafters[name] = found = _load(name, target)
             return found
 
@@ -78,6 +79,12 @@ class ModelState:
         finally:
             with self.lock:
                 idle.append(policy)
+
+
+def _device_of(drafter: Drafter, target: PreTrainedModel) -> torch.device:
+    """Where it belongs: heads stand beside the target's own, which may lie elsewhere than its first layers."""
+    output: Any = target.get_output_embeddings() if isinstance(drafter, MedusaHeads) else None
+    return target.device if output is None else output.weight.device
 
 
 def _load(name: str, target: PreTrainedModel) -> Drafter:

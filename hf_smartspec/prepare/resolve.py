@@ -156,10 +156,13 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
         samples = config.verification == "rejection"
         return drafters.of_model(assistant, 1 if samples else config.width, samples)
     if isinstance(assistant, MedusaHeads):
+        assistant.check_fit(target)
         return drafters.of_heads(assistant, state_of(target).calibrator)
     if isinstance(assistant, TreeCandidateGenerator):
         if isinstance(assistant, DraftModelCandidates):
             check_draft_model(assistant.model, target)
+        if isinstance(assistant, MedusaCandidates):
+            assistant.heads.check_fit(target)
         return assistant
     if isinstance(assistant, CandidateGenerator):
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)

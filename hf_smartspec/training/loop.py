@@ -1,14 +1,18 @@
 """The training loop is transformers' `Trainer`: progress, schedule, checkpoints and resumption are its."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from .texts import Text, collate
+
+_SAVE_STEPS = 100  # between two checkpoints, of which the newest is kept
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def train(module: nn.Module, texts: Sequence[Text], folder: Path, schedule: Sche
         weight_decay=0.0,
         max_grad_norm=1.0,
         seed=schedule.seed,
-        save_steps=100,
+        save_steps=_SAVE_STEPS,
         save_total_limit=1,
         logging_steps=10,
         report_to=[],
@@ -57,7 +61,16 @@ def train(module: nn.Module, texts: Sequence[Text], folder: Path, schedule: Sche
         use_cpu=next(module.parameters()).device.type == "cpu",
         dataloader_pin_memory=False,
     )
+    arguments._n_gpu = 1  # the target is on one
     examples = [item.example(schedule.max_length) for item in texts]
     trainer = Trainer(model=module, args=arguments, train_dataset=examples, data_collator=collate)
     newest = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
-    trainer.train(resume_from_checkpoint=newest)
+    if newest is not None and _is_done(Path(newest)):
+        module.load_state_dict(load_file(Path(newest) / "model.safetensors"))
+    else:
+        trainer.train(resume_from_checkpoint=newest)
+
+
+def _is_done(checkpoint: Path) -> bool:
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    return bool(state["global_step"] >= state["max_steps"])

@@ -27,17 +27,20 @@ class MedusaTraining(nn.Module):
 
     def __init__(self, target: PreTrainedModel, num_heads: int = 4, num_layers: int = 1):
         super().__init__()
-        self._target = (target.eval().requires_grad_(False),)
         size = target.config.get_text_config(decoder=True).hidden_size
-        output: Any = target.get_output_embeddings()
-        blocks = [[_zeros(size) for _ in range(num_layers)] for _ in range(num_heads)]
-        self.heads = MedusaHeads(blocks, [output.weight.detach()]).to(target.device)
-        self.heads.outputs.requires_grad_(False)
-        self.heads.blocks.float().requires_grad_(True)
+        output: Any = target.eval().requires_grad_(False).get_output_embeddings()
+        zeros = [[_zeros(size) for _ in range(num_layers)] for _ in range(num_heads)]
+        heads = MedusaHeads(zeros, [output.weight.detach()], shares_output=True).to(target.device)
+        self.blocks = heads.blocks.float().requires_grad_(True)  # all that is learnt, and kept in checkpoints
+        self._others = target, heads
 
     @property
     def target(self) -> PreTrainedModel:
-        return self._target[0]
+        return self._others[0]
+
+    @property
+    def heads(self) -> MedusaHeads:
+        return self._others[1]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """
@@ -52,7 +55,8 @@ class MedusaTraining(nn.Module):
         for head, (x, wanted) in enumerate(self._learnt(states, labels)):
             if len(wanted):
                 losses.append(_DECAY**head * cross_entropy(self.heads.logits_of(head, x).float(), wanted))
-        return {"loss": torch.stack(losses).sum() if losses else states.sum() * 0.0}
+        nothing = next(self.blocks.parameters()).sum() * 0.0  # of texts that are too short
+        return {"loss": torch.stack([nothing, *losses]).sum()}
 
     def _learnt(self, states: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each head, the states `[n, hidden]` that it learns from, and the tokens `[n]` that it should say."""

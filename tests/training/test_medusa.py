@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hf_smartspec import MedusaHeads
+from hf_smartspec.training import loop
 from hf_smartspec.training.loop import Schedule, train
 from hf_smartspec.training.medusa import MedusaTraining, last_hidden_states
 from hf_smartspec.training.texts import IGNORED, Text, collate, split
@@ -95,5 +96,41 @@ def test_what_is_learnt_is_saved_loaded_and_resumed(target, tmp_path):
     assert heads.outputs[0].data_ptr() == target.get_output_embeddings().weight.data_ptr()
 
     resumed = MedusaTraining(target, num_heads=2)
-    train(resumed, texts, tmp_path / "checkpoints", schedule, resume=True)  # has nothing left to do
-    torch.testing.assert_close(resumed.heads(states), module.heads(states))
+    train(resumed, texts, tmp_path / "checkpoints", schedule, resume=True)
+    assert torch.equal(resumed.heads(states), module.heads(states)), "there is nothing left to do"
+
+
+def test_training_goes_on_where_it_was_interrupted(target, tmp_path, monkeypatch):
+    schedule = Schedule(steps=12, batch_size=4, max_length=MAX_LENGTH)
+    texts, states = texts_of(32), torch.randn(3, target.config.hidden_size)
+    whole = MedusaTraining(target, num_heads=2)
+    train(whole, texts, tmp_path / "whole", schedule)
+
+    forward, calls = MedusaTraining.forward, []
+
+    def failing(self, input_ids, labels):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return forward(self, input_ids, labels)
+
+    monkeypatch.setattr(loop, "_SAVE_STEPS", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaTraining, "forward", failing)
+        with pytest.raises(KeyboardInterrupt):
+            train(MedusaTraining(target, num_heads=2), texts, tmp_path / "parts", schedule)
+    other = new_model("llama", seed=1)
+    before = other.get_output_embeddings().weight.clone()
+    train(MedusaTraining(other, num_heads=2), texts, tmp_path / "parts", schedule, resume=True)
+    assert torch.equal(other.get_output_embeddings().weight, before), "checkpoints hold nothing of the target"
+    (tmp_path / "parts" / "checkpoint-12").rename(tmp_path / "other")
+    resumed = MedusaTraining(target, num_heads=2)
+    train(resumed, texts, tmp_path / "parts", schedule, resume=True)
+    torch.testing.assert_close(resumed.heads(states), whole.heads(states))
+
+
+def test_texts_that_are_too_short_teach_nothing(target):
+    module = MedusaTraining(target, num_heads=2)
+    loss = module(**collate([Text(np.array([3, 4]), np.array([5])).example(MAX_LENGTH)]))["loss"]
+    loss.backward()
+    assert float(loss) == 0.0

@@ -1,13 +1,17 @@
 """`smartspec train`: drafters for a target of yours, from texts or from what the target says."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...candidates.heads.files import CONFIG
+from ...candidates.heads.medusa import says_medusa
 from ...generate import enabled
 from ...training.loop import Schedule, train
 from ...training.medusa import MedusaTraining
@@ -16,11 +20,12 @@ from ..common.arguments import not_negative, positive, positive_number
 from ..common.console import make_console, table
 from ..common.data_sets import answered
 from ..common.models import UsageError, check_device, encode, load_model
-from ..common.outputs import write_json
+from ..common.outputs import check_output, write_json
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
 
 _HELD_OUT = 0.05
 _TOP = (1, 3, 8)
+_CHECKPOINTS, _SETTINGS = "checkpoints", "settings.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,17 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=positive, default=512, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--learning-rate", type=positive_number, default=1e-3, metavar="R", help="default: %(default)s")
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
 
 
 def run(args: argparse.Namespace) -> int:
     check_device(args.device)
-    if args.output.exists() and not args.output.is_dir():
-        raise UsageError(f"--output: {str(args.output)!r} is no folder")
+    check_output(args.json)
+    _check_folder(args)
     tokenizer = tokenizer_of(args.model)
     requests = [item for path in args.files for item in read_requests(path, Fields(), args.limit, not args.own_outputs)]
     model = load_model(args.model, device=args.device)
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"{args.model!r} has an encoder: heads are trained for decoders only")
     texts = _texts(args, requests, tokenizer, model)
     try:
         learnt, held_out = split(texts, _HELD_OUT, args.seed)
@@ -62,14 +70,45 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     module = MedusaTraining(model, args.num_heads, args.num_layers)
     schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
-    train(module, learnt, args.output / "checkpoints", schedule, args.resume)
+    _write_settings(args)
+    train(module, learnt, args.output / _CHECKPOINTS, schedule, args.resume)
     accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
     module.heads.to(model.dtype).save_pretrained(args.output, base_model_name_or_path=args.model)
     report = {"learnt": len(learnt), "held_out": len(held_out), "accuracy": accuracy}
-    write_json(args.output / "training.json", report)
+    if args.json:
+        write_json(args.json, report)
     _show(console, accuracy, len(held_out))
     console.print(f"Use it as `assistant={str(args.output)!r}`.", style="bold", soft_wrap=True)
     return 0
+
+
+def _check_folder(args: argparse.Namespace) -> None:
+    """Nothing of somebody else's is overwritten, and no training goes on from another's checkpoints."""
+    folder, known = args.output, args.output / _CHECKPOINTS / _SETTINGS
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output: {str(folder)!r} is no folder")
+    if (folder / CONFIG).exists() and not says_medusa(str(folder)):
+        raise UsageError(f"--output: {str(folder)!r} holds another model")
+    if not known.exists():
+        return
+    if not args.resume:
+        raise UsageError(f"--output: {str(folder)!r} holds checkpoints: go on with --resume, or name another folder")
+    others, own = json.loads(known.read_text()), _settings(args)
+    if differing := [name for name in own if own[name] != others.get(name)]:
+        said = ", ".join(f"{name} was {others.get(name)!r}" for name in differing)
+        raise UsageError(f"--resume: the checkpoints in {str(folder)!r} are of another training: {said}")
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What makes one training another."""
+    return {
+        name: str(value) for name, value in vars(args).items() if name not in ("output", "resume", "device", "json")
+    }
+
+
+def _write_settings(args: argparse.Namespace) -> None:
+    (args.output / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    write_json(args.output / _CHECKPOINTS / _SETTINGS, _settings(args))
 
 
 def _texts(
@@ -84,9 +123,11 @@ def _texts(
             end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
             recordings.append(Recording(np.array(prompts[0], np.int64), np.array([*ids, *end], np.int64)))
     if args.own_outputs:
+        if model.generation_config.pad_token_id is None:
+            model.generation_config.pad_token_id = tokenizer.eos_token_id or 0
         with enabled(model, assistant="auto"):
             recordings = answered(recordings, model, args.batch_size, args.own_outputs, "answering")
-    return [Text(item.prompt, item.response) for item in recordings if len(item.response)]
+    return [Text(item.prompt, item.response) for item in recordings if len(item.response) > 1]
 
 
 def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int) -> None:

@@ -65,6 +65,40 @@ def test_the_targets_own_output_must_be_in_floating_point(tmp_path):
         MedusaHeads.from_pretrained(tmp_path, target)
 
 
+@pytest.mark.parametrize("layout", ["pickled", "safetensors"])
+def test_a_whole_model_may_lie_beside_the_heads(target, tmp_path, layout):
+    published = random_heads(*sizes(target))
+    LAYOUTS[layout](published, tmp_path)
+    own = {name: torch.zeros_like(item) for name, item in target.state_dict().items()}
+    save_file(own | {"lm_head.weight": torch.zeros(sizes(target)[::-1])}, tmp_path / "model.safetensors")
+    states = torch.randn(2, target.config.hidden_size)
+    expected = logits_of(published, states).transpose(0, 1)
+    torch.testing.assert_close(MedusaHeads.from_pretrained(tmp_path, target)(states), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_outputs", [1, NUM_HEADS])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_what_is_saved_is_loaded(target, tmp_path, num_outputs, has_ids):
+    published = random_heads(*sizes(target))
+    num = 50 if has_ids else target.config.vocab_size
+    outputs = [output[:num].contiguous() for _, output in published[:num_outputs]]
+    heads = MedusaHeads([layers for layers, _ in published], outputs, torch.arange(num) + 3 if has_ids else None)
+    heads.save_pretrained(tmp_path, base_model_name_or_path="mine")
+    found = MedusaHeads.from_pretrained(tmp_path, target)
+    states = torch.randn(2, target.config.hidden_size)
+    assert torch.equal(found(states), heads(states)) and not found.shares_output
+    assert torch.equal(found.best(states, 5)[0], heads.best(states, 5)[0])
+
+
+def test_a_layer_without_its_weight_is_named(target, tmp_path):
+    LAYOUTS["blocks"](random_heads(*sizes(target)), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["blocks.1.layers.0.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="layer 0 of head 1"):
+        MedusaHeads.from_pretrained(tmp_path, target)
+
+
 def test_outputs_may_be_of_few_tokens(target, tmp_path):
     ids = torch.tensor([5, 80, 7, 2])
     published = [(layers, output[: len(ids)]) for layers, output in random_heads(*sizes(target))]

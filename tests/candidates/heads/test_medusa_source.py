@@ -159,7 +159,7 @@ def test_probabilities_are_what_has_come_true(target, tmp_path, comes_true):
         ({"tree": []}, "at least one path"),
         ({"tree": [(0, 0)]}, "go on from"),
         ({"tree": [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]}, "1 to 3 ranks"),
-        ({"tree": [(9,)]}, "below 8"),
+        ({"tree": [(-1,)]}, "0 or more"),
     ],
 )
 def test_bad_arguments_are_refused(target, folder, options, match):
@@ -167,7 +167,33 @@ def test_bad_arguments_are_refused(target, folder, options, match):
         MedusaCandidates(MedusaHeads.from_pretrained(folder, target), **options)
 
 
-def test_heads_of_another_target_are_refused_before_anything_is_run(target, folder):
+@pytest.mark.parametrize("kind", ["folder", "heads", "source"])
+def test_heads_of_another_target_are_refused_before_anything_is_run(target, folder, kind):
     other = new_model("llama", hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
+    heads = MedusaHeads.from_pretrained(folder, target)
+    assistant = {"folder": folder, "heads": heads, "source": MedusaCandidates(heads)}[kind]
     with hf_smartspec.enabled(other), pytest.raises(ValueError, match="hidden size 48"):
-        other.generate(**prompts(LENGTHS), **GREEDY, assistant=folder)
+        other.generate(**prompts(LENGTHS), **GREEDY, assistant=assistant)
+
+
+def test_heads_of_another_dtype_draft(target, folder):
+    heads = MedusaHeads.from_pretrained(folder, target).bfloat16()
+    with hf_smartspec.enabled(target):
+        expected = target.generate(**prompts(LENGTHS), **GREEDY)
+        output = target.generate(**prompts(LENGTHS), **GREEDY, assistant=heads, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and output.statistics.accepted_tokens > 0
+
+
+def test_a_fixed_tree_is_drafted_whole_or_its_first_nodes(target, folder):
+    paths = [(9,), (0,), (2,), (0, 3), (0, 0), (2, 1), (0, 0, 0)]
+    source = MedusaCandidates(MedusaHeads.from_pretrained(folder, target), tree=paths)
+    assert source.default_num_nodes == 7
+    hidden = torch.randn(target.config.hidden_size)
+    tokens, _ = source.heads.best(hidden[None], 10)
+    source.start("a", np.array([3]))
+    source.observe("a", Committed(np.array([5]), hidden_states={-1: hidden[None]}))
+    expected = [int(tokens[0, len(path) - 1, path[-1]]) for path in paths]
+    for limit in (7, 4, 1):
+        (tree,) = source.propose(["a"], [limit])
+        assert tree.tokens.tolist() == expected[:limit]
+    assert len(source.propose(["a"], [0])[0]) == 0

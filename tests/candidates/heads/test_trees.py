@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.heads.trees import best_trees, fixed_trees
+from hf_smartspec.candidates.heads.trees import FixedTree, best_trees
 
 
 def random_candidates(seed, batch, depth, width):
@@ -60,9 +60,12 @@ def test_a_few_nodes_against_all_closed_subsets():
 
 def test_fixed_trees_have_the_ranks_that_they_name():
     tokens, probs = random_candidates(2, 2, 3, 4)
-    paths = [(0, 0, 1), (0,), (3,), (0, 0)]
-    for row, tree in enumerate(fixed_trees(tokens, probs, paths)):
+    fixed = FixedTree([(3,), (0,), (0, 0), (0, 0, 1)])
+    for own, shares in zip(tokens, probs):
+        tree = fixed.of(own, shares, 9)
         tree.check_integrity(50)
-        assert tree.tokens.tolist() == [tokens[row, 0, 0], tokens[row, 0, 3], tokens[row, 1, 0], tokens[row, 2, 1]]
-        assert tree.parents.tolist() == [-1, -1, 0, 2]
-        np.testing.assert_allclose(tree.probs, [probs[row, 0, 0], probs[row, 0, 3], probs[row, 1, 0], probs[row, 2, 1]])
+        assert tree.tokens.tolist() == [own[0, 3], own[0, 0], own[1, 0], own[2, 1]]
+        assert tree.parents.tolist() == [-1, -1, 1, 2]
+        np.testing.assert_allclose(tree.probs, [shares[0, 3], shares[0, 0], shares[1, 0], shares[2, 1]])
+        part = fixed.of(own, shares, 2)
+        assert part.tokens.tolist() == tree.tokens[:2].tolist() and len(fixed.of(own, shares, 0)) == 0

@@ -9,6 +9,7 @@ import hf_smartspec
 from hf_smartspec.commands.main import main
 
 from ...generate.helpers import tiny_llama, tiny_tokenizer
+from ...models import new_model
 
 
 @pytest.fixture
@@ -33,17 +34,66 @@ def texts(tmp_path):
 def test_heads_that_draft(target, texts, tmp_path, capsys, options):
     output = tmp_path / "heads"
     status = main(
-        ["train", str(target), str(texts), "--output", str(output), "--num-heads", "2", "--steps", "20", *options]
+        [
+            "train",
+            str(target),
+            str(texts),
+            "--output",
+            str(output),
+            "--num-heads",
+            "2",
+            "--steps",
+            "20",
+            *options,
+            "--json",
+            str(tmp_path / "figures.json"),
+        ]
     )
     said = capsys.readouterr().out
     assert status == 0 and "2 behind the next token" in said and str(output) in said
-    report = json.loads((output / "training.json").read_text())
+    report = json.loads((tmp_path / "figures.json").read_text())
     assert len(report["accuracy"]) == 2 and report["held_out"] >= 1
     model = hf_smartspec.enable(tiny_llama())
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     found = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=str(output), return_dict_in_generate=True)
     assert torch.equal(found.sequences, expected) and found.statistics.drafted_tokens > 0
+
+
+def status_of(arguments):
+    try:
+        return main(arguments)
+    except SystemExit as error:
+        return error.code
+
+
+def test_nothing_of_somebody_else_is_overwritten(target, texts, tmp_path, capsys):
+    """Neither a model nor another training's checkpoints."""
+    config = (target / "config.json").read_text()
+    assert status_of(["train", str(target), str(texts), "--output", str(target), "--steps", "2"]) == 2
+    assert "holds another model" in capsys.readouterr().err and (target / "config.json").read_text() == config
+    arguments = ["train", str(target), str(texts), "--output", str(tmp_path / "heads"), "--steps", "2"]
+    assert status_of(arguments) == 0
+    assert status_of(arguments) == 2 and "--resume" in capsys.readouterr().err
+    assert status_of([*arguments, "--resume", "--num-heads", "2"]) == 2
+    assert "num_heads was '4'" in capsys.readouterr().err
+    assert status_of([*arguments, "--resume"]) == 0
+
+
+def test_targets_without_padding_answer(target, texts, tmp_path):
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(content | {"pad_token_id": None}))
+    arguments = ["--output", str(tmp_path / "heads"), "--steps", "2", "--own-outputs", "8"]
+    assert main(["train", str(target), str(texts), *arguments]) == 0
+
+
+def test_targets_with_an_encoder_are_refused(texts, tmp_path, capsys):
+    folder = tmp_path / "t5"
+    new_model("t5").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    assert status_of(["train", str(folder), str(texts), "--output", str(tmp_path / "heads")]) == 2
+    assert "has an encoder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -59,7 +109,5 @@ def test_heads_that_draft(target, texts, tmp_path, capsys, options):
 def test_bad_arguments_are_refused_before_any_work(target, texts, tmp_path, capsys, change, match):
     options = [item for name, value in change.items() if name.startswith("--") for item in (name, value)]
     arguments = [change.get("model", str(target)), change.get("file", str(texts)), "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as error:
-        raise SystemExit(main(["train", *arguments, *options]))
-    assert error.value.code == 2 and match in capsys.readouterr().err
+    assert status_of(["train", *arguments, *options]) == 2 and match in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
