@@ -1,19 +1,11 @@
 """What heads' probabilities are worth: by depth, from how their candidates fared."""
 
-from collections.abc import Hashable
-from typing import Any, Protocol
-
 import numpy as np
+
+from ..fused.calibration import ProbabilityCalibrator
 
 _NUM_SCORES = 64
 _MOST_PENDING = 256  # observations that wait for the table to be made anew
-
-
-class ProbabilityCalibrator(Protocol):
-    """`goodput.Calibrator` is one."""
-
-    def calibrate(self, source: Hashable, scores: Any, depths: Any) -> np.ndarray: ...
-    def update(self, source: Hashable, scores: Any, depths: Any, match_lengths: Any, hits: Any) -> None: ...
 
 
 class DepthCalibration:
@@ -34,7 +26,7 @@ class DepthCalibration:
     def _made(self) -> np.ndarray:
         scores = np.tile(np.linspace(0.0, 1.0, _NUM_SCORES), self._num_depths)
         depths = np.repeat(np.arange(1, self._num_depths + 1), _NUM_SCORES)
-        return self._calibrator.calibrate(self._name, scores, depths).reshape(self._num_depths, _NUM_SCORES)
+        return self._calibrator.calibrate(self._name, scores, depths, 0).reshape(self._num_depths, _NUM_SCORES)
 
     def calibrated(self, probs: np.ndarray) -> np.ndarray:
         """Raw probabilities `[B, K, w]`, best first, as they have come true; still best first."""

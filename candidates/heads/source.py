@@ -12,7 +12,8 @@ from ...drafts.tree import DraftTree
 from ...validate import is_integer
 from ..base import TreeCandidateGenerator
 from ..committed import HIDDEN_STATES, LAST, Committed
-from .calibration import DepthCalibration, ProbabilityCalibrator
+from ..fused.calibration import ProbabilityCalibrator
+from .calibration import DepthCalibration
 from .medusa import MedusaHeads
 from .trees import FixedTree, best_trees
 

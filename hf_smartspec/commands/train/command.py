@@ -24,7 +24,6 @@ from ..common.outputs import check_output, write_json
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
 
 _HELD_OUT = 0.05
-_TOP = (1, 3, 8)
 _CHECKPOINTS, _SETTINGS = "checkpoints", "settings.json"
 
 
@@ -131,7 +130,7 @@ def _texts(
 
 
 def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int) -> None:
-    lines = table(f"{num_texts} texts that were held out", "head", *(f"top {num}" for num in _TOP), num_text=1)
+    lines = table(f"{num_texts} texts that were held out", "head", *(f"top {num}" for num in accuracy[0]), num_text=1)
     for head, shares in enumerate(accuracy, start=1):
-        lines.add_row(f"{head} behind the next token", *(f"{shares[num]:.1%}" for num in _TOP))
+        lines.add_row(f"{head} behind the next token", *(f"{share:.1%}" for share in shares.values()))
     console.print(lines)

@@ -1,6 +1,7 @@
 """Layouts of few sizes: what differs by little has the same shape, so that it can run the same recording."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -88,6 +89,7 @@ def _rounded_pairs(number: int) -> int:
     return max(rounded(number), _LEAST_PAIRS)
 
 
+@cache
 def _most_added(size: int) -> int:
     """How many tokens are added at most to get so many."""
     return size - 1 - max([number for number in range(size) if rounded(number) == number])
