@@ -13,6 +13,7 @@ from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from .files import CONFIG, config_of, folder_of, read_tensors
+from .learned import LearnedDrafter
 
 _PREFIXES = ("medusa_head.", "medusa_heads.", "model.medusa_head.")  # of whole models
 _OWN_HEADS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")  # head, layer
@@ -20,7 +21,7 @@ _BLOCKS = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _OUTPUTS = re.compile(r"lm_heads?\.(?:(\d+)\.)?weight")
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(LearnedDrafter):
     """
     K heads over the last hidden state behind the target's final norm. Head k computes
 

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..candidates import SuffixTreeCandidates
-from ..candidates.heads.medusa import MedusaHeads, says_medusa
+from ..candidates.heads.kinds import load
+from ..candidates.heads.learned import LearnedDrafter
 from ..decoding.statistics import GenerationStatistics
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
@@ -19,7 +20,7 @@ from ..log import get_logger
 
 logger = get_logger(__name__)
 
-Drafter = PreTrainedModel | MedusaHeads
+Drafter = PreTrainedModel | LearnedDrafter
 
 
 class ModelState:
@@ -52,8 +53,8 @@ class ModelState:
 
     def drafter(self, name: str, target: PreTrainedModel) -> Drafter:
         """
-        A draft model, or heads of the target, by its folder or hub id: loaded once, as long as the target keeps its
-        dtype and device.
+        A draft model, or a learned drafter of the target, by its folder or hub id: loaded once, as long as the target
+        keeps its dtype and device.
 
         Raises:
             ValueError: if it cannot be loaded.
@@ -82,14 +83,14 @@ class ModelState:
 
 
 def _device_of(drafter: Drafter, target: PreTrainedModel) -> torch.device:
-    """Where it belongs: heads stand beside the target's own, which may lie elsewhere than its first layers."""
-    output: Any = target.get_output_embeddings() if isinstance(drafter, MedusaHeads) else None
+    """Where it belongs: learned drafters stand beside the target's head, which may lie elsewhere than first layers."""
+    output: Any = target.get_output_embeddings() if isinstance(drafter, LearnedDrafter) else None
     return target.device if output is None else output.weight.device
 
 
 def _load(name: str, target: PreTrainedModel) -> Drafter:
-    if says_medusa(name):
-        return MedusaHeads.from_pretrained(name, target)
+    if (learned := load(name, target)) is not None:
+        return learned
     try:
         draft: Any = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
     except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones

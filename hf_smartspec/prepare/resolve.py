@@ -18,8 +18,6 @@ from ..candidates import (
     DatastoreCandidates,
     DraftModelCandidates,
     FusedCandidates,
-    MedusaCandidates,
-    MedusaHeads,
     PromptLookupCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
@@ -27,13 +25,15 @@ from ..candidates import (
     WrappedCandidates,
 )
 from ..candidates.base import NoCandidates
+from ..candidates.heads.kinds import source_of
+from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.tuned import TunedSource, TunedSources
 from ..goodput.acceptance import Calibrator
 from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset
 from .model_state import state_of
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
-_DRAFTERS = (PreTrainedModel, CandidateGenerator, MedusaHeads)
+_DRAFTERS = (PreTrainedModel, CandidateGenerator, LearnedDrafter)
 
 
 class Assistant(NamedTuple):
@@ -44,7 +44,7 @@ class Assistant(NamedTuple):
 
 
 class Drafters:
-    """Models and heads as sources: who drafts with one in the same way as others shares its forwards with them."""
+    """Models and learned drafters as sources: who drafts with one as others do shares its forwards with them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -59,8 +59,8 @@ class Drafters:
         make = partial(DraftModelCandidates, model, width=width, samples=samples)
         return self._shared((id(model), width, samples), make)
 
-    def of_heads(self, heads: MedusaHeads, calibrator: Calibrator) -> TreeCandidateGenerator:
-        return self._shared((id(heads),), partial(MedusaCandidates, heads, calibrator=calibrator))
+    def of_learned(self, heads: LearnedDrafter, width: int | None, calibrator: Calibrator) -> TreeCandidateGenerator:
+        return self._shared((id(heads), width), partial(source_of, heads, calibrator, width))
 
     def _shared(self, key: tuple, make: Callable[[], TreeCandidateGenerator]) -> TreeCandidateGenerator:
         with self._lock:
@@ -117,7 +117,7 @@ def check_assistant(assistant: Any) -> None:
             )
     elif not isinstance(assistant, _DRAFTERS) and not hasattr(assistant, "get_base_model"):
         raise TypeError(
-            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel, MedusaHeads, the folder or "
+            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel, learned heads, the folder or "
             "hub id of either, a candidate generator, a list of these or a SmartSpecConfig, got "
             f"{type(assistant).__name__}."
         )
@@ -155,14 +155,14 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
         check_draft_model(assistant, target)
         samples = config.verification == "rejection"
         return drafters.of_model(assistant, 1 if samples else config.width, samples)
-    if isinstance(assistant, MedusaHeads):
+    if isinstance(assistant, LearnedDrafter):
         assistant.check_fit(target)
-        return drafters.of_heads(assistant, state_of(target).calibrator)
+        return drafters.of_learned(assistant, config.width, state_of(target).calibrator)
     if isinstance(assistant, TreeCandidateGenerator):
         if isinstance(assistant, DraftModelCandidates):
             check_draft_model(assistant.model, target)
-        if isinstance(assistant, MedusaCandidates):
-            assistant.heads.check_fit(target)
+        if isinstance(heads := getattr(assistant, "heads", None), LearnedDrafter):
+            heads.check_fit(target)
         return assistant
     if isinstance(assistant, CandidateGenerator):
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)

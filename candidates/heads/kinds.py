@@ -1,0 +1,54 @@
+"""The kinds of learned drafters: how each is recognised, loaded, and made a source."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..base import TreeCandidateGenerator
+from ..fused.calibration import ProbabilityCalibrator
+from .learned import LearnedDrafter
+from .medusa import MedusaHeads, says_medusa
+from .source import MedusaCandidates
+
+
+@dataclass(frozen=True)
+class Kind:
+    """
+    A kind of learned drafters.
+
+    Args:
+        drafter (subclass of `LearnedDrafter`): What holds the weights.
+        says (`Callable`): Whether a name given as `assistant=`, of a folder or hub id, stands for one of this kind.
+        source (`Callable`): From a drafter, what is learnt of probabilities, and the width of trees that was asked for
+            (None: what pays) to the source that drafts with it.
+    """
+
+    drafter: type[LearnedDrafter]
+    says: Callable[[str], bool]
+    source: Callable[[Any, ProbabilityCalibrator, int | None], TreeCandidateGenerator]
+
+
+def _medusa(heads: MedusaHeads, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+    return MedusaCandidates(heads, calibrator=calibrator)
+
+
+KINDS = (Kind(MedusaHeads, says_medusa, _medusa),)
+
+
+def load(name: str, target: PreTrainedModel) -> LearnedDrafter | None:
+    """
+    The learned drafter of a folder or hub id, on the target's device and in its dtype; None where that holds none.
+
+    Raises:
+        ValueError: if it cannot be read, or does not fit the target.
+    """
+    kind = next((kind for kind in KINDS if kind.says(name)), None)
+    return None if kind is None else kind.drafter.from_pretrained(name, target)
+
+
+def source_of(drafter: LearnedDrafter, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+    """What drafts with it; see `Kind`."""
+    kind = next(kind for kind in KINDS if isinstance(drafter, kind.drafter))
+    return kind.source(drafter, calibrator, width)

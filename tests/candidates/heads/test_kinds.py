@@ -1,0 +1,42 @@
+"""Learned drafters are known by their files, whatever their kind."""
+
+import json
+
+import pytest
+
+from hf_smartspec import MedusaHeads
+from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
+from hf_smartspec.goodput.acceptance import Calibrator
+
+from ...models import new_model, shared_model
+from .published import LAYOUTS as MEDUSA_LAYOUTS
+from .published import random_heads
+
+
+def write_medusa(target, folder):
+    heads = random_heads(target.config.hidden_size, target.config.vocab_size)
+    MEDUSA_LAYOUTS["pickled"](heads, folder)
+
+
+WRITERS = {MedusaHeads: write_medusa}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.drafter.__name__)
+def test_a_folder_is_of_one_kind_and_becomes_its_source(kind, tmp_path):
+    target = shared_model("llama")
+    WRITERS[kind.drafter](target, tmp_path)
+    assert [other for other in KINDS if other.says(str(tmp_path))] == [kind]
+    drafter = load(str(tmp_path), target)
+    assert type(drafter) is kind.drafter and drafter.name_or_path == str(tmp_path)
+    assert (drafter.dtype, drafter.device) == (target.dtype, target.device)
+    source = source_of(drafter, Calibrator(), None)
+    assert source.heads is drafter and "hidden_states" in source.needs
+    with pytest.raises(ValueError, match="hidden size 48"):
+        drafter.check_fit(new_model("llama", hidden_size=48, num_attention_heads=4, num_key_value_heads=2))
+
+
+def test_other_folders_are_of_no_kind(tmp_path):
+    target = shared_model("llama")
+    assert load(str(tmp_path), target) is None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    assert load(str(tmp_path), target) is None
