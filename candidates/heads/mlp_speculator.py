@@ -1,0 +1,179 @@
+"""MLP speculators (Wertheimer et al., arXiv 2404.19124): a small recurrent net that goes on from the hidden state."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import embedding, gelu, linear, rms_norm
+from transformers import PreTrainedModel
+
+from .files import CONFIG, config_of, folder_of, read_tensors
+from .learned import LearnedDrafter
+
+_NAME = re.compile(r"(?:speculator\.)?(emb|proj|head|ln)\.(\d+)\.(weight|bias)")
+_PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
+_EPSILON = 1e-6
+
+
+class MLPSpeculator(LearnedDrafter):
+    """
+    Drafts n tokens, one behind another. Step i computes, from the state that the step before it has left (step 0: the
+    target's last hidden state behind the final norm) and the newest token,
+
+        state <- gelu(LN_i(P_i state + c E_i[token])),    logits = H_i state
+
+    LN being a root mean square norm with scale and shift. c makes the target's state half of the last one.
+
+    Args:
+        parts (mapping of `str` to lists of `torch.Tensor`): "emb.weight" `[vocab, inner]`, "proj.weight" `[inner,
+            hidden]`, then `[inner, inner]`, "ln.weight" and "ln.bias" `[inner]`, "head.weight" `[vocab, inner]`: one
+            for each step, or one for all (two of "proj.weight", for the first step and the others).
+        num_steps (`int`): n.
+        scales_input (`bool`): The target's state is normalized, and divided by the root of 2.
+
+    Raises:
+        ValueError: for parts that are missing, or too many.
+    """
+
+    def __init__(self, parts: Mapping[str, list[torch.Tensor]], num_steps: int, scales_input: bool = False):
+        super().__init__()
+        numbers = {name: len(parts.get(name, ())) for name in _PARTS}
+        is_right = [
+            num in (num_steps, min(num_steps, 2 if name == "proj.weight" else 1)) for name, num in numbers.items()
+        ]
+        if num_steps < 1 or not all(is_right):
+            raise ValueError(
+                f"An MLP speculator of {num_steps} steps needs {num_steps} of every part, or one for all steps (two of "
+                f"'proj.weight'), got {numbers}."
+            )
+        self.num_steps, self.scales_input = num_steps, scales_input
+        self.parts = nn.ModuleDict({name.replace(".", "_"): _frozen(parts[name]) for name in _PARTS})
+        state_weight = 0.5 ** (0.5 / num_steps)
+        self._token_weight = ((1 - state_weight**2) * self.inner_size / 2) ** 0.5 / state_weight
+
+    def _part(self, name: str, step: int) -> torch.Tensor:
+        items: Any = self.parts[name]
+        found: torch.Tensor = items[min(step, len(items) - 1)]
+        return found
+
+    @property
+    def inner_size(self) -> int:
+        return self._part("proj_weight", 0).shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self._part("proj_weight", 0).shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._part("head_weight", 0).shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._part("head_weight", 0).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._part("head_weight", 0).device
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        One step: from tokens `[N]`, and the states `[N, hidden]` that they were picked by (`[N, inner]` behind step 0),
+        the new states `[N, inner]` and logits `[N, vocab]`.
+        """
+        states = states.to(device=self.device, dtype=self.dtype)
+        if step == 0 and self.scales_input:
+            states = rms_norm(states, states.shape[-1:], eps=_EPSILON) / 2**0.5
+        states = linear(states, self._part("proj_weight", step))
+        states = states + embedding(tokens, self._part("emb_weight", step)) * self._token_weight
+        states = rms_norm(states, states.shape[-1:], self._part("ln_weight", step), _EPSILON)
+        states = gelu(states + self._part("ln_bias", step))
+        return states, linear(states, self._part("head_weight", step))
+
+    def save_pretrained(self, folder: str | Path, **config: Any) -> None:
+        """Writes `model.safetensors` and `config.json`, with further entries."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        parts: dict[str, Any] = {name: self.parts[name.replace(".", "_")] for name in _PARTS}
+        tensors = {
+            f"speculator.{kind}.{step}.{what}": item.detach().contiguous()
+            for kind, what, items in ((*name.split("."), items) for name, items in parts.items())
+            for step, item in enumerate(items)
+        }
+        save_file(tensors, folder / "model.safetensors")
+        content = {
+            "model_type": "mlp_speculator",
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "n_predict": self.num_steps,
+            "emb_dim": self.hidden_size,
+            "inner_dim": self.inner_size,
+            "vocab_size": self.vocab_size,
+            "tie_weights": len(parts["head.weight"]) < self.num_steps,
+            "scale_input": self.scales_input,
+        }
+        (folder / CONFIG).write_text(json.dumps(content | config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "MLPSpeculator":
+        """
+        Reads the published files of a folder or hub id. Tied weights may be there once or several times.
+
+        Raises:
+            ValueError: if the files hold no MLP speculator, or one for another target.
+        """
+        config, tensors = config_of(str(name)), read_tensors(folder_of(name))
+        try:
+            parts = _parts(tensors)
+            num_steps = config.get("n_predict", max(map(len, parts.values()), default=0))
+            speculator = cls(parts, num_steps, bool(config.get("scale_input", False)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        speculator.name_or_path = str(name)
+        speculator.check_fit(target)
+        output: Any = target.get_output_embeddings()
+        return speculator.to(device=output.weight.device, dtype=target.dtype)
+
+    def check_fit(self, target: PreTrainedModel) -> None:
+        """Raises `ValueError` unless it is of this target's sizes."""
+        config, name = target.config.get_text_config(decoder=True), self.name_or_path or "this MLP speculator"
+        hidden, vocab, inner = config.hidden_size, config.vocab_size, self.inner_size
+        rows, line = (vocab, inner), (inner,)
+        expected = {"emb_weight": rows, "ln_weight": line, "ln_bias": line, "head_weight": rows}
+        parts: Any = self.parts
+        for part, items in parts.items():
+            for step, item in enumerate(items):
+                shape = expected.get(part) or (inner, inner if step else hidden)
+                if tuple(item.shape) != shape:
+                    raise ValueError(
+                        f"{name}: {part} {tuple(item.shape)} of step {step} does not fit a target of hidden size "
+                        f"{hidden} and {vocab} tokens, for which it must be {shape}."
+                    )
+
+
+def says_mlp_speculator(name: str) -> bool:
+    """Whether the config of a folder or hub id says that it holds an MLP speculator."""
+    config = config_of(name)
+    kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
+    return any(kind.lower().replace("_", "").startswith("mlpspeculator") for kind in kinds)
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Of every part those of all steps that have one."""
+    found: dict[str, dict[int, torch.Tensor]] = {part: {} for part in _PARTS}
+    for name, tensor in tensors.items():
+        if match := _NAME.fullmatch(name):
+            found.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+    for part, items in found.items():
+        if sorted(items) != list(range(len(items))):
+            raise ValueError(f"An MLP speculator with {part} of steps {sorted(items)} lacks those of others.")
+    return {part: [items[step] for step in sorted(items)] for part, items in found.items()}
+
+
+def _frozen(tensors: list[torch.Tensor]) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
