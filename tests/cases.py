@@ -41,7 +41,7 @@ _WARPERS = {
     "epsilon_cutoff": hf.EpsilonLogitsWarper,
 }
 # Further arguments, most of them none: the fast path of greedy rows runs without processors.
-_EXTRAS: tuple[dict[str, Any], ...] = (
+EXTRAS: tuple[dict[str, Any], ...] = (
     *[{}] * 5,
     {"repetition_penalty": 1.3},
     {"no_repeat_ngram_size": 2},
@@ -59,7 +59,7 @@ class Setting:
         limit (`dict`): `max_new_tokens` or `max_length`.
         eos: Tokens that end a row; None for rows that run up to the limit.
         sampling (`dict`, *optional*): One of `SAMPLING`; None for greedy.
-        extras (`dict`): One of `_EXTRAS`.
+        extras (`dict`): One of `EXTRAS`.
     """
 
     name: str
@@ -189,7 +189,7 @@ def settings(
         longest = max(map(len, prompts))
         limit = {"max_new_tokens": max_new_tokens} if rng.random() < 0.6 else {"max_length": longest + max_new_tokens}
         eos = (None, tuple(rng.sample(range(VOCAB_SIZE), 6)), (rng.randrange(VOCAB_SIZE),))[turn % 3]
-        extras = rng.choice(_EXTRAS)
+        extras = rng.choice(EXTRAS)
         yield Setting(
             name=name if dtype == torch.float32 else f"{name}/{dtype}",
             architecture=architecture,

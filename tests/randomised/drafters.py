@@ -1,0 +1,41 @@
+"""The drafters of a round, whose weights change while they draft."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from hf_smartspec import TreeCandidateGenerator
+
+from .kinds import KINDS
+from .outcome import Outcome
+from .requests import Way
+
+_SWAP = 0.15  # chance before a draft
+
+
+class Drafters:
+    """One of each kind, which all requests of a round share; weights that can be swapped are, now and then."""
+
+    def __init__(self, kinds: Sequence[str], architecture: str, rng: random.Random, outcome: Outcome):
+        self.kinds, self._outcome = list(kinds), outcome
+        self._sources = {name: self._made(name, architecture, random.Random(rng.random())) for name in kinds}
+
+    def assistant(self, way: Way) -> Any:
+        sources = [self._sources[name] for name in way.kinds]
+        return sources[0] if len(sources) == 1 else sources
+
+    def _made(self, name: str, architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+        kind = KINDS[name]
+        source = kind.make(architecture, rng)
+        if (swap := kind.swap) is None:
+            return source
+        propose = source.propose
+
+        def swapping(*args: Any, **kwargs: Any) -> Any:
+            if rng.random() < _SWAP:
+                swap(source, rng)
+                self._outcome.counts["swaps"] += 1
+            return propose(*args, **kwargs)
+
+        source.propose = swapping
+        return source

@@ -1,0 +1,102 @@
+"""Random requests that an engine serves: some come while others run, some are cancelled, some begin alike."""
+
+import random
+from typing import Any, NamedTuple
+
+from hf_smartspec import Engine, SmartSpecConfig
+
+from ..cases import Setting
+from ..models import shared_model
+from .drafters import Drafters
+from .outcome import Outcome
+from .requests import Way, arguments_of, random_policy, random_prompt, random_setting, random_way
+
+_TIMEOUT = 120.0
+_COME, _CANCEL = 0.3, 0.06  # chances at a step of the engine: that a request comes, and that one is cancelled
+
+
+class Asked(NamedTuple):
+    setting: Setting
+    way: Way
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name}, {self.way}"
+
+
+def serve(architecture: str, drafters: Drafters, rng: random.Random, outcome: Outcome) -> None:
+    """Two waves of requests. The second goes on from the texts of the first, whose keys and values may be there."""
+    beginning = [rng.randrange(3, 90) for _ in range(rng.randint(4, 40))]
+    prompts = [random_prompt(architecture, beginning, rng) for _ in range(rng.randint(3, 8))]
+    engine = Engine(
+        shared_model(architecture),
+        SmartSpecConfig("none", policy=random_policy(rng)),
+        max_batch_size=rng.randint(1, 6),
+        max_prefill_tokens=rng.choice((3, 8, 20, 512)),
+    )
+    with engine:
+        wave = _wave("first", architecture, prompts, drafters, rng)
+        texts = Wave(engine, wave, drafters, rng, outcome).served()
+        if rng.random() < 0.3:
+            with engine.pause():  # as for a change of the target: texts are computed anew
+                pass
+        later = [text + random_prompt(architecture, [], rng)[:5] for text in texts if rng.random() < 0.7]
+        wave = _wave("second", architecture, later or prompts, drafters, rng)
+        Wave(engine, wave, drafters, rng, outcome).served()
+        outcome.counts["reused"] += engine._runner.memory.num_reused
+
+
+def _wave(
+    name: str, architecture: str, prompts: list[list[int]], drafters: Drafters, rng: random.Random
+) -> list[Asked]:
+    names = [f"{name} {number}" for number in range(len(prompts))]
+    settings = [random_setting(own, architecture, [prompt], rng) for own, prompt in zip(names, prompts)]
+    return [Asked(setting, random_way(drafters.kinds, rng)) for setting in settings]
+
+
+class Wave:
+    """Requests that are served together. What happens meanwhile is drawn at every step, in the engine's thread."""
+
+    def __init__(self, engine: Engine, wave: list[Asked], drafters: Drafters, rng: random.Random, outcome: Outcome):
+        self.engine, self.wave, self.drafters, self.outcome = engine, wave, drafters, outcome
+        self.num_at_once, self._rng = rng.randint(1, len(wave)), random.Random(rng.random())
+        self._names: list[str] = []  # of those that have come
+
+    def served(self) -> list[list[int]]:
+        """Compares all outputs, and returns the texts."""
+        loop = self.engine._runner.loop
+        loop.step = lambda: self._step(loop)
+        with self.engine.pause():
+            for _ in range(self.num_at_once):
+                self._ask()
+        return [self._text(number, asked) for number, asked in enumerate(self.wave)]
+
+    def _ask(self) -> None:
+        setting, way = self.wave[len(self._names)]
+        prompt, assistant = list(setting.prompts[0]), self.drafters.assistant(way)
+        self._names.append(self.engine.add_request(prompt, assistant=assistant, **arguments_of(setting)))
+
+    def _step(self, loop: Any) -> Any:
+        if len(self._names) < len(self.wave) and self._rng.random() < _COME:
+            self._ask()
+        if self._rng.random() < _CANCEL:
+            self.engine.cancel_request(self._rng.choice(self._names))
+        return type(loop).step(loop)
+
+    def _text(self, number: int, asked: Asked) -> list[int]:
+        if number == len(self._names):  # all others have been answered: nothing runs
+            self._ask()
+        output = self.engine.get_result(self._names[number], timeout=_TIMEOUT)
+        prompt = list(asked.setting.prompts[0])
+        if output is None:
+            self.outcome.add_fault(f"{asked.name}: never answered")
+            return prompt
+        is_cancelled = output.finish_reason == "cancelled"
+        if output.error is not None and not is_cancelled:
+            self.outcome.add_fault(f"{asked.name}: {output.error}")
+        expected = asked.setting.continuation(asked.setting.reference()[0, len(prompt) :].tolist())
+        expected = expected[: len(output.generated_tokens)] if is_cancelled else expected
+        self.outcome.counts["cancelled"] += is_cancelled
+        self.outcome.compare(asked.setting, 0, expected, list(output.generated_tokens), asked.name)
+        self.outcome.add_drafts(asked.way, 1, output.statistics)
+        return prompt + list(output.generated_tokens)

@@ -1,0 +1,106 @@
+"""
+Kinds of drafters for random requests. Each agrees with the target at times, but not always: drafts are accepted, partly
+accepted and rejected. A further kind is one more entry of `KINDS`.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_smartspec import (
+    DraftModelCandidates,
+    MedusaCandidates,
+    MedusaHeads,
+    PromptLookupCandidates,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+)
+from hf_smartspec.goodput.acceptance import Calibrator
+
+from ..models import noisy_model, shared_model
+
+NUM_HEADS, NUM_TOKENS = 3, 40
+_TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+
+
+class Kind(NamedTuple):
+    """
+    Args:
+        make (`Callable`): A new source for the shared model of an architecture.
+        swap (`Callable`, *optional*): Changes the drafter's weights where they are, while requests run.
+    """
+
+    make: Callable[[str, random.Random], TreeCandidateGenerator]
+    swap: Callable[[Any, random.Random], None] | None = None
+
+
+def draft_model(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    """A copy of the target with noise on its weights."""
+    return DraftModelCandidates(copy.deepcopy(noisy_model(architecture)), width=rng.choice((None, 1, 3)))
+
+
+def swap_draft_model(source: DraftModelCandidates, rng: random.Random) -> None:
+    shake(source.model.parameters(), rng)
+    source.weights_version += 1
+
+
+def medusa(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    heads = copy.deepcopy(fitted_heads(architecture))
+    return MedusaCandidates(heads, tree=rng.choice((None, _TREE)), calibrator=rng.choice((None, Calibrator())))
+
+
+def swap_medusa(source: MedusaCandidates, rng: random.Random) -> None:
+    shake(source.heads.parameters(), rng)
+
+
+def suffix(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    return SuffixTreeCandidates(max_bytes=2**20, min_probability=0.02)
+
+
+def prompt_lookup(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    return PromptLookupCandidates()
+
+
+KINDS = {
+    "draft model": Kind(draft_model, swap_draft_model),
+    "medusa": Kind(medusa, swap_medusa),
+    "suffix": Kind(suffix),
+    "prompt lookup": Kind(prompt_lookup),
+}
+
+
+@torch.no_grad()
+def shake(parameters: Iterable[torch.Tensor], rng: random.Random) -> None:
+    """Adds noise of a random share of their spread, at times so much that little is left of what they knew."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    share = rng.choice((0.0, 0.03, 0.03, 0.5))
+    for parameter in parameters:
+        parameter += share * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+
+
+@cache
+def known_texts(architecture: str) -> torch.Tensor:
+    """What the target says behind some prompts, `[n, length]`: what drafters are fitted to."""
+    prompts = torch.tensor([[3 + number, 5 + number, 7 + number, 60 - number] for number in range(24)])
+    model = shared_model(architecture)
+    return model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NUM_TOKENS)
+
+
+@cache
+@torch.no_grad()
+def fitted_heads(architecture: str) -> MedusaHeads:
+    """Heads whose outputs are the least-squares fit to what comes so many places later in the target's own texts."""
+    model, texts = shared_model(architecture), known_texts(architecture)
+    states = model.base_model(texts, attention_mask=torch.ones_like(texts)).last_hidden_state
+    outputs = []
+    for ahead in range(2, NUM_HEADS + 2):
+        x = states[:, : texts.shape[1] - ahead].flatten(0, 1)
+        wanted = torch.nn.functional.one_hot(texts[:, ahead:].flatten(), model.config.vocab_size).float()
+        outputs.append(10 * torch.linalg.lstsq(x, wanted).solution.T)
+    size = outputs[0].shape[1]
+    blocks = [[(torch.zeros(size, size), None)] for _ in outputs]
+    return MedusaHeads(blocks, outputs)

@@ -1,0 +1,37 @@
+"""Random requests over all kinds of drafters, in engines and in `generate`: none differs from plain decoding."""
+
+import os
+
+import pytest
+
+from ..conftest import COUNTS
+from .kinds import KINDS
+from .outcome import Outcome
+from .rounds import play
+
+NUM_REQUESTS = int(os.environ.get("HF_SMARTSPEC_REQUESTS", "0")) or 90
+
+
+@pytest.fixture(scope="module")
+def total():
+    found = Outcome(0)
+    while found.counts["requests"] < NUM_REQUESTS:
+        found += play(found.seed)
+        found.seed += 1
+    return found
+
+
+def test_random_requests_get_the_plain_tokens(total, record_property):
+    counts = {name: total.counts[name] for name in ("tokens", "ties", "differences")}
+    drafts = {"drafted": sum(total.drafted.values()), "accepted": sum(total.accepted.values())}
+    record_property(COUNTS, {"counts": counts | drafts | {"cases": total.counts["requests"]}, "ties": total.ties})
+    assert not total.faults, "\n".join(total.faults)
+
+
+def test_every_kind_of_drafter_was_right_at_times(total):
+    assert not total.idle([*KINDS, "lists"]), total
+
+
+def test_what_makes_it_hard_has_happened(total):
+    for name in ("sampled", "cancelled", "reused", "swaps"):
+        assert total.counts[name] > 0, f"{name}: {total}"
