@@ -14,7 +14,7 @@ import torch
 from ..sampling.noise import NoiseKeys
 from ..target.graphs.padding import extended
 from ..target.layout import send
-from ..target.packed import PackedForward, PlannedForward
+from ..target.ragged import PlannedForward, RaggedForward
 from .draft_growth import Growth
 
 
@@ -26,6 +26,7 @@ class Frontier(NamedTuple):
     # [rows, width, levels between] int64: their parent's place in its level, its parent's, and so on.
     ancestors: torch.Tensor
     chosen: torch.Tensor  # [rows, width] int64, which of the children in the level above they are
+    features: torch.Tensor | None = None  # [rows, width, D], what their parents have left
 
 
 @dataclass(eq=False)
@@ -47,12 +48,14 @@ class DraftLevel:
     noise: NoiseKeys | None = None
     going_on: torch.Tensor | None = None
 
-    def run(self, forward: PackedForward, frontier: Frontier | None) -> torch.Tensor:
+    def run(self, forward: RaggedForward, frontier: Frontier | None) -> torch.Tensor:
         """Logits `[nodes, vocab_size]` behind the frontier, or behind the text."""
         if frontier is not None:
             tokens = frontier.tokens.reshape(1, -1)
             self.planned.layout.tokens = extended(tokens, self.planned.layout.positions.shape[1])
             self._hang(frontier.ancestors)
+            if frontier.features is not None:
+                self.planned.features = frontier.features.flatten(0, 1)
         return forward.run(self.planned)
 
     def _hang(self, ancestors: torch.Tensor) -> None:
@@ -77,7 +80,8 @@ class DraftLevel:
         """The best of the children `[nodes, width]`, as many in every row as a node has."""
         num_rows, width = len(self.growths), tokens.shape[1]
         if width == 1:
-            return self._going_on(Frontier(tokens, probs, tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)))
+            nobody, first = tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)
+            return self._going_on(Frontier(tokens, probs, nobody, first, self._left_by(first)))
         paths = (probs * trust).clamp(max=1.0)
         if above is not None:
             paths = above.paths.reshape(-1, 1) * paths
@@ -89,16 +93,27 @@ class DraftLevel:
         else:
             further = above.ancestors.gather(1, parents[:, :, None].expand(-1, -1, above.ancestors.shape[2]))
             ancestors = torch.cat([parents[:, :, None], further], dim=2)
-        return self._going_on(Frontier(tokens.gather(1, chosen), paths.gather(1, chosen), ancestors, chosen))
+        nodes = Frontier(tokens.gather(1, chosen), paths.gather(1, chosen), ancestors, chosen, self._left_by(parents))
+        return self._going_on(nodes)
+
+    def _left_by(self, parents: torch.Tensor) -> torch.Tensor | None:
+        """What nodes of this level `[rows, width]` leave to their children, `[rows, width, D]`, if anything."""
+        hidden = self.planned.hidden
+        if hidden is None:
+            return None
+        left = hidden.view(len(parents), -1, hidden.shape[-1])
+        return left.gather(1, parents[:, :, None].expand(-1, -1, left.shape[-1]))
 
     def _going_on(self, frontier: Frontier) -> Frontier:
         """What the next level needs of it."""
         rows = self.going_on
-        return frontier if rows is None else Frontier(*[item.index_select(0, rows) for item in frontier])
+        if rows is None:
+            return frontier
+        return Frontier(*[None if item is None else item.index_select(0, rows) for item in frontier])  # type: ignore[arg-type]
 
 
 def plan_levels(
-    forward: PackedForward,
+    forward: RaggedForward,
     growths: Sequence[Growth],
     depths: Sequence[int],
     width: int,
@@ -134,7 +149,7 @@ def plan_levels(
     return levels
 
 
-def _send(forward: PackedForward, levels: Sequence[DraftLevel]) -> None:
+def _send(forward: RaggedForward, levels: Sequence[DraftLevel]) -> None:
     others: list[torch.Tensor] = []
     for level in levels:
         others += [*(level.noise or ()), *([] if level.going_on is None else [level.going_on])]

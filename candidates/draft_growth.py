@@ -42,12 +42,16 @@ class DraftState:
 
     row: CacheRow
     tokens: list[int]
-    outlook: Outlook
+    outlook: Outlook = field(default_factory=Outlook)
     processing: ScoreProcessing = field(default_factory=ScoreProcessing)
     seed: int | None = None
     num_generated: int = 0
     nodes: DraftTree = field(default_factory=DraftTree.empty)
     accepted: list[int] | None = None  # of these nodes, where the cache does not know yet
+
+    def features(self) -> torch.Tensor | None:
+        """What the tokens bring that are to be fed, `[tokens, D]`, beside their ids; mostly nothing."""
+        return None
 
 
 @dataclass(eq=False)
@@ -69,6 +73,8 @@ class Growth:
     frontier: list[int] = field(default_factory=lambda: [-1])  # candidates whose children come next
     cached: DraftTree = field(default_factory=DraftTree.empty)  # the expanded candidates
     promises: list[float] = field(default_factory=list)  # of the levels of a tree that was run at once
+    hidden: torch.Tensor | None = None  # [nodes, D], what the newest nodes that were run leave to their children
+    hidden_of: list[int] = field(default_factory=list)  # these nodes
 
     @property
     def depth(self) -> int:
@@ -96,9 +102,17 @@ class Growth:
     def next_input(self) -> RowInput:
         """What the next level runs: what is not cached of the text, or else the frontier."""
         feed = np.array(self.state.tokens[self.state.row.length :], np.int64)
-        first = len(self.expanded)
+        first, features = len(self.expanded), self._features()
         self.expand()
-        return RowInput(self.state.row, feed, self.cached, first)
+        return RowInput(self.state.row, feed, self.cached, first, features)
+
+    def _features(self) -> torch.Tensor | None:
+        """What the next level's tokens bring: nodes, what their parents have left."""
+        if self.frontier[0] < 0:
+            return self.state.features()
+        return (
+            None if self.hidden is None else self.hidden[[self.hidden_of.index(self.parents[n]) for n in self.frontier]]
+        )
 
     def add_children(self, node: int, tokens: list[int], probs: list[float], trust: float = 1.0) -> None:
         """Candidates behind candidate `node` (-1: behind the text), the best first."""
@@ -147,3 +161,10 @@ class Growth:
             np.array([self.probs[node] for node in nodes], np.float32),
             distributions,
         )
+
+
+def hand_out(hidden: torch.Tensor | None, growths: list[Growth], numbers: list[int]) -> None:
+    """What a level leaves `[nodes, D]`, if anything, of growths with so many nodes each."""
+    if hidden is not None:
+        for growth, part in zip(growths, hidden.split(numbers)):
+            growth.hidden, growth.hidden_of = part, list(growth.frontier)

@@ -1,60 +1,36 @@
-"""Drafting with a smaller model of the same vocabulary, for the whole batch at once."""
+"""Drafting with a smaller model of the same vocabulary."""
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import numpy as np
-import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..device import fetch_together, waits_are_free
-from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from ..sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
-from ..sampling.processors import ScoreProcessing, process_lines
-from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
 from ..target.kept_memory import lend, take_back
 from ..target.packed import PackedForward
 from ..target.support import can_pack
 from ..target.written import packed_forward
-from ..validate import is_integer
-from .base import TreeCandidateGenerator
-from .draft_ahead import DraftLevel, Frontier, plan_levels
-from .draft_growth import DraftState, Growth, Outlook
-
-_CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
-_TREE_WIDTH = 4  # children of a node, and nodes of a level that are grown further, where prices rule
+from .growing import GrowingCandidates
 
 
-class DraftModelCandidates(TreeCandidateGenerator):
+class DraftModelCandidates(GrowingCandidates):
     """
-    Drafts with a smaller causal language model, coupled with the target: where the target samples, the draft proposes
-    the best tokens of its own scores *plus the target's noise*, so that both pick the same token whenever their
-    distributions nearly agree.
+    Drafts with a smaller causal language model.
 
     The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
     verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row.
 
     Args:
         model (`PreTrainedModel`): A causal LM whose tokenizer is the target's.
-        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 5,
-            and where goodput decides, as many as are worth it, up to 24.
-        width (`int`, *optional*): 1 drafts chains. More drafts trees: at every level, the `width` most probable nodes
-            each get their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
-            Where not given, chains, and where goodput decides, trees whose width at every node is what is worth it,
-            up to 4.
-        confidence_threshold (`float`): A chain, or a branch where goodput decides, ends early behind a token that the
-            draft gives a lower probability.
-        samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
-            distributions on, as verification by rejection needs them. Chains only.
+        num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
 
     Attributes:
         weights_version (`int`): To be counted up by whoever changes the model's weights while requests run: keys and
             values that were computed with the old ones are then computed anew, with the next draft.
     """
 
-    is_autoregressive = True
     weights_version = 0
 
     def __init__(
@@ -67,50 +43,19 @@ class DraftModelCandidates(TreeCandidateGenerator):
     ):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
-        for name, value in (("num_nodes", num_nodes), ("width", width)):
-            if value is not None and (not is_integer(value) or value < 1):
-                raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
-        if not 0 <= confidence_threshold <= 1:
-            raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
-        if samples and (width or 1) > 1:
-            raise ValueError("Sampled drafts are chains: `samples=True` needs `width=1`.")
         self._draws_trees = can_pack(model)
-        if (width or 1) > 1 and not self._draws_trees:
-            raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
-        self.model, self.default_num_nodes, self.width = model, num_nodes or _CHAIN_NODES, width or 1
-        # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
-        self.heeds_prices = not samples
-        self._most_nodes = num_nodes or (_CHAIN_NODES if samples else _TREE_NODES)
-        self._widest = width or (_TREE_WIDTH if self._draws_trees else 1)
-        self.confidence_threshold, self.samples = confidence_threshold, samples
         config = model.config.get_text_config(decoder=True)
-        self._num_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self._forward: PackedForward | ChainForward | None = None
-        self._states: dict[Hashable, DraftState] = {}
+        num_positions = getattr(config, "max_position_embeddings", None)
+        super().__init__(num_nodes, width, confidence_threshold, samples, self._draws_trees, num_positions)
+        if self.width > 1 and not self._draws_trees:
+            raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
+        self.model = model
         self._cached_version = self.weights_version  # what the cache was computed with
-        self._coupling: dict[Hashable, tuple[ScoreProcessing, int | None]] = {}
-        self._outlook = Outlook()  # of all requests
 
     @property
     def name(self) -> str:
         path = getattr(self.model, "name_or_path", "") or type(self.model).__name__
         return f"{type(self).__name__}({os.path.basename(path)}, {id(self.model):x})"  # models of one path may differ
-
-    @property
-    def most_nodes(self) -> int:
-        return self._most_nodes
-
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        self._coupling[request_id] = (ScoreProcessing(processors), seed)
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        # The cache lives while requests do: weights may change between calls.
-        self._forward = self._forward or self._new_forward()
-        processing, seed = self._coupling.pop(request_id, (ScoreProcessing(), None))
-        if seed is None:
-            processing = ScoreProcessing()  # the arg max does not change
-        outlook = self._outlook.of_another()
-        self._states[request_id] = DraftState(self._forward.add(), prompt.tolist(), outlook, processing, seed)
 
     def _new_forward(self) -> PackedForward | ChainForward:
         if not self._draws_trees:
@@ -138,35 +83,9 @@ class DraftModelCandidates(TreeCandidateGenerator):
         state.tokens += tokens.tolist()
         state.num_generated += len(tokens)
 
-    @torch.no_grad()
-    def propose(
-        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
-    ) -> list[DraftTree]:
-        """Drafts end where a level promises less than it costs, and branch where that promises more than it costs."""
-        price = price if self.heeds_prices else None
-        assert self._forward is not None, "no request has been started"
+    def _prepare(self) -> None:
         self._drop_outdated()
         self._commit()
-        growths = [Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
-        growing = [growth for growth in growths if self._max_depth(growth, price) > 0]
-        for growth in growing:
-            # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
-            row = growth.state.row
-            self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
-        if growing and self._looks_behind_every_level:
-            self._grow_by_level(growing, price)
-        elif growing:
-            self._grow_at_once(growing, price)
-        for growth in growths:
-            growth.state.nodes = growth.cached
-        least = 0.0 if price is None else price.node
-        confidence = 0.0 if price is None and self.width > 1 else self.confidence_threshold
-        return [growth.tree(least, confidence) for growth in growths]
-
-    @property
-    def _looks_behind_every_level(self) -> bool:
-        """Whether drafts end as soon as they promise too little: where that costs no wait for a device."""
-        return not isinstance(self._forward, PackedForward) or waits_are_free(self._forward.device)
 
     def _drop_outdated(self) -> None:
         """Begins with empty rows where their keys and values are of other weights than the model has now."""
@@ -184,145 +103,3 @@ class DraftModelCandidates(TreeCandidateGenerator):
         self._forward.commit([state.row for state in states], [state.accepted or [] for state in states])
         for state in states:
             state.accepted = None
-
-    def _grow_by_level(self, growths: list[Growth], price: LevelPrice | None) -> None:
-        """Runs level after level, of those trees only that are worth it."""
-        assert self._forward is not None
-        while growths:
-            logits, offsets = self._forward.forward([growth.next_input() for growth in growths])
-            growths = [growths[index] for index in np.argsort(offsets)]
-            numbers = [len(growth.frontier) for growth in growths]
-            noise = self._noise(growths, numbers, growths[0].depth)
-            children = self._best_children(growths, numbers, logits, noise, self._width(price))
-            tokens, probs = fetch_together(children)
-            self._add_children(growths, tokens, probs, price)
-            growths = self._worth_growing(growths, price)
-
-    def _grow_at_once(self, growths: list[Growth], price: LevelPrice | None) -> None:
-        """Runs as many levels as the trees are to have, and looks at them when all have been asked for."""
-        forward, width = self._forward, self._width(price)
-        assert isinstance(forward, PackedForward)
-        lengths = [growth.state.row.length for growth in growths]
-        try:
-            levels = plan_levels(forward, growths, self._depths(growths, price), width, self._noise)
-            found = self._run_levels(forward, levels, width, 1.0 if price is None else price.trust)
-        except BaseException:  # what has not been run is not in the cache
-            for growth, length in zip(growths, lengths):
-                forward.cut(growth.state.row, length)
-            raise
-        for level, (tokens, probs, chosen) in zip(levels, found):
-            level.take_frontier(chosen)
-            self._add_children(level.growths, tokens, probs, price)
-            if price is not None:
-                for growth in level.growths:
-                    growth.promises.append(growth.promise_of(self._worthy(growth, price)))
-        for growth in growths:
-            growth.state.outlook.learn(growth.promises)
-            self._outlook.learn(growth.promises)
-
-    def _run_levels(
-        self, forward: PackedForward, levels: list[DraftLevel], width: int, trust: float
-    ) -> list[list[np.ndarray]]:
-        """Of every level what it found: children, their probabilities, and which of the level above had children."""
-        found: list[torch.Tensor] = []
-        frontier: Frontier | None = None
-        for level in levels:
-            logits = level.run(forward, frontier)
-            numbers = [level.num_nodes] * len(level.growths)
-            tokens, probs = self._best_children(level.growths, numbers, logits, level.noise, width)
-            found += [tokens, probs, tokens[:0] if frontier is None else frontier.chosen]
-            if level is not levels[-1]:
-                frontier = level.choose(tokens, probs, frontier, trust)
-        arrays = fetch_together(found)
-        return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
-
-    def _best_children(
-        self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        The `width` best tokens behind every node `[nodes, width]`, and their probabilities, where growths have so many
-        nodes each.
-        """
-        scores = logits.float()
-        if noise is not None:
-            scores = process_lines(scores, [(growth.state.processing, num) for growth, num in zip(growths, numbers)])
-            if self.samples:  # a chain
-                for growth, line in zip(growths, scores.softmax(dim=-1)):
-                    if growth.state.seed is not None:
-                        growth.distributions.append(line)
-            scores = add_noise(scores, noise)
-        return likeliest_tokens(scores, width)
-
-    def _noise(self, growths: list[Growth], numbers: list[int], depth: int) -> NoiseKeys | None:
-        """Of growths that have so many nodes each, `depth` tokens behind the text."""
-        seeds: list[int | None] = []
-        positions: list[int] = []
-        for growth, num in zip(growths, numbers):
-            seed = growth.state.seed
-            seeds += [draft_seed(seed) if self.samples and seed is not None else seed] * num
-            positions += [growth.state.num_generated + depth] * num
-        return noise_keys(seeds, positions)
-
-    def _add_children(
-        self, growths: list[Growth], tokens: np.ndarray, probs: np.ndarray, price: LevelPrice | None
-    ) -> None:
-        """Adds the best tokens behind every frontier node (`[nodes, width]`) as candidates."""
-        trust = 1.0 if price is None else price.trust
-        lines = iter(zip(tokens.tolist(), probs.tolist()))
-        for growth in growths:
-            for node in growth.frontier:
-                growth.add_children(node, *next(lines), trust)
-
-    def _width(self, price: LevelPrice | None) -> int:
-        return self.width if price is None else self._widest
-
-    def _worth_growing(self, growths: list[Growth], price: LevelPrice | None) -> list[Growth]:
-        """Those that get a further level, with the nodes that it hangs on."""
-        if price is None:
-            return [growth for growth in growths if self._choose_frontier(growth)]
-        for growth in growths:
-            growth.frontier = self._worthy(growth, price)
-        promises = [growth.promise_of(growth.frontier) for growth in growths]
-        return self._paying(growths, promises, growths[0].depth, price)
-
-    def _worthy(self, growth: Growth, price: LevelPrice) -> list[int]:
-        """The newest nodes that further ones may hang on."""
-        paths, probs = growth.path_probs, growth.probs
-        best = growth.best(self._widest)
-        return [node for node in best if paths[node] >= price.node and probs[node] >= self.confidence_threshold]
-
-    def _paying(self, growths: list[Growth], promises: list[float], depth: int, price: LevelPrice) -> list[Growth]:
-        """Those to which a level behind `depth` others brings more than it costs, if they promise so many tokens."""
-        cost = price.beyond(depth)
-        gains = {growth: promise - cost.row for growth, promise in zip(growths, promises)}
-        paying = [growth for growth in growths if gains[growth] > 0 and depth < self._max_depth(growth, price)]
-        return paying if sum(gains[growth] for growth in paying) > cost.call else []
-
-    def _depths(self, growths: list[Growth], price: LevelPrice | None) -> list[int]:
-        """How deep trees are to be that are not looked at meanwhile: by what others of their request have promised."""
-        if price is None:
-            return [self._max_depth(growth, price) for growth in growths]
-        depths = dict.fromkeys(growths, 0)
-        going_on = growths
-        while going_on:
-            for growth in going_on:
-                depths[growth] += 1
-            depth = depths[going_on[0]]
-            going_on = self._paying(going_on, [item.state.outlook.at(depth) for item in going_on], depth, price)
-        return list(depths.values())
-
-    def _choose_frontier(self, growth: Growth) -> bool:
-        """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
-        growth.frontier = growth.best(self.width)
-        is_over = self.width == 1 and growth.probs[-1] < self.confidence_threshold
-        return not is_over and growth.depth < self._max_depth(growth, None)
-
-    def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
-        """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
-        room = growth.limit
-        if self._num_positions is not None:
-            room = self._num_positions - len(growth.state.tokens) + 1
-        if price is not None:
-            return min(growth.limit, room)
-        num_levels = -(-growth.limit // self.width) + (self.width > 1)
-        return min(growth.limit, num_levels, room)

@@ -30,6 +30,7 @@ class ChainForward:
     """
 
     trees = False
+    hidden = None  # its tokens bring nothing but their ids
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

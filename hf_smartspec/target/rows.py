@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ..drafts.tree import DraftTree
 
@@ -77,13 +78,24 @@ class RowInput:
         tree (`DraftTree`): The row's draft.
         first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache; `feed` is empty
             then.
+        features (`torch.Tensor` of shape `[f + nodes, D]`, *optional*): What these tokens and new nodes bring beside
+            their ids, for forwards that take it.
     """
 
     row: CacheRow
     feed: np.ndarray
     tree: DraftTree = field(default_factory=DraftTree.empty)
     first_node: int = 0
+    features: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.num_nodes = len(self.tree.tokens) - self.first_node
         self.num_tokens = len(self.feed) + self.num_nodes
+
+    def split(self, num_tokens: int) -> "tuple[RowInput, RowInput]":
+        """The first tokens of a long feed, and what is left."""
+        first = RowInput(self.row, self.feed[:num_tokens])
+        rest = RowInput(self.row, self.feed[num_tokens:], self.tree, self.first_node)
+        if self.features is not None:
+            first.features, rest.features = self.features[:num_tokens], self.features[num_tokens:]
+        return first, rest

@@ -157,7 +157,7 @@ def test_parts_change_no_logits(architecture, monkeypatch):
     feeds = [rng.integers(3, VOCAB_SIZE, num) for num in (1, 1, 2, 50, 1, 3, 1)]
     results = {}
     for call in (0, 10**9):
-        monkeypatch.setattr("hf_smartspec.target.packed.call_columns", lambda *_, call=call: call)
+        monkeypatch.setattr("hf_smartspec.target.ragged.call_columns", lambda *_, call=call: call)
         packed = PackedForward(shared_model(architecture))
         rows = [packed.add() for _ in lengths]
         packed.forward([RowInput(row, prompt) for row, prompt in zip(rows, prompts)])
@@ -172,7 +172,7 @@ def test_parts_change_no_logits(architecture, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
 def test_ragged_rows_apart_have_the_plain_logits(architecture, monkeypatch):
-    monkeypatch.setattr("hf_smartspec.target.packed.call_columns", lambda *_: 0)
+    monkeypatch.setattr("hf_smartspec.target.ragged.call_columns", lambda *_: 0)
     run_two_steps(shared_model(architecture))
     run_two_steps(shared_model(architecture), prefill_chunk=3)
 

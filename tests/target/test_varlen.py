@@ -6,7 +6,7 @@ import torch
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates.draft_model import DraftModelCandidates
-from hf_smartspec.target import attention, packed, varlen
+from hf_smartspec.target import attention, packed, ragged, varlen
 from hf_smartspec.target.graphs.padding import rounded, rounded_columns
 from tests.generate.helpers import prompts
 from tests.models import new_model, noisy_model
@@ -69,7 +69,7 @@ def calls(monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr(packed, "serves", lambda *args: True)
+    monkeypatch.setattr(ragged, "serves", lambda *args: True)
     monkeypatch.setattr(varlen, "_is_right", {})
     monkeypatch.setattr(varlen, "_TOLERANCE", 1e-5)  # in float32
     monkeypatch.setattr(varlen, "_flash_attention_forward", counted("flash", flash_attention))
@@ -130,7 +130,7 @@ def test_rows_in_slots_of_different_sizes(calls, source):
 def test_context_is_not_padded(monkeypatch):
     contexts = []
     for is_served in (True, False):
-        monkeypatch.setattr(packed, "serves", lambda *_, is_served=is_served: is_served)
+        monkeypatch.setattr(ragged, "serves", lambda *_, is_served=is_served: is_served)
         forward = packed.PackedForward(new_model("llama"))
         rows = [forward.add() for _ in range(3)]
         for row, length in zip(rows, (5, 40, 12)):

@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_smartspec import DraftModelCandidates
-from hf_smartspec.candidates import draft_model
+from hf_smartspec.candidates import growing
 from hf_smartspec.target.packed import PackedForward
 
 from ...models import VOCAB_SIZE, new_model
@@ -16,7 +16,7 @@ PROMPTS = {"a": [5, 9, 5, 9, 5], "b": [11], "c": [3, 4, 5, 6, 7, 8, 9, 10]}
 
 def look_at_the_end(monkeypatch):
     """Has drafts grow as where every look would have to wait for a device."""
-    monkeypatch.setattr(draft_model, "waits_are_free", lambda device: False)
+    monkeypatch.setattr(growing, "waits_are_free", lambda device: False)
 
 
 def start(source: DraftModelCandidates, seed: int | None = None, processors=()) -> dict[str, list[int]]:
