@@ -1,18 +1,23 @@
-"""Drafting with a smaller model of the same vocabulary."""
+"""Drafting with a smaller model of the same tokenizer."""
 
 import os
 from collections.abc import Hashable
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from ..drafts.tree import DraftTree
+from ..sampling.noise import NoiseKeys
 from ..target.chains import ChainForward
 from ..target.kept_memory import lend, take_back
 from ..target.packed import PackedForward
+from ..target.rows import CacheRow
 from ..target.support import can_pack
 from ..target.written import packed_forward
+from .draft_growth import DraftState, Growth
 from .growing import GrowingCandidates
+from .vocabulary import SharedVocabulary
 
 
 class DraftModelCandidates(GrowingCandidates):
@@ -25,6 +30,8 @@ class DraftModelCandidates(GrowingCandidates):
     Args:
         model (`PreTrainedModel`): A causal LM whose tokenizer is the target's.
         num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
+        vocabulary (`SharedVocabulary`, *optional*): Where the target's vocabulary is of another size; found out where
+            the source is an `assistant=`.
 
     Attributes:
         weights_version (`int`): To be counted up by whoever changes the model's weights while requests run: keys and
@@ -40,6 +47,7 @@ class DraftModelCandidates(GrowingCandidates):
         width: int | None = None,
         confidence_threshold: float = 0.0,
         samples: bool = False,
+        vocabulary: SharedVocabulary | None = None,
     ):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
@@ -49,8 +57,19 @@ class DraftModelCandidates(GrowingCandidates):
         super().__init__(num_nodes, width, confidence_threshold, samples, self._draws_trees, num_positions)
         if self.width > 1 and not self._draws_trees:
             raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
-        self.model = model
+        self.model, self.vocabulary = model, vocabulary
         self._cached_version = self.weights_version  # what the cache was computed with
+
+    def serve(self, vocabulary: SharedVocabulary | None) -> None:
+        """
+        Says how the vocabulary stands to that of the target that requests will come from.
+
+        Raises:
+            ValueError: while there are requests of a target with another one.
+        """
+        if vocabulary != self.vocabulary and self._states:
+            raise ValueError(f"{self.name} drafts for a target with another vocabulary at present: make a new source.")
+        self.vocabulary = vocabulary
 
     @property
     def name(self) -> str:
@@ -63,6 +82,19 @@ class DraftModelCandidates(GrowingCandidates):
         forward = packed_forward(self.model)
         lend(forward)
         return forward
+
+    def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
+        return DraftState(row, self._known(prompt) or [0])  # there must be something to draft behind
+
+    def _known(self, tokens: np.ndarray) -> list[int]:
+        return tokens.tolist() if self.vocabulary is None else self.vocabulary.known(tokens)
+
+    def _best_children(
+        self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.vocabulary is not None:
+            logits = self.vocabulary.scores(logits, is_whole=self.samples)
+        return super()._best_children(growths, numbers, logits, noise, width)
 
     def stop(self, request_id: Hashable) -> None:
         self._coupling.pop(request_id, None)
@@ -80,7 +112,7 @@ class DraftModelCandidates(GrowingCandidates):
             # The last token stays out even if it was drafted: the next draft needs its logits.
             state.accepted = state.nodes.path_along(tokens[:-1])
         state.nodes = DraftTree.empty()
-        state.tokens += tokens.tolist()
+        state.tokens += self._known(tokens)
         state.num_generated += len(tokens)
 
     def _prepare(self) -> None:

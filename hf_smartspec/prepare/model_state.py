@@ -1,6 +1,6 @@
 """All that is remembered of a model from one call to the next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..candidates import SuffixTreeCandidates
 from ..candidates.heads.kinds import load
 from ..candidates.heads.learned import LearnedDrafter
+from ..candidates.vocabulary import SharedVocabulary
 from ..decoding.statistics import GenerationStatistics
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
@@ -36,6 +37,9 @@ class ModelState:
         self._said: set[str] = set()  # warnings
         self._drafters: dict[str, Drafter] = {}  # by folder or hub id
         self._idle: dict[str, list[GoodputAuction]] = {}  # policies that nobody uses at present, by source
+        self._vocabularies: WeakKeyDictionary[PreTrainedModel, tuple[SharedVocabulary, str | None]] = (
+            WeakKeyDictionary()
+        )
 
     def is_new(self, message: str) -> bool:
         """Whether nobody has asked this before."""
@@ -64,6 +68,16 @@ class ModelState:
             if found is None or (found.dtype, found.device) != (target.dtype, _device_of(found, target)):
                 self._drafters[name] = found = _load(name, target)
             return found
+
+    def vocabulary_of(
+        self, draft: PreTrainedModel, sizes: SharedVocabulary, find: Callable[[], str | None]
+    ) -> str | None:
+        """What was found out about the draft model's vocabulary, once for vocabularies of these sizes."""
+        with self.lock:
+            known = self._vocabularies.get(draft)
+            if known is None or known[0] != sizes:
+                self._vocabularies[draft] = known = sizes, find()
+            return known[1]
 
     @contextmanager
     def policy(self, source: str, cost: CostModel) -> Iterator[GoodputAuction]:

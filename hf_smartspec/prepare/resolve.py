@@ -27,10 +27,13 @@ from ..candidates import (
 from ..candidates.base import NoCandidates
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
+from ..candidates.members import MemberCandidates
 from ..candidates.tuned import TunedSource, TunedSources
+from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
 from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset
 from .model_state import state_of
+from .vocabularies import shared_vocabulary
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _DRAFTERS = (PreTrainedModel, CandidateGenerator, LearnedDrafter)
@@ -54,10 +57,12 @@ class Drafters:
     def __len__(self) -> int:
         return len(self._sources)
 
-    def of_model(self, model: PreTrainedModel, width: int | None, samples: bool) -> TreeCandidateGenerator:
+    def of_model(
+        self, model: PreTrainedModel, width: int | None, samples: bool, vocabulary: SharedVocabulary | None
+    ) -> TreeCandidateGenerator:
         """See `DraftModelCandidates`."""
-        make = partial(DraftModelCandidates, model, width=width, samples=samples)
-        return self._shared((id(model), width, samples), make)
+        make = partial(DraftModelCandidates, model, width=width, samples=samples, vocabulary=vocabulary)
+        return self._shared((id(model), width, samples, vocabulary), make)
 
     def of_learned(self, heads: LearnedDrafter, width: int | None, calibrator: Calibrator) -> TreeCandidateGenerator:
         return self._shared((id(heads), width), partial(source_of, heads, calibrator, width))
@@ -152,22 +157,29 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
         assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
-        check_draft_model(assistant, target)
+        vocabulary = check_draft_model(assistant, target)
         samples = config.verification == "rejection"
-        return drafters.of_model(assistant, 1 if samples else config.width, samples)
+        return drafters.of_model(assistant, 1 if samples else config.width, samples, vocabulary)
     if isinstance(assistant, LearnedDrafter):
         assistant.check_fit(target)
         return drafters.of_learned(assistant, config.width, state_of(target).calibrator)
     if isinstance(assistant, TreeCandidateGenerator):
-        if isinstance(assistant, DraftModelCandidates):
-            check_draft_model(assistant.model, target)
-        if isinstance(heads := getattr(assistant, "heads", None), LearnedDrafter):
-            heads.check_fit(target)
+        _fit(assistant, target)
         return assistant
     if isinstance(assistant, CandidateGenerator):
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)
         return WrappedCandidates(assistant, target.device, num_layers)
     return _fused(config, target, drafters)
+
+
+def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
+    """Prepares a source that the caller has made, and those that it consists of, for the target."""
+    for member in source.sources if isinstance(source, MemberCandidates) else ():
+        _fit(member, target)
+    if isinstance(source, DraftModelCandidates):
+        source.serve(check_draft_model(source.model, target))
+    if isinstance(heads := getattr(source, "heads", None), LearnedDrafter):
+        heads.check_fit(target)
 
 
 def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
@@ -273,18 +285,17 @@ def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
         )
 
 
-def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raises `ValueError` unless the draft model can draft for the target."""
+def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> SharedVocabulary | None:
+    """
+    Which ids the draft model shares with the target, where not all (see `shared_vocabulary`).
+
+    Raises:
+        ValueError: unless it can draft for the target.
+    """
     from ..target.compat import is_stateful
     from ..target.support import can_pack, rowwise_obstacle
 
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"The draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: draft and "
-            "target must have one tokenizer, and embeddings of one size. Use another draft, or "
-            "`assistant='prompt_lookup'`, which needs none."
-        )
+    vocabulary = shared_vocabulary(draft, target)
     obstacle = None
     if draft.config.is_encoder_decoder or is_stateful(draft):
         obstacle = "it is no decoder by itself, or keeps a state that cannot be taken back"
@@ -295,3 +306,4 @@ def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             f"{type(draft).__name__} cannot draft: {obstacle}. Use a draft of another architecture, or "
             "`assistant='prompt_lookup'`, which needs none."
         )
+    return vocabulary

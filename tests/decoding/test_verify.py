@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
+from hf_smartspec.candidates.vocabulary import SharedVocabulary
 from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.request import Request
 from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks
@@ -256,6 +257,17 @@ def test_rejection_sampling_has_the_targets_distribution(target, draft, name, nu
     assert 0 < statistics.accepted_tokens < statistics.drafted_tokens
     assert fits(counts.ravel(), exact_probabilities(target, settings).ravel()) > FALSE_ALARM
     assert fits(counts.ravel(), exact_probabilities(draft, {}).ravel() + 1e-12) < 1e-12
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 3])
+def test_rejection_is_exact_where_the_draft_has_fewer_tokens_or_more(target, size):
+    """What it does not have, it never draws; what it has beyond, it draws no more than the target."""
+    draft = new_model("llama", seed=4, vocab_size=size, std=0.25)
+    source = Recording(DraftModelCandidates(draft, samples=True, vocabulary=SharedVocabulary(size, SIZE)))
+    config = SmartSpecConfig(source, num_nodes=3, verification="rejection")
+    counts, output = sample(target, {}, seed=17, assistant=config)
+    assert 0 < output.statistics.accepted_tokens < output.statistics.drafted_tokens and not source.errors
+    assert fits(counts.ravel(), exact_probabilities(target, {}).ravel()) > FALSE_ALARM
 
 
 def test_rejection_accepts_first_drafts_as_often_as_the_distributions_overlap(target, draft):
