@@ -7,7 +7,9 @@ from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
 from .fused.source import FusedCandidates
 from .heads.medusa import MedusaHeads
+from .heads.mlp_speculator import MLPSpeculator
 from .heads.source import MedusaCandidates
+from .heads.speculator_source import MLPSpeculatorCandidates
 from .prompt_lookup import PromptLookupCandidates
 from .staged import StagedCandidates
 from .suffix.source import SuffixTreeCandidates
@@ -19,6 +21,8 @@ __all__ = [
     "DatastoreCandidates",
     "DraftModelCandidates",
     "FusedCandidates",
+    "MLPSpeculator",
+    "MLPSpeculatorCandidates",
     "MedusaCandidates",
     "MedusaHeads",
     "PromptLookupCandidates",

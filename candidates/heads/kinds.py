@@ -10,7 +10,9 @@ from ..base import TreeCandidateGenerator
 from ..fused.calibration import ProbabilityCalibrator
 from .learned import LearnedDrafter
 from .medusa import MedusaHeads, says_medusa
+from .mlp_speculator import MLPSpeculator, says_mlp_speculator
 from .source import MedusaCandidates
+from .speculator_source import MLPSpeculatorCandidates
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,14 @@ def _medusa(heads: MedusaHeads, calibrator: ProbabilityCalibrator, width: int | 
     return MedusaCandidates(heads, calibrator=calibrator)
 
 
-KINDS = (Kind(MedusaHeads, says_medusa, _medusa),)
+def _speculator(heads: MLPSpeculator, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+    return MLPSpeculatorCandidates(heads, width=width)
+
+
+KINDS = (
+    Kind(MedusaHeads, says_medusa, _medusa),
+    Kind(MLPSpeculator, says_mlp_speculator, _speculator),
+)
 
 
 def load(name: str, target: PreTrainedModel) -> LearnedDrafter | None:

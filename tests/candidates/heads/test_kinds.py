@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from hf_smartspec import MedusaHeads
+from hf_smartspec import MedusaHeads, MLPSpeculator
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
 from hf_smartspec.goodput.acceptance import Calibrator
 
 from ...models import new_model, shared_model
 from .published import LAYOUTS as MEDUSA_LAYOUTS
 from .published import random_heads
+from .speculator import random_speculator, write
 
 
 def write_medusa(target, folder):
@@ -18,7 +19,11 @@ def write_medusa(target, folder):
     MEDUSA_LAYOUTS["pickled"](heads, folder)
 
 
-WRITERS = {MedusaHeads: write_medusa}
+def write_speculator(target, folder):
+    write(random_speculator(target.config.hidden_size, target.config.vocab_size), folder)
+
+
+WRITERS = {MedusaHeads: write_medusa, MLPSpeculator: write_speculator}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.drafter.__name__)
