@@ -21,9 +21,10 @@ from hf_smartspec import (
 )
 from hf_smartspec.goodput.acceptance import Calibrator
 
+from ..candidates.heads.fitted import fitted_heads
 from ..models import noisy_model, shared_model
 
-NUM_HEADS, NUM_TOKENS = 3, 40
+NUM_TOKENS = 40
 _TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 
 
@@ -49,7 +50,7 @@ def swap_draft_model(source: DraftModelCandidates, rng: random.Random) -> None:
 
 
 def medusa(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    heads = copy.deepcopy(fitted_heads(architecture))
+    heads = copy.deepcopy(known_heads(architecture))
     return MedusaCandidates(heads, tree=rng.choice((None, _TREE)), calibrator=rng.choice((None, Calibrator())))
 
 
@@ -91,16 +92,5 @@ def known_texts(architecture: str) -> torch.Tensor:
 
 
 @cache
-@torch.no_grad()
-def fitted_heads(architecture: str) -> MedusaHeads:
-    """Heads whose outputs are the least-squares fit to what comes so many places later in the target's own texts."""
-    model, texts = shared_model(architecture), known_texts(architecture)
-    states = model.base_model(texts, attention_mask=torch.ones_like(texts)).last_hidden_state
-    outputs = []
-    for ahead in range(2, NUM_HEADS + 2):
-        x = states[:, : texts.shape[1] - ahead].flatten(0, 1)
-        wanted = torch.nn.functional.one_hot(texts[:, ahead:].flatten(), model.config.vocab_size).float()
-        outputs.append(10 * torch.linalg.lstsq(x, wanted).solution.T)
-    size = outputs[0].shape[1]
-    blocks = [[(torch.zeros(size, size), None)] for _ in outputs]
-    return MedusaHeads(blocks, outputs)
+def known_heads(architecture: str) -> MedusaHeads:
+    return fitted_heads(shared_model(architecture), known_texts(architecture))

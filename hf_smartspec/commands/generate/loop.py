@@ -38,12 +38,14 @@ class Method:
         assistant: A preset name, a draft model, or a list of these.
         arguments (`dict`): Arguments of transformers' `generate`; its assistants serve batches of one.
         draft (`PreTrainedModel`, *optional*): The draft model that is involved, if there is one.
+        options (`dict`): Of the `SmartSpecConfig` of an assistant.
     """
 
     name: str
     assistant: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     draft: PreTrainedModel | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_own(self) -> bool:
@@ -192,7 +194,7 @@ class _Group:
         arguments = dict(method.arguments)
         if method.is_own:
             namespace = f"{self.data.name} {self.batch_size} {method.name} {turn}"
-            config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace)
+            config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace, **method.options)
             if start == 0 and self.data.past:
                 remember(resolve(config, self.model).source, self.data.past, namespace)
         monitor = self._monitor(method, sum(map(len, prompts)))

@@ -33,7 +33,7 @@ def summaries(results: Results) -> list[dict[str, Any]]:
                     "decode_speedup": tally.decode_speedup(tallies[PLAIN]),
                     "statistics": tally.statistics.as_dict(),
                     "num_tied_rows": sum(item.is_tie for item in tally.differences.values()),
-                    "num_different_rows": _num_different(tally),
+                    "num_different_rows": num_different(tally),
                     "calls": [call._asdict() for call in tally.calls],
                 }
             )
@@ -51,7 +51,7 @@ def worst(results: Results) -> dict[str, float]:
 
 def has_differences(results: Results, methods: Sequence[str]) -> bool:
     """Whether one of the methods returned other tokens than plain decoding, and no tie explains it."""
-    return any(_num_different(tallies[name]) for tallies in results.values() for name in methods if name in tallies)
+    return any(num_different(tallies[name]) for tallies in results.values() for name in methods if name in tallies)
 
 
 def print_results(results: Results, console: Console, replays: bool) -> None:
@@ -131,15 +131,16 @@ def _timed(results: Results) -> Results:
     return {key: tallies for key, tallies in timed.items() if tallies}
 
 
-def _num_different(tally: Tally) -> int:
+def num_different(tally: Tally) -> int:
+    """Rows that differ from plain decoding, where no tie explains it."""
     return sum(not item.is_tie for item in tally.differences.values())
 
 
 def _identical(tally: Tally) -> str:
     if not tally.differences:
         return "[green]yes[/green]"
-    num_different = _num_different(tally)
-    return f"[red]NO: {num_different}[/red]" if num_different else f"[yellow]{len(tally.differences)} tied[/yellow]"
+    num = num_different(tally)
+    return f"[red]NO: {num}[/red]" if num else f"[yellow]{len(tally.differences)} tied[/yellow]"
 
 
 def _ratio(value: float) -> str:
