@@ -13,11 +13,12 @@ from ..prepare.config import SmartSpecConfig
 from ..serving.engine import Engine
 from .common.arguments import add_model_arguments, command_of, not_negative, positive
 from .common.console import make_console, table
+from .common.drafters import shown
 from .common.figures import draw, from_zero
 from .common.outputs import check_outputs, write_json
 from .common.progress import track
 from .common.setup import Setup, check_sources, load_setup
-from .common.sources import SOURCES
+from .common.sources import SOURCES, source_name
 from .common.timing import environment
 
 Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds per token of every repetition
@@ -33,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=not_negative, nargs="+", default=[0, 1, 2, 4, 8], metavar="K", help="default: 0 1 2 4 8"
     )
-    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=["draft"], help="default: draft")
+    parser.add_argument(
+        "--sources", type=source_name, nargs="+", default=["draft"], metavar="SOURCE",
+        help=f"{', '.join(SOURCES)}, or folders of learned drafters (default: draft)",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of every cell (default: 1)")
 
 
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     setup = load_setup(args)
     check_sources(args, setup)
     console = make_console()
-    grids: dict[str, Grid] = {source: {} for source in args.sources}
+    grids: dict[str, Grid] = {shown(source): {} for source in args.sources}
     try:
         measure(setup, args, grids)
     finally:  # interrupted, what was measured so far is still worth reading

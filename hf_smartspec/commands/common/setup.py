@@ -1,8 +1,9 @@
 """What the benches of load have in common: the target with its prompts, and what may draft for it."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ from .arguments import PARAMETERS
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .demo import demo_folder
+from .drafters import DrafterFiles, shown
 from .models import UsageError, check_device, load_draft, load_model, load_tokenizer
 from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
 from .runs import eos_ids
-from .sources import WITH_DRAFT_MODEL, new_source
+from .sources import SOURCES, WITH_DRAFT_MODEL, new_source
 
 Drafts = dict[bytes, tuple[np.ndarray, np.ndarray]]  # by text: `ranks` and `probs` of a `LoadRequest`
+NewSources = dict[str, Callable[[], TreeCandidateGenerator]]  # by the names that are shown
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Setup:
         replays (`bool`): Whether the responses are recorded ones, which the target is made to pick.
         past (list of `Recording`): Earlier requests, which suffix trees remember.
         drafts (`dict`): By text, what the draft model proposes for it, once that has been asked for.
+        learned (`dict`): Learned drafters' sources, by the names that are shown: each makes one that is new.
     """
 
     model: PreTrainedModel
@@ -53,6 +57,7 @@ class Setup:
     replays: bool = False
     past: list[Recording] = field(default_factory=list)
     drafts: Drafts = field(default_factory=dict)
+    learned: NewSources = field(default_factory=dict)
 
     @property
     def end_id(self) -> int:
@@ -66,6 +71,10 @@ class Setup:
         Args:
             drafter (`TreeCandidateGenerator`, *optional*): Takes the draft model's place.
         """
+        if name in self.learned:
+            source = self.learned[name]()
+            remember(source, self.past)
+            return source
         if drafter is None and name in WITH_DRAFT_MODEL:
             assert self.draft is not None, "asked for where there is a draft only"
             drafter = DraftModelCandidates(self.draft)
@@ -118,7 +127,7 @@ def load_setups(args: argparse.Namespace) -> list[Setup]:
     check_replay(args, model)
     draft_name = args.draft or (None if args.model else str(demo_folder("--model") / "models" / "draft"))
     draft = load_draft(draft_name, model, args.dtype) if draft_name else None
-    setups = []
+    learned, setups = learned_sources(args, model), []
     for path in files:
         texts = read_requests(path, Fields(), None, needs_responses=args.replay)
         sizes = (max_prompt_len(args, model), args.max_new_tokens)
@@ -128,9 +137,29 @@ def load_setups(args: argparse.Namespace) -> list[Setup]:
             Setup(
                 model, draft, [np.array(prompt, np.int64) for prompt in data.prompts], args.max_new_tokens,
                 args.max_batch_size, args.seed, data.name, data.responses if args.replay else None, args.replay, past,
+                learned=learned,
             )
         )  # fmt: skip
     return setups
+
+
+def learned_sources(
+    args: argparse.Namespace, model: PreTrainedModel
+) -> dict[str, Callable[[], TreeCandidateGenerator]]:
+    """
+    Of the drafters among `args.sources`, by the names that are shown.
+
+    Args:
+        model (`PreTrainedModel`): The target, which may have been enlarged: they were trained for what it was before.
+    """
+    names = [name for name in getattr(args, "sources", ()) if name not in SOURCES]
+    if not names:
+        return {}
+    own = load_model(args.model or str(demo_folder("--model") / "models" / "target"), args.dtype, args.device)
+    files = DrafterFiles(own, model if num_parameters(args) else None, "--sources")
+    for name in names:
+        files.named(name)  # refuses what does not fit
+    return {shown(name): partial(files.new_source, name) for name in names}
 
 
 def load_setup(args: argparse.Namespace) -> Setup:
@@ -179,10 +208,9 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise UsageError(f"--model: {name!r} has no tokenizer")
-    num_parameters = (0 if args.model else PARAMETERS) if args.parameters is None else args.parameters
-    if num_parameters:
+    if num := num_parameters(args):
         try:
-            model = enlarge(model, num_parameters)
+            model = enlarge(model, num)
         except ValueError as error:
             raise UsageError(f"--parameters: {error}") from error
     if args.quantize:
@@ -196,6 +224,11 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
         eos_token_id=ids or None, pad_token_id=pad_id if pad_id is not None else ids[0] if ids else 0
     )
     return model, tokenizer
+
+
+def num_parameters(args: argparse.Namespace) -> float:
+    """What the target is enlarged to; 0 where it stays as it is."""
+    return (0 if args.model else PARAMETERS) if args.parameters is None else args.parameters
 
 
 def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:

@@ -11,19 +11,21 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ...candidates import MedusaHeads
-from ..common.arguments import PARAMETERS, add_target_arguments, command_of, positive
+from ..common.arguments import add_target_arguments, command_of, positive
 from ..common.console import make_console
 from ..common.data_sets import DataSet
-from ..common.demo import demo_folder
+from ..common.demo import demo_folder, find_demo
+from ..common.drafters import JOINT, Drafter, DrafterFiles, load_drafters
 from ..common.models import UsageError, load_model, read_prompts
 from ..common.outputs import check_output, replace_json, resumed
 from ..common.progress import track
 from ..common.recordings import Fields, Texts, read_requests
-from ..common.setup import load_target, max_prompt_len, missing_arguments
+from ..common.setup import load_target, max_prompt_len, missing_arguments, num_parameters
 from ..common.timing import environment
-from .loading import Drafter, default_names, load_drafters
 from .report import as_markdown, notes, print_tables, tables
 from .runs import PARTS, SPEED, STEPS, TREES, DrafterBench, Rows
+
+_REFERENCE = "draft"  # what others are compared with comes before them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +101,20 @@ def _chosen(args: argparse.Namespace, texts: dict[str, list[Texts]]) -> dict[str
     return {kind: texts[kind] for kind in args.kinds or texts}
 
 
+def default_names() -> list[str]:
+    """Suffix trees, the demo's trained drafters, and lists of suffix trees and each of these."""
+    demo = find_demo()
+    folders = sorted((demo / "models").iterdir()) if demo else []
+    found = [folder for folder in folders if (folder / "config.json").is_file() and folder.name != "target"]
+    trained = [str(folder) for folder in sorted(found, key=lambda folder: folder.name != _REFERENCE)]
+    return ["suffix", *trained, *(f"suffix{JOINT}{name}" for name in trained)]
+
+
 def _new_report(args: argparse.Namespace, larger: PreTrainedModel, kinds: list[str]) -> dict[str, Any]:
     """What has another environment cannot be gone on with."""
     names = ("nodes", "width", "limit", "max_new_tokens", "max_prompt", "repetitions", "quantize", "model")
     conditions = {name: getattr(args, name) for name in names} | {"files": [str(path) for path in args.files]}
-    sizes = {"parameters": larger.num_parameters(), "is_enlarged": bool(_num_parameters(args))}
+    sizes = {"parameters": larger.num_parameters(), "is_enlarged": bool(num_parameters(args))}
     return {
         "command": command_of(args) | {"markdown": str(args.markdown), "kinds": kinds},
         "environment": environment(larger.device, larger.dtype) | conditions | sizes,
@@ -112,11 +123,6 @@ def _new_report(args: argparse.Namespace, larger: PreTrainedModel, kinds: list[s
         "reference": "",
         "rows": [],
     }
-
-
-def _num_parameters(args: argparse.Namespace) -> float:
-    """What the target is enlarged to; 0 where it stays as it is."""
-    return (0 if args.model else PARAMETERS) if args.parameters is None else args.parameters
 
 
 def _measure(
@@ -130,7 +136,7 @@ def _measure(
     """Fills in the report, which is written after each kind of text."""
     bench = DrafterBench(Rows(report["rows"]), args.max_new_tokens, args.nodes, args.width, args.repetitions)
     small = _as_it_is(larger, load_model(name, "float32", args.device))
-    drafters = load_drafters(names, small)
+    drafters = load_drafters(names, DrafterFiles(small))
     report["drafters"] |= {item.name: item.num_parameters for item in drafters}
     models = [item.name for item in drafters if isinstance(item.assistant, PreTrainedModel)]
     report["reference"] = report["reference"] or next(iter(models), "")
@@ -153,7 +159,7 @@ def _measure(
 def _for_larger(
     args: argparse.Namespace, names: Sequence[str], own: PreTrainedModel, larger: PreTrainedModel
 ) -> list[Drafter]:
-    return load_drafters(names, own, larger if _num_parameters(args) else None)
+    return load_drafters(names, DrafterFiles(own, larger if num_parameters(args) else None))
 
 
 def _as_it_is(larger: PreTrainedModel, small: PreTrainedModel) -> PreTrainedModel:

@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from ...decoding.statistics import GenerationStatistics
 from ..common.console import fold, table
+from ..common.drafters import JOINT
 from ..generate.loop import PLAIN
-from .loading import JOINT
 from .runs import NONE, SPEED, STEPS, TREES, Row
 
 ALL = "all"

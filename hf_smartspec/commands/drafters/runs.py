@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from ...candidates import MedusaCandidates, MedusaHeads
 from ...goodput.acceptance import Calibrator
 from ..common.data_sets import DataSet, answered
+from ..common.drafters import Drafter
 from ..common.recordings import Recording
 from ..generate.loop import PLAIN, Method, Results, Settings, Tally, measure
 from ..generate.report import num_different
-from .loading import Drafter
 from .trees import accuracies, best_fixed_tree
 
 STEPS, TREES, SPEED = PARTS = ("steps", "trees", "speed")

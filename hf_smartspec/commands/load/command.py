@@ -13,11 +13,12 @@ from ...goodput.papers.policies import BatchLookupTable
 from ...simulator import LoadResult, poisson
 from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
 from ..common.console import make_console
+from ..common.drafters import shown
 from ..common.models import UsageError
 from ..common.outputs import check_output, check_outputs, write_json
 from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setups, merged
-from ..common.sources import SOURCES
+from ..common.sources import SOURCES, check_simulated, source_name
 from ..common.timing import environment
 from .costs import Calibration, Calibrations
 from .policies import AUCTION, NAMES, NONE, ORACLE, Policies, policy_name
@@ -49,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests per second (default: 0.3 and 0.8 of what can be served without speculation)",
     )  # fmt: skip
     parser.add_argument(
-        "--sources", nargs="+", choices=SOURCES, default=["auto"],
-        help="auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
+        "--sources", type=source_name, nargs="+", default=["auto"], metavar="SOURCE",
+        help=f"{', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix+FOLDER, not in virtual time. "
+        "auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
         "never come true, sure of themselves (default: auto)",
     )  # fmt: skip
     parser.add_argument(
@@ -114,6 +116,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--simulated goes with the real engine, not with --virtual")
     if ORACLE in args.policies and not args.virtual:
         raise UsageError("--policies: only simulations have an oracle, see --virtual")
+    check_simulated(args.sources, args.simulated or args.virtual or "table" in args.policies)
     args.replay = args.replay or args.virtual
 
 
@@ -154,7 +157,7 @@ class LoadBench:
             for setup in self.setups:
                 calibrations = self._virtual or Calibrations(partial(calibrate, setup))
                 rates = self.args.rates
-                for source in self.args.sources:
+                for source in map(shown, self.args.sources):
                     progress.set_postfix_str(f"measuring what steps with {source} cost")
                     calibration = calibrations[source]
                     progress.update()

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...candidates import DraftModelCandidates
+from ...candidates.base import NoCandidates
 from ...drafts.tree import DraftTree
 from ...goodput import CostModel, DraftCost, LengthPolicy, Stage, StepRows
 from ...goodput.papers.policies import BatchLookupTable, StepGoodput
@@ -159,7 +160,10 @@ def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel, kn
 def new_engine(
     setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
 ) -> SimulatedEngine:
-    """A simulated engine with a source that has learnt nothing yet but what is remembered."""
+    """
+    A simulated engine with a source that has learnt nothing yet but what is remembered; without any for learned
+    drafters, for which only plain decoding is simulated.
+    """
     drafter: TableCandidates | None = None
     if source in WITH_DRAFT_MODEL:
         assert setup.draft is not None, "asked for where there is a draft only"
@@ -167,7 +171,7 @@ def new_engine(
         drafter = TableCandidates((1,) * model.most_nodes, is_autoregressive=True, heeds_prices=model.heeds_prices)
     return SimulatedEngine(
         calibration.cost,
-        setup.new_source(source, drafter),
+        NoCandidates() if source in setup.learned else setup.new_source(source, drafter),
         [calibration.draft] if calibration.drafter is None else [calibration.draft, calibration.drafter],
         max_batch_size=max_batch_size or setup.max_batch_size,
         step_seconds=calibration.step_seconds,

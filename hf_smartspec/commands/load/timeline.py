@@ -12,12 +12,13 @@ from ...simulator import LoadResult, alternating
 from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
 from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
+from ..common.drafters import shown
 from ..common.figures import draw, from_zero, shared_legend
 from ..common.models import UsageError
 from ..common.outputs import check_outputs, write_json
 from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setup
-from ..common.sources import SOURCES
+from ..common.sources import SOURCES, check_simulated, source_name
 from ..common.timing import environment
 from .costs import Calibrations
 from .explain import LEGEND, print_explanations
@@ -40,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--period", type=positive_number, default=5.0, metavar="S", help="of a phase (default: 5)")
     parser.add_argument("--phases", type=positive, default=4, metavar="N", help="busy and quiet in turn (default: 4)")
-    parser.add_argument("--source", choices=SOURCES, default="auto", help="default: auto")
+    parser.add_argument(
+        "--source", type=source_name, default="auto", metavar="SOURCE",
+        help=f"{', '.join(SOURCES)}, or the folder of a learned drafter, not in virtual time (default: auto)",
+    )  # fmt: skip
     parser.add_argument(
         "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
         help=f"{NONE} is always measured (default: {' '.join(_POLICIES)})",
@@ -58,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     if ORACLE in args.policies and not args.simulated:
         raise UsageError("--policies: only simulations have an oracle, see --simulated")
-    setup = load_setup(args)
     args.sources = [args.source]
+    check_simulated(args.sources, args.simulated or "table" in args.policies)
+    setup = load_setup(args)
+    args.source = shown(args.source)
     check_sources(args, setup)
     console = make_console()
     cells: dict[str, Cell] = {name: Cell() for name in dict.fromkeys([NONE, *args.policies])}

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from hf_smartspec.commands.drafters import command, loading
+from hf_smartspec.commands.drafters import command
 from hf_smartspec.commands.generate.loop import PLAIN
-from tests.candidates.heads.fitted import fitted_heads
-from tests.folders import byte_tokenizer, save_tiny_models
+from tests.folders import save_tiny_models
 
 from .. import helpers
 
@@ -19,10 +16,7 @@ SHORT = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "10", "--limit
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = save_tiny_models(tmp_path_factory.mktemp("models"))
-    target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    ids = byte_tokenizer()([f"{n} and {n} an" for n in range(9)], return_tensors="pt")["input_ids"]
-    texts = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, eos_token_id=None)
-    fitted_heads(target, texts).save_pretrained(folder / "medusa")
+    helpers.save_fitted_heads(folder, [f"{n} and {n} an" for n in range(9)])
     for name in ("first", "second"):
         rows = [{"prompt": f"{n} and {n} an", "category": name} for n in range(3)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -125,8 +119,8 @@ def test_what_was_trained_for_the_demo_is_found(folder, tmp_path, monkeypatch):
     for name in ("target", "medusa", "draft"):
         (models / name).symlink_to(folder / name)
     (models / "notes").mkdir()
-    monkeypatch.setattr(loading, "find_demo", lambda: tmp_path)
+    monkeypatch.setattr(command, "find_demo", lambda: tmp_path)
     names = [str(models / name) for name in ("draft", "medusa")]
-    assert loading.default_names() == ["suffix", *names, *(f"suffix+{name}" for name in names)]
-    monkeypatch.setattr(loading, "find_demo", lambda: None)
-    assert loading.default_names() == ["suffix"]
+    assert command.default_names() == ["suffix", *names, *(f"suffix+{name}" for name in names)]
+    monkeypatch.setattr(command, "find_demo", lambda: None)
+    assert command.default_names() == ["suffix"]

@@ -10,8 +10,8 @@ import hf_smartspec
 from hf_smartspec import MedusaCandidates, SmartSpecConfig
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.data_sets import DataSet
+from hf_smartspec.commands.common.narrowed import NarrowedCandidates
 from hf_smartspec.commands.common.recordings import Recording
-from hf_smartspec.commands.drafters.narrowed import NarrowedCandidates
 from hf_smartspec.commands.drafters.report import at_equal_time
 from hf_smartspec.commands.drafters.runs import mixed
 from hf_smartspec.commands.drafters.trees import accuracies, best_fixed_tree

@@ -1,0 +1,126 @@
+"""Drafters by name: for a target as it is, and for the same target enlarged."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...candidates import DraftModelCandidates, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
+from ...candidates.heads.kinds import load, source_of
+from ...candidates.heads.learned import LearnedDrafter
+from ...goodput.acceptance import Calibrator
+from ...prepare.resolve import resolve
+from .models import UsageError, load_draft
+from .narrowed import NarrowedCandidates
+
+JOINT = "+"  # between the drafters of a list
+_MODEL_FREE = {"suffix": SuffixTreeCandidates, "prompt_lookup": PromptLookupCandidates}
+
+
+class Drafter(NamedTuple):
+    """
+    Args:
+        name (`str`): Shown in tables.
+        assistant: What `assistant=` is.
+        num_parameters (`int`): Its own, beside those that it shares with the target.
+    """
+
+    name: str
+    assistant: Any
+    num_parameters: int
+
+
+class DrafterFiles:
+    """
+    Loads each folder or hub id once.
+
+    Args:
+        target (`PreTrainedModel`): What learned drafters were trained for.
+        larger (`PreTrainedModel`, *optional*): The same enlarged, where they are to draft for that.
+        option (`str`): Of the command, for errors.
+    """
+
+    def __init__(self, target: PreTrainedModel, larger: PreTrainedModel | None = None, option: str = "--drafters"):
+        self.target, self.larger, self._option = target, larger, option
+        self._known: dict[str, PreTrainedModel | LearnedDrafter] = {}
+
+    def named(self, name: str) -> Drafter:
+        """
+        One drafter, or a list joined by plus signs.
+
+        Raises:
+            UsageError: for a name that means nothing, or a drafter of another target.
+        """
+        items = parts_of(name)
+        assistants = [self._assistant(item) for item in items]
+        assistant = assistants if len(items) > 1 else assistants[0]
+        try:
+            resolve(assistant, self.larger or self.target)
+        except (TypeError, ValueError, OSError) as error:
+            raise UsageError(f"{self._option}: {error}") from error
+        return Drafter(shown(name), assistant, sum(_num_own(self._known.get(item), self.target) for item in items))
+
+    def new_source(self, name: str) -> TreeCandidateGenerator:
+        """The same as a source that has learnt nothing yet."""
+        sources = [self._source(item) for item in parts_of(name)]
+        return resolve(sources, self.larger or self.target).source if len(sources) > 1 else sources[0]
+
+    def _assistant(self, item: str) -> Any:
+        if not is_model(item):
+            return item
+        drafter = self._loaded(item)
+        is_narrowed = isinstance(drafter, LearnedDrafter) and self.larger is not None
+        return self._source(item) if is_narrowed else drafter
+
+    def _source(self, item: str) -> TreeCandidateGenerator:
+        if item in _MODEL_FREE:
+            return _MODEL_FREE[item]()
+        drafter = self._loaded(item)
+        if isinstance(drafter, PreTrainedModel):
+            return DraftModelCandidates(drafter)
+        source = source_of(drafter, Calibrator(), None)
+        size = self.target.config.get_text_config(decoder=True).hidden_size
+        return source if self.larger is None else NarrowedCandidates(source, size)
+
+    def _loaded(self, item: str) -> PreTrainedModel | LearnedDrafter:
+        if item not in self._known:
+            try:
+                drafter = load(item, self.target)
+            except (ValueError, OSError) as error:
+                raise UsageError(f"{self._option}: {error}") from error
+            dtype = str(self.target.dtype).removeprefix("torch.")
+            self._known[item] = load_draft(item, self.target, dtype) if drafter is None else drafter
+        return self._known[item]
+
+
+def parts_of(name: str) -> list[str]:
+    """The drafters of a list; a folder may have a plus sign in its name."""
+    return [name] if Path(name).is_dir() else name.split(JOINT)
+
+
+def is_model(item: str) -> bool:
+    """Whether it is a folder or a hub id, not a preset."""
+    return Path(item).is_dir() or ("/" in item and ":" not in item)
+
+
+def has_models(name: str) -> bool:
+    """Whether each is a model-free source by name or a model, and there is one of the latter: what can be new."""
+    items = parts_of(name)
+    return any(map(is_model, items)) and all(item in _MODEL_FREE or is_model(item) for item in items)
+
+
+def shown(name: str) -> str:
+    """Models by the last part of their name."""
+    return JOINT.join(Path(item).name if is_model(item) else item for item in parts_of(name))
+
+
+def load_drafters(names: Sequence[str], files: DrafterFiles) -> list[Drafter]:
+    return [files.named(name) for name in dict.fromkeys(names)]
+
+
+def _num_own(drafter: nn.Module | None, target: PreTrainedModel) -> int:
+    """Parameters beside those of the target."""
+    shared = {item.data_ptr() for item in target.parameters()}
+    return sum(item.numel() for item in drafter.parameters() if item.data_ptr() not in shared) if drafter else 0
