@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..device import has_float64, to_device
+from ..device import fetch_together, has_float64, to_device
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, uniform_noise
 from ..sampling.top import argmax
@@ -15,6 +15,9 @@ from .request import Request
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
+
+# Of typical acceptance, as Medusa's authors set them: ε, and δ as its root.
+_EPSILON, _DELTA = 0.09, 0.3
 
 _FEW_NODES = 256  # up to here a loop over all nodes finds paths faster than numpy
 
@@ -160,6 +163,37 @@ def _uniform(places: Sequence[Place]) -> np.ndarray:
     return uniform_noise(seeds, [place.position for place in places])
 
 
+def typical_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
+    """
+    Typical acceptance (Medusa, Cai et al., 2024, section 2.3.1), which *changes what is sampled*: a draft token x is
+    kept if p(x) > min(ε, δ exp(-H(p))), whatever the target would have drawn. Of several, the likeliest is; where the
+    draft holds what `coupled_picks` would pick, or nothing typical, and in greedy rows, that is picked.
+    """
+    picks = coupled_picks(places, scores)
+    drafted = {line: tokens for line, place in enumerate(places) if (tokens := _drafted_behind(place))}
+    lines = [line for line, tokens in drafted.items() if picks[line] not in tokens]
+    if not lines:
+        return picks
+    width = max(len(drafted[line]) for line in lines)
+    rows = np.array([(drafted[line] * width)[:width] for line in lines])
+    probs = scores.index_select(0, to_device(np.array(lines), scores.device)).softmax(dim=-1)
+    least = (_DELTA * (-torch.special.entr(probs).sum(dim=-1)).exp()).clamp(max=_EPSILON)
+    best = probs.gather(1, to_device(rows, probs.device)).max(dim=-1)
+    for line, row, place, is_typical in zip(lines, rows, *fetch_together([best.indices, best.values > least])):
+        if is_typical:
+            picks[line] = int(row[place])
+    return picks
+
+
+def _drafted_behind(place: Place) -> list[int]:
+    """What a sampling row's draft holds behind a place."""
+    tree = place.request.tree
+    if place.request.seed is None or tree is None:
+        return []
+    tokens: list[int] = tree.tokens[tree.parents == place.node].tolist()
+    return tokens
+
+
 def picks_ahead(rows: Sequence[Request]) -> bool:
     """
     Whether the tokens behind all nodes of rows that pick alike are picked at once, with one wait for the device. On a
@@ -196,4 +230,4 @@ def _pick_together(rows: Sequence[Request]) -> None:
         place.request.picks.append(token)
 
 
-METHODS = {"coupled": coupled_picks, "rejection": rejection_picks}
+METHODS = {"coupled": coupled_picks, "rejection": rejection_picks, "typical": typical_picks}

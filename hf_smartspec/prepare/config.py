@@ -36,8 +36,9 @@ class SmartSpecConfig:
             every step how many of those that the source drafts by default are worth it.
         width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. Where not given, chains, and
             where goodput decides, trees where these pay (see `DraftModelCandidates`).
-        verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted) or "rejection" (the
-            same distribution; draft models only).
+        verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted), "rejection" (the
+            same distribution; draft models only) or "typical" (Medusa's typical acceptance, *another* distribution:
+            sampling rows keep every drafted token that is likely enough. Greedy rows stay as they are).
         policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of both.
         namespace (`str`): For suffix trees: whose outputs are drafted from and joined. Tenants that must not see one
             another's text in drafts get different ones.
@@ -70,8 +71,8 @@ class SmartSpecConfig:
         is_source = is_preset(self.assistant) or isinstance(self.assistant, CandidateGenerator)
         if (self.width or 1) > 1 and (is_source or self.verification == "rejection"):
             raise ValueError(
-                f"`width={self.width}` has an effect on draft models verified by 'coupled' only. Leave it out, or give "
-                "it to the source itself."
+                f"`width={self.width}` has an effect on draft models not verified by 'rejection'. Leave it out, "
+                "or give it to the source itself."
             )
         if not isinstance(self.namespace, str) or isinstance(self.reads, str) or len(self.reads) > 2:
             raise ValueError(
@@ -101,7 +102,7 @@ class SmartSpecConfig:
         """The policy that was asked for, by itself or by a number of nodes; None where goodput is to decide."""
         if self.policy is not None:
             return self.policy
-        if self.num_nodes is None and source.default_num_nodes > 0 and self.verification == "coupled":
+        if self.num_nodes is None and source.default_num_nodes > 0 and self.verification != "rejection":
             return None
         return self.fixed_policy_for(source)
 

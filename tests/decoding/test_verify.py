@@ -21,7 +21,7 @@ from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProc
 from hf_smartspec.candidates.vocabulary import SharedVocabulary
 from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.request import Request
-from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks
+from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks, typical_picks
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise
 from hf_smartspec.sampling.top import argmax
 
@@ -320,3 +320,28 @@ class _RandomOfSize(Random):
     def draft(self, text, limit):
         tree = super().draft(text, limit)
         return DraftTree(tree.tokens % self.size, tree.parents, tree.probs)
+
+
+# --- Typical acceptance -----------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(trees(vocab_size=6), st.sampled_from([None, 5, 6]), st.integers(0, 99)), min_size=1, max_size=5)
+)
+def test_typical_acceptance_keeps_what_the_criterion_says(rows):
+    places, scores = [], []
+    for tree, seed, number in rows:
+        request = a_request(seed, tree=tree)
+        places += Place.all_of(request)
+        generator = torch.Generator().manual_seed(number)
+        scores.append(torch.randn(len(tree) + 1, 9, generator=generator) * 3)
+    scores = torch.cat(scores)
+    own = coupled_picks(places, scores)
+    for place, line, pick, expected in zip(places, scores, typical_picks(places, scores), own):
+        tree, probs = place.request.tree, line.softmax(-1).double()
+        drafted = [int(token) for token, parent in zip(tree.tokens, tree.parents) if parent == place.node]
+        least = min(0.09, 0.3 * float((probs * probs.log()).sum().exp()))
+        typical = [token for token in drafted if probs[token] > least]
+        if place.request.seed is not None and expected not in drafted and typical:
+            expected = max(typical, key=lambda token: float(probs[token]))
+        assert pick == expected

@@ -156,7 +156,7 @@ def test_assistants(model, draft):
 
 def test_configs(model, draft):
     for kwargs, error, match in [
-        ({"verification": "typical"}, ValueError, r"`verification` must be one of .*, got 'typical'"),
+        ({"verification": "always"}, ValueError, r"`verification` must be one of .*, got 'always'"),
         ({"num_nodes": -1}, ValueError, r"`num_nodes` must be an integer of at least 0.*got -1"),
         ({"num_nodes": 2.0}, ValueError, r"`num_nodes` must be an integer of at least 0.*got 2\.0"),
         ({"num_nodes": True}, ValueError, r"`num_nodes` must be an integer of at least 0.*got True"),

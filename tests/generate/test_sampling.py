@@ -10,6 +10,7 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import LengthPolicy, SeededGumbelLogitsProcessor, SmartSpecConfig
+from hf_smartspec.sampling.noise import add_gumbel_noise, row_seed
 
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts
 
@@ -302,3 +303,36 @@ def test_what_was_drawn_does_not_decide_what_is_verified_by_rejection(model):
             model.generate(**settings, assistant=config)
     assert len(set(read["rejection"].tokens)) > 5 and len(read["rejection"].probs) == 1
     assert len(read["coupled"].probs) > 5
+
+
+@pytest.mark.parametrize("num_nodes", [6, None])
+def test_typical_acceptance_keeps_more_and_changes_nothing_in_greedy_rows(model, num_nodes):
+    """Every token is the target's own, or one that was drafted and is likely enough."""
+    draft = noisy_copy(model, scale=0.1)
+    settings = BATCH | {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
+    sampled = settings | {"do_sample": True, "temperature": 2.0, "top_k": 0, "seed": SEED}
+    accepted, texts = {}, {}
+    for method in ("coupled", "typical"):
+        config = SmartSpecConfig(draft, num_nodes=num_nodes, verification=method)
+        with hf_smartspec.enabled(model):
+            output = model.generate(**sampled, assistant=config)
+            greedy = model.generate(**settings, assistant=config)
+        accepted[method], texts[method] = output.statistics.acceptance_rate, output.sequences
+        assert torch.equal(greedy.sequences, model.generate(**settings).sequences)
+        assert greedy.statistics.accepted_tokens > 0
+    assert accepted["typical"] > 1.1 * accepted["coupled"]
+    start, mask = IDS.shape[1], torch.cat([MASK, torch.ones(len(IDS), 40, dtype=torch.long)], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    others = 0
+    for method, text in texts.items():
+        with torch.no_grad():
+            logits = model(text, attention_mask=mask, position_ids=positions).logits[:, start - 1 : -1] / 2.0
+        for row, (line, tokens) in enumerate(zip(logits, text[:, start:])):
+            noisy = add_gumbel_noise(line.clone(), [row_seed(SEED, row)] * 40, range(40))
+            probs = line.softmax(-1)
+            least = (0.3 * (probs * probs.log()).sum(-1).exp()).clamp(max=0.09)
+            is_own = noisy.argmax(-1) == tokens
+            is_typical = probs.gather(1, tokens[:, None])[:, 0] > least
+            assert bool((is_own | is_typical).all()) and (method == "typical" or bool(is_own.all()))
+            others += int((~is_own).sum())
+    assert others > 0
