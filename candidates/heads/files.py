@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.utils import cached_file
 
@@ -50,13 +51,35 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: if there are none, or a file is damaged.
     """
-    paths = next((found for pattern in _PATTERNS if (found := sorted(folder.glob(pattern)))), [])
+    paths = _paths(folder)
     if not paths:
         raise ValueError(f"{folder} holds no weights: looked for {_PATTERNS}.")
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
         tensors |= _read(path)
     return tensors
+
+
+def _paths(folder: Path) -> list[Path]:
+    return next((found for pattern in _PATTERNS if (found := sorted(folder.glob(pattern)))), [])
+
+
+def tensor_names(name: str | Path) -> set[str]:
+    """What the tensors of a folder or hub id are called; nothing where these cannot be read."""
+    try:
+        folder = folder_of(name)
+        return set().union(
+            *map(_names, next((found for item in _PATTERNS if (found := sorted(folder.glob(item)))), []))
+        )
+    except (OSError, ValueError):
+        return set()
+
+
+def _names(path: Path) -> set[str]:
+    if path.suffix != ".safetensors":
+        return set(_read(path))
+    with safe_open(path, "pt") as file:
+        return set(file.keys())
 
 
 def _read(path: Path) -> Mapping[str, torch.Tensor]:

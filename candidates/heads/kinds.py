@@ -8,6 +8,10 @@ from transformers import PreTrainedModel
 
 from ..base import TreeCandidateGenerator
 from ..fused.calibration import ProbabilityCalibrator
+from .eagle import EagleHeads
+from .eagle_files import says_eagle
+from .feature_source import FeatureCandidates
+from .features import FeatureDrafter
 from .learned import LearnedDrafter
 from .medusa import MedusaHeads, says_medusa
 from .mlp_speculator import MLPSpeculator, says_mlp_speculator
@@ -40,9 +44,14 @@ def _speculator(heads: MLPSpeculator, calibrator: ProbabilityCalibrator, width: 
     return MLPSpeculatorCandidates(heads, width=width)
 
 
+def _features(heads: FeatureDrafter, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+    return FeatureCandidates(heads, width=width)
+
+
 KINDS = (
     Kind(MedusaHeads, says_medusa, _medusa),
     Kind(MLPSpeculator, says_mlp_speculator, _speculator),
+    Kind(EagleHeads, says_eagle, _features),
 )
 
 

@@ -91,7 +91,7 @@ def _run_layer(
 ) -> torch.Tensor:
     """One layer; `x` is `[N, hidden_size]` and stays as it is."""
     normed = x if plan.before_attention is None else plan.before_attention(x)
-    attended = _attend(plan, normed, layout, memory, tables)
+    attended = attend(plan, normed, layout, memory, tables)
     if plan.after_attention is not None:
         attended = plan.after_attention(attended)
     if plan.is_parallel:
@@ -107,7 +107,7 @@ def _add(plan: LayerPlan, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.add_(x)
 
 
-def _attend(
+def attend(
     plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
 ) -> torch.Tensor:
     num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.kv_heads

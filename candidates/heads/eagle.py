@@ -1,0 +1,233 @@
+"""EAGLE's heads (Li et al., arXiv 2401.15077 and 2406.16858; EAGLE-3: arXiv 2503.01840): one decoder layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ...target.features import FeatureStep
+from ...target.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
+from ...target.written.plan import LayerPlan
+from .eagle_files import check_shapes, read, write
+from .features import FeatureDrafter
+
+_QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+class EagleHeads(FeatureDrafter):
+    """
+    One decoder layer over tokens and features. From the embedding e of the next token and the feature f it computes,
+    in EAGLE-1 and 2, whose features are the target's last hidden states behind the final norm,
+
+        x = fc [e, f]            h = layer(x)                              logits = head h
+
+    and in EAGLE-3, whose features are f = fc [hidden states of three layers],
+
+        x = [norm e, norm' f]    a = f + attention(x)    h = a + mlp(norm'' a)    logits = head norm''' h
+
+    h is the feature that further tokens of a draft go on from.
+
+    Args:
+        config (`LlamaConfig`): Sizes of the layer.
+        tensors (mapping of `str` to `torch.Tensor`): Weights and biases under the names of `eagle_files`.
+        hidden_layers (sequence of `int`): See `TreeCandidateGenerator.hidden_layers`.
+        target (`PreTrainedModel`): Lends its embeddings and its head, where there are none of the heads' own.
+
+    Raises:
+        ValueError: for tensors that are missing, or do not fit the target.
+    """
+
+    config: Any  # LlamaConfig, whose sizes are all filled in
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tensors: Mapping[str, torch.Tensor],
+        hidden_layers: Sequence[int],
+        target: PreTrainedModel,
+    ):
+        super().__init__()
+        sizes = target.config.get_text_config(decoder=True)
+        self.config, self.hidden_layers, self.vocab_size = config, tuple(hidden_layers), sizes.vocab_size
+        check_shapes(config, tensors, len(self.hidden_layers), sizes)
+        names = {name.rpartition(".")[0] for name in tensors} - {""}
+        self.parts = nn.ModuleDict({name: _module(tensors, name, config.rms_norm_eps) for name in sorted(names)})
+        ids = tensors.get("d2t")
+        self.register_buffer("token_ids", None if ids is None else ids.long() + torch.arange(len(ids)))
+        # The target's own are no part of this module: they move, and are saved, with the target.
+        self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, target: PreTrainedModel, hidden_layers: Sequence[int] | None = None
+    ) -> "EagleHeads":
+        """
+        Reads the published files of a folder or hub id, of EAGLE's authors, SpecForge or speculators.
+
+        Args:
+            hidden_layers (sequence of `int`, *optional*): Whose hidden states EAGLE-3 looks at (2: what decoder layer 2
+                reads), where the config does not say it, or says it wrongly.
+
+        Raises:
+            ValueError: if the files hold no such heads, or such for another target.
+        """
+        config, tensors, layers = read(name, target)
+        try:
+            heads = cls(config, tensors, layers if hidden_layers is None else hidden_layers, target)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        heads.name_or_path = str(name)
+        output: Any = target.get_output_embeddings()
+        return heads.to(device=output.weight.device, dtype=target.dtype).requires_grad_(False)
+
+    def save_pretrained(self, folder: str | Path, **config: Any) -> None:
+        """Writes `model.safetensors` and `config.json`, with further entries, as the authors' own."""
+        write(folder, self.config, self._tensors(), self.hidden_layers, self.vocab_size, config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part("o_proj").weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.part("o_proj").weight.device
+
+    @property
+    def is_third(self) -> bool:
+        """Whether these are heads of EAGLE-3."""
+        return "hidden_norm" in self.parts
+
+    def part(self, name: str) -> Any:
+        return self.parts[name]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Under the names that the constructor knows."""
+        tensors = {name.removeprefix("parts."): item for name, item in self.parts.state_dict().items()}
+        ids = self.token_ids
+        return tensors if ids is None else tensors | {"d2t": ids - torch.arange(len(ids), device=ids.device)}
+
+    def check_fit(self, target: PreTrainedModel) -> None:
+        sizes = target.config.get_text_config(decoder=True)
+        if self.vocab_size != sizes.vocab_size:
+            raise ValueError(f"Heads of a target of {self.vocab_size} tokens do not fit one of {sizes.vocab_size}.")
+        check_shapes(self.config, self._tensors(), len(self.hidden_layers), sizes)
+
+    # What the heads compute; `maps` stands in for linear maps, where these are written out
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[..., hidden_size]` of tokens `[...]`."""
+        if "embed_tokens" in self.parts:
+            return embedding(tokens, self.part("embed_tokens").weight)
+        own: Any = self._target_parts[0]
+        return own(tokens.to(own.weight.device)).to(device=self.device, dtype=self.dtype)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        if not self.is_third:
+            return states
+        if "input_norm" in self.parts:
+            states = self.part("input_norm")(states)
+        return self.part("fc")(states)
+
+    def inputs(
+        self, embeds: torch.Tensor, features: torch.Tensor, fc: Map | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and what it adds to."""
+        if self.is_third:
+            normed = self.part("hidden_norm")(features)
+            residual = normed if getattr(self.config, "norm_before_residual", False) else features
+            return torch.cat([self.part("input_layernorm")(embeds), normed], dim=-1), residual
+        fc = fc or self.part("fc")
+        x = fc(torch.cat([embeds, features], dim=-1))
+        return self.part("input_layernorm")(x) if "input_layernorm" in self.parts else x, x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if "norm" in self.parts and not self._norms_output:
+            hidden = self.part("norm")(hidden)
+        weight: torch.Tensor = (self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]).weight
+        return product(hidden, weight.detach(), None)
+
+    @property
+    def _norms_output(self) -> bool:
+        return bool(getattr(self.config, "norm_output", False))
+
+    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer leaves."""
+        return self.part("norm")(hidden) if self._norms_output else hidden
+
+    def rotary(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Positions `[1, N]` to cosines and sines, like a model's own."""
+        return LlamaRotaryEmbedding(self.config).to(self.device)
+
+    def layers(self) -> "_WrittenLayer":
+        return _WrittenLayer(self)
+
+
+class _WrittenLayer:
+    """The layer in few calls, over packed tokens."""
+
+    def __init__(self, heads: EagleHeads):
+        self.heads, self._rotary = heads, heads.rotary()
+        self._fc = None if heads.is_third else _map(heads, "fc")
+        self._plan = _plan(heads)
+
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, step: FeatureStep) -> torch.Tensor:
+        heads, plan = self.heads, self._plan
+        x, residual = heads.inputs(heads.embed(tokens), features, self._fc)
+        assert plan.rotation is not None and plan.before_mlp is not None
+        tables = {plan.layer_type: plan.rotation.tables(*self._rotary(x, step.positions))}
+        hidden = step.attend(plan, x, tables).add_(residual)
+        return heads.outputs(plan.mlp(plan.before_mlp(hidden)).add_(hidden))
+
+
+def _plan(heads: EagleHeads) -> LayerPlan:
+    config, has_norms = heads.config, "q_norm" in heads.parts
+    mlp = MLP(
+        _map(heads, *_GATE_UP), written_activation(ACT2FN[config.hidden_act]), _map(heads, "down_proj"), is_gated=True
+    )
+    return LayerPlan(
+        before_attention=None,
+        after_attention=None,
+        before_mlp=heads.part("post_attention_layernorm"),
+        after_mlp=None,
+        query_key_value=_map(heads, *_QUERY_KEY_VALUE),
+        query_norm=heads.part("q_norm") if has_norms else None,
+        key_norm=heads.part("k_norm") if has_norms else None,
+        norms_heads=True,
+        attention_output=_map(heads, "o_proj"),
+        mlp=mlp,
+        num_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scaling=config.head_dim**-0.5,
+        softcap=None,
+        window=None,
+        rotation=Halves(),
+        layer_type=None,
+    )
+
+
+def _map(heads: EagleHeads, *names: str) -> Map:
+    written = written_map([heads.part(name) for name in names])
+    if isinstance(written, Fused):
+        written.lay_side_by_side()
+    return written
+
+
+def _module(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> nn.Module:
+    """A linear map, or a norm where the weight is a line."""
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    module: nn.Module
+    if weight.dim() == 1:
+        module = nn.RMSNorm(len(weight), eps, device="meta")
+    else:
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        if bias is not None:
+            module.bias = nn.Parameter(bias)
+    module.weight = nn.Parameter(weight)
+    return module

@@ -1,0 +1,163 @@
+"""Drafters that go on from the target's features, as a candidate source."""
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...drafts.tree import DraftTree
+from ...target.features import FeatureForward
+from ...target.rows import CacheRow, RowInput
+from ..committed import HIDDEN_STATES, Committed
+from ..draft_growth import DraftState, Growth
+from ..growing import GrowingCandidates
+from .features import FeatureDrafter
+
+
+@dataclass(eq=False)
+class _State(DraftState):
+    """
+    Of one request: its text without the first token, which is what the drafter's row holds, and the target's hidden
+    states `[k, hidden]` of the tokens from `start` on; those of earlier ones have gone into the row.
+    """
+
+    first_token: int = -1
+    start: int = 0
+    known: torch.Tensor | None = None
+    is_complete: bool = True  # no hidden state has been left out
+
+    @property
+    def num_known(self) -> int:
+        return self.start + (0 if self.known is None else len(self.known))
+
+    def features(self) -> torch.Tensor | None:
+        return None if self.known is None else self.known[self.row.length - self.start :]
+
+    def shared(self, other: "_State") -> int:
+        """For how many tokens at the beginning hidden states, and the tokens behind them, are the other's."""
+        own, others = self.tokens, other.tokens
+        if self.first_token != other.first_token:
+            return 0
+        num = min(len(own), len(others))
+        differs = np.array(own[:num]) != np.array(others[:num])
+        return min(int(differs.argmax()) if differs.any() else num, other.num_known)
+
+    def take(self, states: torch.Tensor, start: int) -> None:
+        """Hidden states of the tokens from `start` on; what has gone into the row is let go."""
+        self.is_complete &= start <= self.num_known
+        if self.known is not None:
+            first = min(self.row.length, start)
+            kept = self.known[max(first - self.start, 0) : max(start - self.start, 0)]
+            self.start, states = first, torch.cat([kept, states]) if len(kept) else states
+        self.known = states
+
+
+class FeatureCandidates(GrowingCandidates):
+    """
+    Drafts with a `FeatureDrafter`, such as EAGLE's heads: trees grow level by level, by the drafter's own confidence.
+
+    Its row of keys and values ends with the text: what it computed for a draft from features of its own is computed
+    anew from the target's as soon as these are known.
+
+    Args:
+        heads (`FeatureDrafter`): On the device of the target's output.
+        num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
+    """
+
+    needs = frozenset({HIDDEN_STATES})
+
+    def __init__(
+        self,
+        heads: FeatureDrafter,
+        num_nodes: int | None = None,
+        width: int | None = None,
+        confidence_threshold: float = 0.0,
+        samples: bool = False,
+    ):
+        super().__init__(num_nodes, width, confidence_threshold, samples, vocab_size=heads.vocab_size)
+        self.heads, self.hidden_layers = heads, heads.hidden_layers
+        self._ended: dict[Hashable, _State] = {}  # whose keys and values may serve others
+
+    @property
+    def name(self) -> str:
+        path = os.path.basename(self.heads.name_or_path)
+        return f"{type(self.heads).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
+
+    @property
+    def _token_ids(self) -> torch.Tensor | None:
+        return self.heads.token_ids
+
+    def _new_forward(self) -> FeatureForward:
+        return FeatureForward(self.heads)
+
+    def _new_state(self, row: CacheRow, prompt: np.ndarray) -> _State:
+        first, *rest = prompt.tolist()
+        return _State(row, rest, first_token=first)
+
+    def _can_grow(self, growth: Growth) -> bool:
+        state = growth.state
+        assert isinstance(state, _State)
+        return state.is_complete and state.num_known == len(state.tokens) > 0
+
+    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
+        state, other = self._state(request_id), self._state(earlier) if earlier is not None else None
+        num = 0 if other is None or not other.is_complete else min(length, state.shared(other))
+        if other is None or not num:
+            state.row.length, state.start, state.known = 0, 0, None
+            return 0
+        assert isinstance(self._forward, FeatureForward) and other.known is not None
+        state.start = min(num, other.row.length)
+        state.known = other.known[max(state.start - other.start, 0) : num - other.start]
+        self._forward.reuse(state.row, other.row, state.start)
+        return num
+
+    @torch.no_grad()
+    def observe(self, request_id: Hashable, committed: Committed) -> None:
+        state = self._state(request_id)
+        state.nodes = DraftTree.empty()
+        state.tokens += committed.tokens.tolist()
+        state.num_generated += len(committed.tokens)
+        if committed.start < state.row.length:
+            self._cut(state, committed.start)
+        states = [committed.hidden_states[layer] for layer in self.hidden_layers]
+        state.take(states[0] if len(states) == 1 else torch.cat(states, dim=1), committed.start)
+        if not len(committed.tokens):
+            self._run_piece(state)
+
+    def _run_piece(self, state: _State) -> None:
+        """Of a long prompt, the hidden states of a piece are not kept until all are there."""
+        forward, features = self._forward, state.features()
+        if features is None or not state.is_complete:
+            return
+        feed = np.array(state.tokens[state.row.length : state.num_known], np.int64)
+        if len(feed):
+            assert forward is not None
+            forward.forward([RowInput(state.row, feed, features=features[: len(feed)])])
+
+    def _cut(self, state: _State, length: int) -> None:
+        assert self._forward is not None
+        self._forward.cut(state.row, length)
+
+    def _state(self, request_id: Hashable) -> _State:
+        state = self._states.get(request_id) or self._ended[request_id]
+        assert isinstance(state, _State)
+        return state
+
+    def stop(self, request_id: Hashable) -> None:
+        self._coupling.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if isinstance(state, _State):
+            self._forget_ended(request_id)
+            self._ended[request_id] = state
+
+    def forget(self, request_id: Hashable) -> None:
+        self._forget_ended(request_id)
+        if not self._states and not self._ended:
+            self._forward = None
+
+    def _forget_ended(self, request_id: Hashable) -> None:
+        state = self._ended.pop(request_id, None)
+        if state is not None and self._forward is not None:
+            self._forward.remove(state.row)
