@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -146,11 +146,17 @@ class EagleHeads(FeatureDrafter):
         x = fc(torch.cat([embeds, features], dim=-1))
         return self.part("input_layernorm")(x) if "input_layernorm" in self.parts else x, x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, is_learnt: bool = False) -> torch.Tensor:
         if "norm" in self.parts and not self._norms_output:
             hidden = self.part("norm")(hidden)
         weight: torch.Tensor = (self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]).weight
-        return product(hidden, weight.detach(), None)
+        return linear(hidden, weight) if is_learnt else product(hidden, weight.detach(), None)
+
+    def layer_output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer leaves of what attention has added to."""
+        normed = self.part("post_attention_layernorm")(hidden)
+        gate, up = (self.part(name)(normed) for name in _GATE_UP)
+        return self.outputs(hidden + self.part("down_proj")(ACT2FN[self.config.hidden_act](gate) * up))
 
     @property
     def _norms_output(self) -> bool:

@@ -91,7 +91,7 @@ def _hidden_layers(
 def default_layers(target: PreTrainedModel) -> tuple[int, ...]:
     """A low, a middle and a high one, as EAGLE-3's authors choose them."""
     num = target.config.get_text_config(decoder=True).num_hidden_layers
-    return min(2, num), num // 2, max(num - 3, 0)
+    return min(2, num - 1), num // 2, max(num - 3, 0)
 
 
 def check_shapes(

@@ -10,11 +10,11 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...candidates.heads.eagle_files import says_eagle
 from ...candidates.heads.files import CONFIG
 from ...candidates.heads.medusa import says_medusa
 from ...generate import enabled
 from ...training.loop import Schedule, train
-from ...training.medusa import MedusaTraining
 from ...training.texts import Text, split
 from ..common.arguments import not_negative, positive, positive_number
 from ..common.console import make_console, table
@@ -22,8 +22,9 @@ from ..common.data_sets import answered
 from ..common.models import UsageError, check_device, encode, load_model
 from ..common.outputs import check_output, write_json
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
+from .kinds import KINDS
 
-_HELD_OUT = 0.05
+_HELD_OUT, _ANSWERED = 0.05, 32  # of texts; prompts that are answered together, at least
 _CHECKPOINTS, _SETTINGS = "checkpoints", "settings.json"
 
 
@@ -32,15 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz: prompts and responses"
     )
-    parser.add_argument("--kind", choices=["medusa"], default="medusa", help="of drafter (default: %(default)s)")
+    parser.add_argument("--kind", choices=list(KINDS), default="medusa", help="of drafter (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of drafter and checkpoints")
     parser.add_argument(
         "--own-outputs", type=positive, metavar="N",
         help="learn from what the target answers to the prompts, greedily, up to N tokens, in place of the responses",
     )  # fmt: skip
+    parser.add_argument(
+        "--answers", type=Path, metavar="FILE",
+        help="where the target's answers are kept: read if they are there (default: among the checkpoints)",
+    )  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="N", help="requests per file (default: all)")
-    parser.add_argument("--num-heads", type=positive, default=4, metavar="K", help="default: %(default)s")
-    parser.add_argument("--num-layers", type=positive, default=1, metavar="N", help="of each (default: %(default)s)")
+    parser.add_argument(
+        "--num-heads", type=positive, default=4, metavar="K",
+        help="Medusa's; of EAGLE-3, the tokens that it learns to draft one behind another (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--num-layers", type=positive, default=1, metavar="N", help="of each head (default: 1)")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=positive,
+        metavar="N",
+        help="EAGLE-3 drafts the N most frequent (default: all)",
+    )
+    parser.add_argument("--neurons", type=positive, metavar="N", help="of EAGLE-3's MLP (default: as the target's)")
     parser.add_argument("--epochs", type=positive_number, default=3.0, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=positive, metavar="N", help="updates, in place of epochs")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts (default: %(default)s)")
@@ -61,15 +76,15 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args.model, device=args.device)
     if model.config.is_encoder_decoder:
         raise UsageError(f"{args.model!r} has an encoder: heads are trained for decoders only")
+    _write_settings(args)
     texts = _texts(args, requests, tokenizer, model)
     try:
         learnt, held_out = split(texts, _HELD_OUT, args.seed)
     except ValueError as error:
         raise UsageError(str(error)) from None
     console = make_console()
-    module = MedusaTraining(model, args.num_heads, args.num_layers)
+    module: Any = KINDS[args.kind](args, model, learnt)
     schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
-    _write_settings(args)
     train(module, learnt, args.output / _CHECKPOINTS, schedule, args.resume)
     accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
     module.heads.to(model.dtype).save_pretrained(args.output, base_model_name_or_path=args.model)
@@ -86,7 +101,7 @@ def _check_folder(args: argparse.Namespace) -> None:
     folder, known = args.output, args.output / _CHECKPOINTS / _SETTINGS
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output: {str(folder)!r} is no folder")
-    if (folder / CONFIG).exists() and not says_medusa(str(folder)):
+    if (folder / CONFIG).exists() and not (says_medusa(str(folder)) or says_eagle(str(folder))):
         raise UsageError(f"--output: {str(folder)!r} holds another model")
     if not known.exists():
         return
@@ -101,7 +116,9 @@ def _check_folder(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What makes one training another."""
     return {
-        name: str(value) for name, value in vars(args).items() if name not in ("output", "resume", "device", "json")
+        name: str(value)
+        for name, value in vars(args).items()
+        if name not in ("output", "resume", "device", "json", "answers")
     }
 
 
@@ -122,11 +139,28 @@ def _texts(
             end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
             recordings.append(Recording(np.array(prompts[0], np.int64), np.array([*ids, *end], np.int64)))
     if args.own_outputs:
+        recordings = _answers(args, recordings, tokenizer, model)
+    return [Text(item.prompt, item.response) for item in recordings if len(item.response) > 1]
+
+
+def _answers(
+    args: argparse.Namespace,
+    recordings: Sequence[Recording],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+) -> list[Recording]:
+    """The target's own responses, which are kept for the next training with the same prompts."""
+    path = args.answers or args.output / _CHECKPOINTS / "answers.json"
+    asked = [item.prompt.tolist() for item in recordings]
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if (known.get("prompts"), known.get("most")) != (asked, args.own_outputs):
         if model.generation_config.pad_token_id is None:
             model.generation_config.pad_token_id = tokenizer.eos_token_id or 0
         with enabled(model, assistant="auto"):
-            recordings = answered(recordings, model, args.batch_size, args.own_outputs, "answering")
-    return [Text(item.prompt, item.response) for item in recordings if len(item.response) > 1]
+            found = answered(recordings, model, max(args.batch_size, _ANSWERED), args.own_outputs, "answering")
+        known = {"prompts": asked, "most": args.own_outputs, "responses": [item.response.tolist() for item in found]}
+        write_json(path, known)
+    return [Recording(item.prompt, np.array(ids, np.int64)) for item, ids in zip(recordings, known["responses"])]
 
 
 def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int) -> None:

@@ -1,0 +1,220 @@
+"""EAGLE-3's heads learn to go on from their own features ("training-time test", arXiv 2503.01840, section 3.2)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from ..candidates.heads.eagle import EagleHeads
+from ..candidates.heads.eagle_files import default_layers
+from ..target.compat import shared_value
+from .texts import IGNORED, Text, collate
+
+_DECAY = 0.8  # of the weight of each further step in the loss
+_TOP = (1, 3, 8)
+
+
+def new_heads(
+    target: PreTrainedModel, token_ids: torch.Tensor | None = None, neurons: int | None = None, seed: int = 0
+) -> EagleHeads:
+    """
+    Untrained heads of EAGLE-3 with the target's size of heads, in float32. Their output begins as the target's.
+
+    Args:
+        token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): The tokens that they may draft, ascending; all,
+            where not given.
+        neurons (`int`, *optional*): Intermediate size of their MLP; the target's, where not given.
+        seed (`int`): Of the weights. torch's global generators stay as they are.
+    """
+    config, layers = _layer_config(target, neurons), default_layers(target)
+    size, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    generator = torch.Generator().manual_seed(seed)
+    maps = {"fc": (size, len(layers) * size), "q_proj": (queries, 2 * size), "k_proj": (keys, 2 * size)}
+    maps |= {"v_proj": (keys, 2 * size), "o_proj": (size, queries), "down_proj": (size, inner)}
+    maps |= {"gate_proj": (inner, size), "up_proj": (inner, size)}
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in maps.items()
+    }
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"):
+        tensors[f"{norm}.weight"] = torch.ones(size)
+    output: Any = target.get_output_embeddings()
+    weight = output.weight.detach().float().cpu()
+    tensors["lm_head.weight"] = weight.clone() if token_ids is None else weight[token_ids]
+    if token_ids is not None:
+        tensors["d2t"] = token_ids - torch.arange(len(token_ids))
+    return EagleHeads(config, tensors, layers, target).to(output.weight.device)
+
+
+def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
+    config = target.config.get_text_config(decoder=True)
+    heads = shared_value(config, "num_attention_heads") or 1
+    rope = getattr(config, "rope_parameters", None)
+    has_one_rope = isinstance(rope, dict) and "rope_theta" in rope
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=neurons or shared_value(config, "intermediate_size") or 4 * config.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=shared_value(config, "num_key_value_heads") or heads,
+        head_dim=shared_value(config, "head_dim") or config.hidden_size // heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=getattr(config, "max_position_embeddings", 2048),
+        rope_parameters=rope if has_one_rope else None,
+    )
+
+
+def frequent_tokens(texts: Sequence[Text], num: int, vocab_size: int) -> torch.Tensor | None:
+    """The `num` most frequent tokens of responses, ascending; None where these are all that there are."""
+    if num >= vocab_size:
+        return None
+    counts = np.bincount(np.concatenate([item.response for item in texts]), minlength=vocab_size)
+    best = np.argsort(-counts, kind="stable")[:num]
+    return torch.from_numpy(np.sort(best))
+
+
+class EagleTraining(nn.Module):
+    """
+    The loss of heads that go on from their own features for some steps. Only the heads are parameters: the target is
+    frozen, and no part of what is saved.
+
+    Args:
+        target (`PreTrainedModel`): A decoder.
+        heads (`EagleHeads`): Of EAGLE-3, in float32.
+        num_steps (`int`): Tokens that they draft behind each token of a text.
+
+    Raises:
+        ValueError: for heads that look at what the last layer leaves, which transformers gives behind the norm only.
+    """
+
+    def __init__(self, target: PreTrainedModel, heads: EagleHeads, num_steps: int = 4):
+        super().__init__()
+        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        if not all(0 <= layer < num_layers for layer in heads.hidden_layers):
+            raise ValueError(f"Heads that look at layers {heads.hidden_layers} of {num_layers} cannot be trained.")
+        self.parts = heads.parts.requires_grad_(True)
+        self.num_steps = num_steps
+        self._others = target.eval().requires_grad_(False), heads, heads.rotary()
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self._others[0]
+
+    @property
+    def heads(self) -> EagleHeads:
+        return self._others[1]
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
+
+        Returns:
+            `loss`: cross-entropies with the target's distributions, means of every step, weighted by 0.8 ** step.
+        """
+        device = input_ids.device.type
+        # Heads of a target of half precision are used in that, and learn in it: several times as fast.
+        with torch.autocast(device, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
+            states, hidden = self._known(input_ids)
+            losses = [next(self.parts.parameters()).sum() * 0.0]  # of texts that are too short
+            for step, (logits, where) in enumerate(self._drafts(input_ids, labels, states)):
+                if len(logits):
+                    wanted = self._wanted(hidden[:, step + 1 :][where])
+                    losses.append(-(_DECAY**step) * (wanted * logits.float().log_softmax(dim=-1)).sum(-1).mean())
+        return {"loss": torch.stack(losses).sum()}
+
+    @torch.no_grad()
+    def _known(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The target's hidden states `[rows, length, layers * hidden]`, and those behind its norm, `[rows, length,
+        hidden]`.
+        """
+        output = self.target.get_decoder()(input_ids=input_ids, output_hidden_states=True, use_cache=False)
+        states = torch.cat([output.hidden_states[layer] for layer in self.heads.hidden_layers], dim=-1)
+        return states.to(self.heads.dtype), output.last_hidden_state
+
+    @torch.no_grad()
+    def _wanted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's probabilities `[n, own vocab]` of what may be drafted, behind such states `[n, hidden]`."""
+        output: Any = self.target.get_output_embeddings()
+        probs, ids = output(hidden).float().softmax(dim=-1), self.heads.token_ids
+        return probs if ids is None else probs.index_select(-1, ids)
+
+    def _drafts(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, states: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """
+        Of every step, the logits `[n, own vocab]` of what is learnt from, and where that is, in the text without its
+        first `step + 1` tokens: bool `[rows, length - step - 1]`. In step k, position i has token i + k + 1, and what
+        the step before has left there.
+        """
+        heads, length = self.heads, input_ids.shape[1]
+        features, first = heads.combine(states), 0
+        begin = max(int((labels != IGNORED).any(0).int().argmax()) - 2, 0)  # of what is learnt from
+        memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(min(self.num_steps, length - 2)):
+            end = length - step - 1
+            positions = torch.arange(first + step, end + step, device=input_ids.device)[None]
+            x, residual = heads.inputs(heads.embed(input_ids[:, first + step + 1 :]), features[:, : end - first])
+            features = heads.layer_output(residual + self._attend(x, positions, first, memory))
+            where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
+            where[:, :-1] = labels[:, step + 2 :] != IGNORED
+            where[:, :begin] = False
+            yield heads.logits(features[where[:, first:]], is_learnt=True), where
+            if step == 0:  # further steps are for what is learnt from only
+                first, features = begin, features[:, begin:]
+
+    def _attend(
+        self, x: torch.Tensor, positions: torch.Tensor, first: int, memory: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """
+        Attention `[rows, n, hidden]` to the text so far, which the first step has seen, and, of what later steps have
+        seen, to this position's own; n positions from `first` on.
+        """
+        query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        query, key = self._rotated(query, positions), self._rotated(key, positions)
+        groups, num = query.shape[1] // key.shape[1], x.shape[1]
+        memory.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
+        (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in memory[1:]]
+        total = first + num
+        scores = query @ keys[:, :, :total].transpose(2, 3)
+        is_later = torch.ones(num, total, dtype=torch.bool, device=x.device).triu(first + 1)
+        scores = scores.masked_fill(is_later, -torch.inf)
+        scores = torch.cat([scores, *[(query * keys).sum(-1, keepdim=True) for keys, _ in own]], dim=-1)
+        weights = (scores.float() * query.shape[-1] ** -0.5).softmax(dim=-1).to(values.dtype)
+        output = weights[..., :total] @ values[:, :, :total]
+        for index, (_, values) in enumerate(own):
+            output = output + weights[..., total + index, None] * values
+        return self.parts["o_proj"](output.transpose(1, 2).flatten(2))
+
+    def _split(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, heads, n, head_dim]`"""
+        return self.parts[name](x).unflatten(2, (-1, self.heads.config.head_dim)).transpose(1, 2)
+
+    def _rotated(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._others[2](states, positions)
+        first, second = states.chunk(2, dim=-1)
+        return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+    @torch.no_grad()
+    def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
+        """
+        For each step, how often the right token is among the 1, 3 or 8 likeliest, where all before it were right.
+        """
+        hits, counts = torch.zeros(self.num_steps, len(_TOP)), torch.zeros(self.num_steps)
+        for start in range(0, len(texts), batch_size):
+            batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
+            ids, labels = (batch[name].to(self.target.device) for name in ("input_ids", "labels"))
+            states, _ = self._known(ids)
+            for step, (logits, where) in enumerate(self._drafts(ids, labels, states)):
+                wanted = ids[:, step + 2 :][where[:, :-1]]
+                best = logits.topk(min(max(_TOP), logits.shape[-1]), dim=-1).indices
+                tokens = best if self.heads.token_ids is None else self.heads.token_ids[best]
+                right = tokens == wanted[:, None]
+                hits[step] += torch.stack([right[:, :num].any(1).sum() for num in _TOP]).cpu()
+                counts[step] += len(wanted)
+        return [dict(zip(_TOP, row)) for row in (hits / counts[:, None].clamp(min=1)).tolist()]
