@@ -6,6 +6,8 @@ from .datastore.file import Datastore, build_datastore
 from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
 from .fused.source import FusedCandidates
+from .heads.eagle import EagleHeads
+from .heads.feature_source import FeatureCandidates
 from .heads.medusa import MedusaHeads
 from .heads.mlp_speculator import MLPSpeculator
 from .heads.source import MedusaCandidates
@@ -20,6 +22,8 @@ __all__ = [
     "Datastore",
     "DatastoreCandidates",
     "DraftModelCandidates",
+    "EagleHeads",
+    "FeatureCandidates",
     "FusedCandidates",
     "MLPSpeculator",
     "MLPSpeculatorCandidates",

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from hf_smartspec import MedusaHeads, MLPSpeculator
+from hf_smartspec import EagleHeads, MedusaHeads, MLPSpeculator
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
 from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.training.eagle import new_heads
 
 from ...models import new_model, shared_model
 from .published import LAYOUTS as MEDUSA_LAYOUTS
@@ -23,7 +24,11 @@ def write_speculator(target, folder):
     write(random_speculator(target.config.hidden_size, target.config.vocab_size), folder)
 
 
-WRITERS = {MedusaHeads: write_medusa, MLPSpeculator: write_speculator}
+def write_eagle(target, folder):
+    new_heads(target).save_pretrained(folder)
+
+
+WRITERS = {MedusaHeads: write_medusa, MLPSpeculator: write_speculator, EagleHeads: write_eagle}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.drafter.__name__)
