@@ -19,9 +19,11 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
+from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
+from hf_smartspec.candidates.heads.speculator_source import MLPSpeculatorCandidates
 from hf_smartspec.goodput.acceptance import Calibrator
 
-from ..candidates.heads.fitted import fitted_heads
+from ..candidates.heads.fitted import fitted_heads, fitted_speculator
 from ..models import noisy_model, shared_model
 
 NUM_TOKENS = 40
@@ -54,7 +56,12 @@ def medusa(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return MedusaCandidates(heads, tree=rng.choice((None, _TREE)), calibrator=rng.choice((None, Calibrator())))
 
 
-def swap_medusa(source: MedusaCandidates, rng: random.Random) -> None:
+def mlp_speculator(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    heads = copy.deepcopy(known_speculator(architecture))
+    return MLPSpeculatorCandidates(heads, width=rng.choice((None, 1, 3)))
+
+
+def swap_heads(source: Any, rng: random.Random) -> None:
     shake(source.heads.parameters(), rng)
 
 
@@ -68,7 +75,8 @@ def prompt_lookup(architecture: str, rng: random.Random) -> TreeCandidateGenerat
 
 KINDS = {
     "draft model": Kind(draft_model, swap_draft_model),
-    "medusa": Kind(medusa, swap_medusa),
+    "medusa": Kind(medusa, swap_heads),
+    "mlp speculator": Kind(mlp_speculator, swap_heads),
     "suffix": Kind(suffix),
     "prompt lookup": Kind(prompt_lookup),
 }
@@ -94,3 +102,8 @@ def known_texts(architecture: str) -> torch.Tensor:
 @cache
 def known_heads(architecture: str) -> MedusaHeads:
     return fitted_heads(shared_model(architecture), known_texts(architecture))
+
+
+@cache
+def known_speculator(architecture: str) -> MLPSpeculator:
+    return fitted_speculator(shared_model(architecture), known_texts(architecture))

@@ -1,9 +1,10 @@
-"""Medusa heads that know some texts, without training."""
+"""Drafters that know some texts, without training: all but their outputs is zero or random."""
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_smartspec import MedusaHeads
+from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 
 _SURE = 10.0  # the least-squares fit to 0 and 1 is no logit
 
@@ -12,10 +13,41 @@ _SURE = 10.0  # the least-squares fit to 0 and 1 is no logit
 def fitted_heads(model: PreTrainedModel, texts: torch.Tensor, num_heads: int = 3) -> MedusaHeads:
     """Heads whose outputs are the least-squares fit to what comes so many places later in texts `[n, length]`."""
     states = model.base_model(texts, attention_mask=torch.ones_like(texts)).last_hidden_state
-    outputs = []
-    for ahead in range(2, num_heads + 2):
-        x = states[:, : texts.shape[1] - ahead].flatten(0, 1)
-        wanted = torch.nn.functional.one_hot(texts[:, ahead:].flatten(), model.config.vocab_size).float()
-        outputs.append(_SURE * torch.linalg.lstsq(x, wanted).solution.T)
+    outputs = [
+        _fit(states[:, : texts.shape[1] - ahead], texts[:, ahead:], model.config.vocab_size)
+        for ahead in range(2, num_heads + 2)
+    ]
     size = outputs[0].shape[1]
     return MedusaHeads([[(torch.zeros(size, size), None)] for _ in outputs], outputs)
+
+
+@torch.no_grad()
+def fitted_speculator(
+    model: PreTrainedModel, texts: torch.Tensor, num_steps: int = 3, inner: int = 64
+) -> MLPSpeculator:
+    """A random recurrent net, whose outputs are the least-squares fit to what comes in texts `[n, length]`."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, hidden = model.config.vocab_size, model.config.hidden_size
+    projections = [torch.randn(inner, size, generator=generator) / size**0.5 for size in (hidden, inner)]
+    parts = {
+        "emb.weight": [torch.randn(vocab, inner, generator=generator)],
+        "proj.weight": projections,
+        "ln.weight": [torch.ones(inner)],
+        "ln.bias": [torch.zeros(inner)],
+        "head.weight": [torch.zeros(vocab, inner) for _ in range(num_steps)],
+    }
+    speculator = MLPSpeculator(parts, num_steps)
+    states = model.base_model(texts, attention_mask=torch.ones_like(texts)).last_hidden_state
+    num = texts.shape[1] - num_steps - 1  # texts are known so far behind these places
+    found = states[:, :num].flatten(0, 1)
+    for step in range(num_steps):
+        found, _ = speculator(texts[:, step + 1 : step + 1 + num].flatten(), found, step)
+        output = _fit(found, texts[:, step + 2 : step + 2 + num], vocab)
+        speculator.parts["head_weight"][step].copy_(output)
+    return speculator
+
+
+def _fit(x: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The output weight `[vocab, n]` that fits tokens to vectors `[..., n]`."""
+    wanted = torch.nn.functional.one_hot(tokens.flatten(), vocab_size).float()
+    return _SURE * torch.linalg.lstsq(x.flatten(0, -2), wanted, driver="gelsd").solution.T
