@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 # Prompts of each kind of text, as far as there are so many.
 PROMPTS = {"math": 900, "sql": 900, "code": 400, "chat": 1000, "medical": 100, "howto": 100}
 OPTIONS = {
-    "eagle3": ["--draft-vocab-size", "4096", "--neurons", "640", "--learning-rate", "2e-3", "--epochs", "5"],
+    "eagle3": ["--draft-vocab-size", "4096", "--neurons", "640", "--learning-rate", "2e-3", "--epochs", "4"],
     "medusa": ["--learning-rate", "1e-3", "--epochs", "4"],
 }
 

@@ -58,6 +58,7 @@ def train(module: nn.Module, texts: Sequence[Text], folder: Path, schedule: Sche
         logging_steps=10,
         report_to=[],
         remove_unused_columns=False,
+        train_sampling_strategy="group_by_length",  # little padding
         use_cpu=next(module.parameters()).device.type == "cpu",
         dataloader_pin_memory=False,
     )

@@ -10,10 +10,9 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...candidates.heads.eagle_files import says_eagle
 from ...candidates.heads.files import CONFIG
-from ...candidates.heads.medusa import says_medusa
 from ...generate import enabled
+from ...training.card import write_card
 from ...training.loop import Schedule, train
 from ...training.texts import Text, split
 from ..common.arguments import not_negative, positive, positive_number
@@ -22,10 +21,10 @@ from ..common.data_sets import answered
 from ..common.models import UsageError, check_device, encode, load_model
 from ..common.outputs import check_output, write_json
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
-from .kinds import KINDS
+from .kinds import CHECKPOINTS, KINDS
 
 _HELD_OUT, _ANSWERED = 0.05, 32  # of texts; prompts that are answered together, at least
-_CHECKPOINTS, _SETTINGS = "checkpoints", "settings.json"
+_SETTINGS = "settings.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-heads", type=positive, default=4, metavar="K",
         help="Medusa's; of EAGLE-3, the tokens that it learns to draft one behind another (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--num-layers", type=positive, default=1, metavar="N", help="of each head (default: 1)")
+    parser.add_argument(
+        "--num-layers", type=positive, default=1, metavar="N",
+        help="of each Medusa head; of the target's, which a draft model begins as (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that a draft model begins as")
     parser.add_argument(
         "--draft-vocab-size",
         type=positive,
@@ -83,25 +86,27 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     console = make_console()
-    module: Any = KINDS[args.kind](args, model, learnt)
+    kind = KINDS[args.kind]
+    module: Any = kind.make(args, model, learnt)
     schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
-    train(module, learnt, args.output / _CHECKPOINTS, schedule, args.resume)
+    train(module, learnt, args.output / CHECKPOINTS, schedule, args.resume)
     accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
-    module.heads.to(model.dtype).save_pretrained(args.output, base_model_name_or_path=args.model)
+    kind.save(module, args)
+    write_card(args.output, args.kind, args.model, accuracy, len(held_out))
     report = {"learnt": len(learnt), "held_out": len(held_out), "accuracy": accuracy}
     if args.json:
         write_json(args.json, report)
-    _show(console, accuracy, len(held_out))
+    _show(console, accuracy, len(held_out), kind.places)
     console.print(f"Use it as `assistant={str(args.output)!r}`.", style="bold", soft_wrap=True)
     return 0
 
 
 def _check_folder(args: argparse.Namespace) -> None:
     """Nothing of somebody else's is overwritten, and no training goes on from another's checkpoints."""
-    folder, known = args.output, args.output / _CHECKPOINTS / _SETTINGS
+    folder, known = args.output, args.output / CHECKPOINTS / _SETTINGS
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output: {str(folder)!r} is no folder")
-    if (folder / CONFIG).exists() and not (says_medusa(str(folder)) or says_eagle(str(folder))):
+    if (folder / CONFIG).exists() and not KINDS[args.kind].says(str(folder)):
         raise UsageError(f"--output: {str(folder)!r} holds another model")
     if not known.exists():
         return
@@ -123,8 +128,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write_settings(args: argparse.Namespace) -> None:
-    (args.output / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    write_json(args.output / _CHECKPOINTS / _SETTINGS, _settings(args))
+    (args.output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    write_json(args.output / CHECKPOINTS / _SETTINGS, _settings(args))
 
 
 def _texts(
@@ -150,7 +155,7 @@ def _answers(
     model: PreTrainedModel,
 ) -> list[Recording]:
     """The target's own responses, which are kept for the next training with the same prompts."""
-    path = args.answers or args.output / _CHECKPOINTS / "answers.json"
+    path = args.answers or args.output / CHECKPOINTS / "answers.json"
     asked = [item.prompt.tolist() for item in recordings]
     known = json.loads(path.read_text()) if path.exists() else {}
     if (known.get("prompts"), known.get("most")) != (asked, args.own_outputs):
@@ -163,8 +168,10 @@ def _answers(
     return [Recording(item.prompt, np.array(ids, np.int64)) for item, ids in zip(recordings, known["responses"])]
 
 
-def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int) -> None:
-    lines = table(f"{num_texts} texts that were held out", "head", *(f"top {num}" for num in accuracy[0]), num_text=1)
+def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int, places: str) -> None:
+    lines = table(
+        f"{num_texts} texts that were held out", "token of a draft", *(f"top {num}" for num in accuracy[0]), num_text=1
+    )
     for head, shares in enumerate(accuracy, start=1):
-        lines.add_row(f"{head} behind the next token", *(f"{share:.1%}" for share in shares.values()))
+        lines.add_row(f"{head} {places}", *(f"{share:.1%}" for share in shares.values()))
     console.print(lines)

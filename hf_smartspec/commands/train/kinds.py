@@ -1,26 +1,38 @@
 """What `smartspec train` can train."""
 
 import argparse
+import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from ...candidates.heads.eagle import EagleHeads
-from ...candidates.heads.medusa import MedusaHeads
+from ...candidates.heads.eagle_files import says_eagle
+from ...candidates.heads.medusa import says_medusa
+from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
 from ...training.texts import Text
+from ..common.models import load_draft
 
 
-class Training(Protocol):
-    """The loss of a drafter, as a module whose parameters are all that is learnt."""
+class Kind(NamedTuple):
+    """
+    Args:
+        make (`Callable`): From arguments, target and texts to the loss of a drafter, as a module whose parameters are
+            all that is learnt, and which measures `accuracy`.
+        save (`Callable`): Writes what such a module has learnt.
+        says (`Callable`): Whether a folder holds such a drafter.
+        places (`str`): What the tokens of a draft are called, in tables, behind their number.
+    """
 
-    @property
-    def heads(self) -> MedusaHeads | EagleHeads: ...
-
-    def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int) -> list[dict[int, float]]: ...
+    make: Callable[[argparse.Namespace, PreTrainedModel, Sequence[Text]], nn.Module]
+    save: Callable[[Any, argparse.Namespace], None]
+    says: Callable[[str], bool]
+    places: str = "behind the next token"
 
 
 def _medusa(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> MedusaTraining:
@@ -33,7 +45,42 @@ def _eagle3(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Te
     return EagleTraining(model, new_heads(model, ids, args.neurons, args.seed), args.num_heads)
 
 
-KINDS: dict[str, Callable[[argparse.Namespace, PreTrainedModel, Sequence[Text]], nn.Module]] = {
-    "medusa": _medusa,
-    "eagle3": _eagle3,
+def _save_heads(module: MedusaTraining | EagleTraining, args: argparse.Namespace) -> None:
+    module.heads.to(module.target.dtype).save_pretrained(args.output, base_model_name_or_path=args.model)
+
+
+def _draft(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> DraftTraining:
+    draft = shortened(model, args.num_layers) if args.draft is None else load_draft(args.draft, model)
+    return DraftTraining(model, draft)
+
+
+def shortened(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """A draft model, in float32, that begins as the target's first layers, with its embeddings and its head."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = min(num_layers, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    draft: Any = type(model)._from_config(config, dtype=torch.float32)
+    known = draft.state_dict()
+    draft.load_state_dict({name: item for name, item in model.state_dict().items() if name in known})
+    moved: PreTrainedModel = draft.to(model.device)
+    return moved
+
+
+def _save_draft(module: DraftTraining, args: argparse.Namespace) -> None:
+    draft: Any = module.draft
+    draft.to(module.target.dtype).save_pretrained(args.output)
+    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.output)
+
+
+def _was_trained(folder: str) -> bool:
+    return (Path(folder) / CHECKPOINTS).is_dir()
+
+
+CHECKPOINTS = "checkpoints"
+KINDS = {
+    "medusa": Kind(_medusa, _save_heads, says_medusa),
+    "eagle3": Kind(_eagle3, _save_heads, says_eagle),
+    "draft": Kind(_draft, _save_draft, _was_trained, "next token"),
 }

@@ -30,29 +30,28 @@ def texts(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("options", [[], ["--own-outputs", "12"]])
-def test_heads_that_draft(target, texts, tmp_path, capsys, options):
+KINDS = {
+    "medusa": ["--num-heads", "2"],
+    "eagle3": ["--num-heads", "2", "--draft-vocab-size", "20", "--neurons", "24"],
+    "draft": ["--num-layers", "1"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [[], ["--own-outputs", "12"]], ids=["texts", "answers"])
+def test_drafters_that_draft(target, texts, tmp_path, capsys, kind, options):
     output = tmp_path / "heads"
-    status = main(
-        [
-            "train",
-            str(target),
-            str(texts),
-            "--output",
-            str(output),
-            "--num-heads",
-            "2",
-            "--steps",
-            "20",
-            *options,
-            "--json",
-            str(tmp_path / "figures.json"),
-        ]
-    )
+    figures = tmp_path / "figures.json"
+    arguments = ["train", str(target), str(texts), "--kind", kind, *KINDS[kind], *options, "--output", str(output)]
+    status = main([*arguments, "--steps", "20", "--json", str(figures)])
     said = capsys.readouterr().out
-    assert status == 0 and "2 behind the next token" in said and str(output) in said
-    report = json.loads((tmp_path / "figures.json").read_text())
-    assert len(report["accuracy"]) == 2 and report["held_out"] >= 1
+    num_tokens = 1 if kind == "draft" else 2
+    assert status == 0 and f"{num_tokens} {'next' if kind == 'draft' else 'behind the next'} token" in said
+    assert str(output) in said
+    report = json.loads(figures.read_text())
+    assert len(report["accuracy"]) == num_tokens and report["held_out"] >= 1
+    card = (output / "README.md").read_text()
+    assert f"- {kind}" in card and f"{report['accuracy'][-1]['1']:.1%}" in card and "base_model" not in card
     model = hf_smartspec.enable(tiny_llama())
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)

@@ -1,0 +1,47 @@
+"""What a trained drafter says of itself."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+_KINDS = {
+    "medusa": "Medusa heads (arXiv:2401.10774)",
+    "eagle3": "EAGLE-3 heads (arXiv:2503.01840)",
+    "draft": "A draft model",
+}
+
+
+def write_card(folder: Path, kind: str, target: str, accuracy: Sequence[dict[int, float]], num_texts: int) -> None:
+    """
+    Writes `README.md`, the folder's model card.
+
+    Args:
+        kind (`str`): "medusa", "eagle3" or "draft".
+        target (`str`): Folder or hub id of the model that it drafts for.
+        accuracy (sequence of `dict`): Of each token of a draft, how often the right one is among so many.
+        num_texts (`int`): That were held out, and that this is measured on.
+    """
+    # A folder is nobody else's name for the target.
+    base = None if Path(target).exists() else target
+    data = ModelCardData(base_model=base, library_name="transformers", tags=["speculative-decoding", kind])
+    tops = list(accuracy[0])
+    rows = [f"| {place} | {' | '.join(f'{row[top]:.1%}' for top in tops)} |" for place, row in enumerate(accuracy, 1)]
+    lines = [
+        f"# {_KINDS[kind]} for `{Path(target).name if base is None else target}`",
+        "",
+        f"How often the target's token is among the likeliest of the drafter, on {num_texts} texts that were held out:",
+        "",
+        f"| token of the draft | {' | '.join(f'top {top}' for top in tops)} |",
+        "|---" * (len(tops) + 1) + "|",
+        *rows,
+        "",
+        "```python",
+        "import hf_smartspec",
+        "",
+        "hf_smartspec.enable(model)",
+        f'model.generate(**inputs, assistant="{folder.name}")  # the folder, or its id on the hub',
+        "```",
+    ]
+    text = "\n".join(lines)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
