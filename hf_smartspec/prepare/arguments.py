@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation import StopStringCriteria
 
 from ..log import get_logger
@@ -95,7 +101,7 @@ def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: A
         ValueError, TypeError: for those that contradict `assistant`, or that it cannot serve.
     """
     kwargs = dict(kwargs)
-    assistant = _with_num_nodes(assistant, kwargs)
+    assistant = _with_tokenizers(_with_num_nodes(assistant, kwargs), kwargs)
     settings = _checked_settings(model, kwargs, seed)
     return CheckedArguments(_with_stop_strings(model, kwargs, settings.stop_strings), assistant, seed)
 
@@ -114,6 +120,17 @@ def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig |
     if num_nodes is None:
         return assistant
     return assistant._replace(config=replace(assistant.config, num_nodes=num_nodes, policy=None))
+
+
+def _with_tokenizers(assistant: SmartSpecConfig | Assistant, kwargs: dict[str, Any]) -> SmartSpecConfig | Assistant:
+    """`tokenizer` and `assistant_tokenizer` say how to translate, as for transformers' assistants."""
+    of_draft = kwargs.pop("assistant_tokenizer", None)
+    if isinstance(assistant, Assistant):
+        if of_draft is not None:
+            raise ValueError("`assistant_tokenizer` needs an `assistant` beside it: pass the draft model of this call.")
+        return assistant
+    of_target = kwargs.get("tokenizer")
+    return assistant.with_tokenizers(of_target if isinstance(of_target, PreTrainedTokenizerBase) else None, of_draft)
 
 
 def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> GenerationConfig:

@@ -21,7 +21,6 @@ _SOURCE_OPTIONS = {
     "assistant_confidence_threshold": "`assistant=DraftModelCandidates(draft, confidence_threshold=...)`",
     "max_matching_ngram_size": "`assistant=PromptLookupCandidates(max_ngram=...)`",
     "num_assistant_tokens_schedule": "a `LengthPolicy` in `assistant=SmartSpecConfig(..., policy=...)`",
-    "assistant_tokenizer": "a draft with the target's own tokenizer",
 }
 
 

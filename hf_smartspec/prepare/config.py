@@ -1,10 +1,11 @@
 """The options of speculative decoding that a call can name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 from transformers.generation import CandidateGenerator
 
 from ..candidates import TreeCandidateGenerator
@@ -21,6 +22,11 @@ def is_preset(assistant: Any) -> bool:
     if not isinstance(assistant, str):
         return False
     return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
+
+
+def is_source(assistant: Any) -> bool:
+    """Whether it drafts with options of its own, and is no draft model."""
+    return is_preset(assistant) or isinstance(assistant, CandidateGenerator)
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class SmartSpecConfig:
             same distribution; draft models only) or "typical" (Medusa's typical acceptance, *another* distribution:
             sampling rows keep every drafted token that is likely enough. Greedy rows stay as they are).
         policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of both.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of the target and of the draft model,
+            where these have two: drafts are translated (see `TranslatedDraftCandidates`). Where not given, and sizes of
+            vocabularies differ, those that lie beside the models.
         namespace (`str`): For suffix trees: whose outputs are drafted from and joined. Tenants that must not see one
             another's text in drafts get different ones.
         reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
@@ -53,6 +62,8 @@ class SmartSpecConfig:
     width: int | None = None
     verification: str = "coupled"
     policy: LengthPolicy | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None
     namespace: str = ""
     reads: Sequence[str] = ()
     references: Sequence[Any] = ()
@@ -68,11 +79,20 @@ class SmartSpecConfig:
             raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")
         if self.num_nodes is not None and self.policy is not None:
             raise ValueError("`num_nodes` and `policy` both say how much to draft: pass one of them.")
-        is_source = is_preset(self.assistant) or isinstance(self.assistant, CandidateGenerator)
-        if (self.width or 1) > 1 and (is_source or self.verification == "rejection"):
+        if (self.width or 1) > 1 and (is_source(self.assistant) or self.verification == "rejection"):
             raise ValueError(
                 f"`width={self.width}` has an effect on draft models not verified by 'rejection'. Leave it out, "
                 "or give it to the source itself."
+            )
+        for name in ("tokenizer", "assistant_tokenizer"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, PreTrainedTokenizerBase):
+                raise TypeError(f"`{name}` must be a tokenizer of transformers, got {type(value).__name__}.")
+        items = self.assistant if isinstance(self.assistant, list | tuple) else [self.assistant]
+        if self.assistant_tokenizer is not None and all(map(is_source, items)):
+            raise ValueError(
+                "`assistant_tokenizer` has an effect on draft models only. Leave it out, or pass the model itself as "
+                "`assistant`."
             )
         if not isinstance(self.namespace, str) or isinstance(self.reads, str) or len(self.reads) > 2:
             raise ValueError(
@@ -84,6 +104,17 @@ class SmartSpecConfig:
                 raise TypeError("`references` must be lists of token ids: pass `tokenizer(text).input_ids`.")
         if isinstance(self.assistant, SmartSpecConfig):
             raise TypeError("`assistant` of a SmartSpecConfig must not be a SmartSpecConfig itself.")
+
+    def with_tokenizers(
+        self, tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
+    ) -> "SmartSpecConfig":
+        """The same with those of a target and a draft that a caller names beside it; the target's, if it has none."""
+        changes: dict[str, Any] = {}
+        if assistant_tokenizer is not None:
+            changes["assistant_tokenizer"] = assistant_tokenizer
+        if self.tokenizer is None and tokenizer is not None:
+            changes["tokenizer"] = tokenizer
+        return replace(self, **changes) if changes else self
 
     @property
     def assignment(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..candidates import SuffixTreeCandidates
 from ..candidates.heads.kinds import load
 from ..candidates.heads.learned import LearnedDrafter
-from ..candidates.vocabulary import SharedVocabulary
 from ..decoding.statistics import GenerationStatistics
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
@@ -22,6 +21,7 @@ from ..log import get_logger
 logger = get_logger(__name__)
 
 Drafter = PreTrainedModel | LearnedDrafter
+Found = TypeVar("Found")
 
 
 class ModelState:
@@ -37,9 +37,7 @@ class ModelState:
         self._said: set[str] = set()  # warnings
         self._drafters: dict[str, Drafter] = {}  # by folder or hub id
         self._idle: dict[str, list[GoodputAuction]] = {}  # policies that nobody uses at present, by source
-        self._vocabularies: WeakKeyDictionary[PreTrainedModel, tuple[SharedVocabulary, str | None]] = (
-            WeakKeyDictionary()
-        )
+        self._vocabularies: WeakKeyDictionary[PreTrainedModel, tuple[tuple, Any]] = WeakKeyDictionary()
 
     def is_new(self, message: str) -> bool:
         """Whether nobody has asked this before."""
@@ -69,14 +67,12 @@ class ModelState:
                 self._drafters[name] = found = _load(name, target)
             return found
 
-    def vocabulary_of(
-        self, draft: PreTrainedModel, sizes: SharedVocabulary, find: Callable[[], str | None]
-    ) -> str | None:
-        """What was found out about the draft model's vocabulary, once for vocabularies of these sizes."""
+    def vocabulary_of(self, draft: PreTrainedModel, key: tuple, find: Callable[[], Found]) -> Found:
+        """What was found out about the draft model's vocabulary, once for vocabularies and tokenizers of this key."""
         with self.lock:
             known = self._vocabularies.get(draft)
-            if known is None or known[0] != sizes:
-                self._vocabularies[draft] = known = sizes, find()
+            if known is None or known[0] != key:
+                self._vocabularies[draft] = known = key, find()
             return known[1]
 
     @contextmanager

@@ -28,14 +28,17 @@ from ..candidates.base import NoCandidates
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.members import MemberCandidates
+from ..candidates.translated.source import TranslatedDraftCandidates
+from ..candidates.translated.translation import Translation
 from ..candidates.tuned import TunedSource, TunedSources
 from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
-from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset
+from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
 from .model_state import state_of
-from .vocabularies import shared_vocabulary
+from .vocabularies import Tokenizers, vocabulary_between
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+_NOT_OF_SOURCES: dict[str, Any] = {"width": None, "tokenizer": None, "assistant_tokenizer": None}
 _DRAFTERS = (PreTrainedModel, CandidateGenerator, LearnedDrafter)
 
 
@@ -58,10 +61,18 @@ class Drafters:
         return len(self._sources)
 
     def of_model(
-        self, model: PreTrainedModel, width: int | None, samples: bool, vocabulary: SharedVocabulary | None
+        self,
+        model: PreTrainedModel,
+        width: int | None,
+        samples: bool,
+        vocabulary: SharedVocabulary | Translation | None,
     ) -> TreeCandidateGenerator:
-        """See `DraftModelCandidates`."""
-        make = partial(DraftModelCandidates, model, width=width, samples=samples, vocabulary=vocabulary)
+        """See `DraftModelCandidates`, and `TranslatedDraftCandidates`."""
+        make: Callable[[], TreeCandidateGenerator]
+        if isinstance(vocabulary, Translation):
+            make = partial(TranslatedDraftCandidates, model, vocabulary, width=width, samples=samples)
+        else:
+            make = partial(DraftModelCandidates, model, width=width, samples=samples, vocabulary=vocabulary)
         return self._shared((id(model), width, samples, vocabulary), make)
 
     def of_learned(self, heads: LearnedDrafter, width: int | None, calibrator: Calibrator) -> TreeCandidateGenerator:
@@ -157,7 +168,8 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
         assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
-        vocabulary = check_draft_model(assistant, target)
+        tokenizers = Tokenizers(config.tokenizer, config.assistant_tokenizer)
+        vocabulary = check_draft_model(assistant, target, tokenizers)
         samples = config.verification == "rejection"
         return drafters.of_model(assistant, 1 if samples else config.width, samples, vocabulary)
     if isinstance(assistant, LearnedDrafter):
@@ -176,8 +188,16 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
     """Prepares a source that the caller has made, and those that it consists of, for the target."""
     for member in source.sources if isinstance(source, MemberCandidates) else ():
         _fit(member, target)
-    if isinstance(source, DraftModelCandidates):
-        source.serve(check_draft_model(source.model, target))
+    if isinstance(source, TranslatedDraftCandidates):
+        source.translation.check_fit(target.config.get_text_config(decoder=True).vocab_size)
+    elif isinstance(source, DraftModelCandidates):
+        vocabulary = check_draft_model(source.model, target)
+        if isinstance(vocabulary, Translation):
+            raise ValueError(
+                f"{source.name} drafts in its own tokens, and the target has another tokenizer. Pass the model itself, "
+                "or `TranslatedDraftCandidates`."
+            )
+        source.serve(vocabulary)
     if isinstance(heads := getattr(source, "heads", None), LearnedDrafter):
         heads.check_fit(target)
 
@@ -188,10 +208,8 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters)
     need hidden states are further stages, in their order.
     """
     items, discounts, options = _expanded(config.assistant, target)
-    are_sources = [is_preset(item) or isinstance(item, CandidateGenerator) for item in items]
     configs = [
-        replace(config, assistant=item, width=None if is_source else config.width, references=())
-        for item, is_source in zip(items, are_sources)
+        replace(config, assistant=item, references=(), **(_NOT_OF_SOURCES if is_source(item) else {})) for item in items
     ]
     sources = [_as_source(item, target, drafters) for item in configs]
     stages = [(stage, discount) for source, discount in zip(sources, discounts) for stage in source.stages]
@@ -285,9 +303,11 @@ def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
         )
 
 
-def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> SharedVocabulary | None:
+def check_draft_model(
+    draft: PreTrainedModel, target: PreTrainedModel, tokenizers: Tokenizers | None = None
+) -> SharedVocabulary | Translation | None:
     """
-    Which ids the draft model shares with the target, where not all (see `shared_vocabulary`).
+    How the draft model's vocabulary stands to the target's (see `vocabulary_between`).
 
     Raises:
         ValueError: unless it can draft for the target.
@@ -295,7 +315,7 @@ def check_draft_model(draft: PreTrainedModel, target: PreTrainedModel) -> Shared
     from ..target.compat import is_stateful
     from ..target.support import can_pack, rowwise_obstacle
 
-    vocabulary = shared_vocabulary(draft, target)
+    vocabulary = vocabulary_between(draft, target, tokenizers)
     obstacle = None
     if draft.config.is_encoder_decoder or is_stateful(draft):
         obstacle = "it is no decoder by itself, or keeps a state that cannot be taken back"

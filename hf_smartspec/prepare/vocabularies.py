@@ -1,7 +1,10 @@
-"""Whether a draft model's token ids mean what its target's do, where the two have vocabularies of different sizes."""
+"""Whether a draft model's token ids mean what its target's do, and what is done where they do not."""
 
-from transformers import AutoTokenizer, PreTrainedModel
+from typing import NamedTuple
 
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..candidates.translated.translation import Translation
 from ..candidates.vocabulary import SharedVocabulary
 from ..log import get_logger
 from .model_state import state_of
@@ -12,58 +15,74 @@ _PADDING = 0.01  # of the larger vocabulary: Qwen2.5's sizes differ by 0.1 %, Py
 _ALIKE = 0.99  # of the smaller tokenizer's ids: some were reserved, and named later
 
 
-def shared_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> SharedVocabulary | None:
-    """
-    The ids that a draft model shares with its target, where one of the two has more; None where they have as many, and
-    are taken to have one tokenizer.
+class Tokenizers(NamedTuple):
+    """Those of a target and of its draft model, as far as the caller has given them."""
 
-    Sizes that differ tell little: of one tokenizer, embeddings are padded to different multiples, or have grown by some
-    tokens. So tokenizers are compared that lie beside the models, on this machine; where there are none, vocabularies
-    that differ by no more than one percent are taken to be one.
+    target: PreTrainedTokenizerBase | None = None
+    draft: PreTrainedTokenizerBase | None = None
+
+
+def vocabulary_between(
+    draft: PreTrainedModel, target: PreTrainedModel, given: Tokenizers | None = None
+) -> SharedVocabulary | Translation | None:
+    """
+    How a draft model's vocabulary stands to its target's: None where they are one, a `SharedVocabulary` where one of
+    the two has more tokens, and a `Translation` where their tokenizers differ.
+
+    Sizes tell little: of one tokenizer, embeddings are padded to different multiples, or have grown by some tokens. So
+    tokenizers are compared: those that are given, or where sizes differ, those that lie beside the models on this
+    machine. Where there are none, vocabularies that differ by no more than one percent are taken to be one.
 
     Raises:
-        ValueError: if the ids of one mean nothing to the other.
+        ValueError: if nothing says what the ids of one mean to the other.
     """
+    given = Tokenizers() if given is None else given
     sizes = SharedVocabulary(_size(draft), _size(target))
-    if sizes.draft_size == sizes.target_size:
+    if sizes.draft_size == sizes.target_size and given.draft is None:
         return None
-    difference = state_of(target).vocabulary_of(draft, sizes, lambda: _difference(draft, target, sizes))
-    if difference is not None:
+    found = state_of(target).vocabulary_of(draft, (sizes, *given), lambda: _compare(draft, target, sizes, given))
+    if isinstance(found, str):
         raise ValueError(
             f"The draft model has a vocabulary of {sizes.draft_size} tokens and the target one of {sizes.target_size}, "
-            f"{difference}: draft and target must have one tokenizer. Use another draft, or "
+            f"{found}. Pass both tokenizers, `tokenizer=` and `assistant_tokenizer=`, or use "
             "`assistant='prompt_lookup'`, which needs none."
         )
-    return sizes
+    return None if sizes.draft_size == sizes.target_size and found == sizes else found
 
 
 def _size(model: PreTrainedModel) -> int:
     return model.config.get_text_config(decoder=True).vocab_size
 
 
-def _difference(draft: PreTrainedModel, target: PreTrainedModel, sizes: SharedVocabulary) -> str | None:
-    """Why the ids of two vocabularies of different sizes mean different tokens; None if they mean the same."""
-    vocabularies = [_vocabulary(model) for model in (draft, target)]
-    if all(vocabularies):
-        return None if _share_ids(*vocabularies) else "and the tokenizers beside them differ"
+def _compare(
+    draft: PreTrainedModel, target: PreTrainedModel, sizes: SharedVocabulary, given: Tokenizers
+) -> SharedVocabulary | Translation | str:
+    """The sizes where ids below both mean the same, or how to translate; or why nobody knows."""
+    of_draft = _tokenizer_beside(draft) if given.draft is None else given.draft
+    of_target = _tokenizer_beside(target) if given.target is None else given.target
+    if of_draft is not None and of_target is not None:
+        if _share_ids(of_draft.get_vocab(), of_target.get_vocab()):
+            return sizes
+        translation = Translation(of_target, of_draft, sizes.target_size, sizes.draft_size)
+        logger.info(f"Draft and target have two tokenizers, with {translation.num_shared} tokens in common.")
+        return translation
+    if given.draft is not None:
+        return "and the target's tokenizer is not beside it"
     if max(sizes) - min(sizes) <= _PADDING * max(sizes):
         logger.info(f"Vocabularies of {sizes.draft_size} and {sizes.target_size} tokens are taken to be one, padded.")
-        return None
-    return (
-        f"which is more than padding (at most {_PADDING:.0%}), and beside one of them lies no tokenizer that would say "
-        "that ids mean the same"
-    )
+        return sizes
+    return f"which is more than padding (at most {_PADDING:.0%}), and beside one of them lies no tokenizer"
 
 
-def _vocabulary(model: PreTrainedModel) -> dict[str, int]:
-    """Tokens with their ids; none where the model's tokenizer is not on this machine."""
+def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, if it is on this machine."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True, trust_remote_code=False)
-        vocabulary = tokenizer.get_vocab()
+        name = model.name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception:  # of many kinds: no such folder, no tokenizer in it, one that needs code of its own
-        return {}
+        return None
     # Where there are no files, an empty one may be made up from the model's type.
-    return vocabulary if 2 * len(vocabulary) > _size(model) else {}
+    return tokenizer if 2 * len(tokenizer) > _size(model) else None
 
 
 def _share_ids(first: dict[str, int], second: dict[str, int]) -> bool:

@@ -51,6 +51,7 @@ class Engine:
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of a draft model that has another one.
 
     `stop()` it, or use it in a `with` block. An engine that nobody refers to any more stops by itself; what still runs
     then is cancelled.
@@ -74,6 +75,7 @@ class Engine:
         max_kv_bytes: int | None = None,
         max_prefill_tokens: int = 512,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
             check_positive(name, value)
@@ -84,7 +86,8 @@ class Engine:
         self.tokenizer = tokenizer
         target: Any = generating(model)
         self.model: PreTrainedModel = target
-        self.config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+        config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+        self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
         if not can_pack(self.model):
             raise ValueError(
                 f"{type(self.model).__name__} cannot be packed, which an engine needs: `model.generate(assistant=...)` "

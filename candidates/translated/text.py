@@ -1,0 +1,94 @@
+"""A text of the target's that a draft model reads in tokens of its own."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_KEPT = 32  # tokens of the target's, at least, that are read anew whenever some are added
+_LONG = 96  # as many, and it is tried to leave all but these as they are
+_TOO_LONG = 1024  # as many, and they are left in any case
+_TRIES = 16  # places at which a text may be parted
+_LEAD = 4  # tokens before a place, which decide how the text behind it begins
+
+BROKEN = "\ufffd"  # the first bytes of a character whose others are to come
+
+
+class Reading(NamedTuple):
+    """The end of a text as characters."""
+
+    whole: str
+    string: str  # without characters that are not complete
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.string) == len(self.whole)
+
+
+@dataclass(eq=False)
+class TranslatedText:
+    """
+    A text in the tokens of both, which grows at its end. What is added may change how the characters before it are cut
+    into tokens: its end is encoded anew every time.
+
+    ```
+    ids     |-- read for good --|-- window: [start, ...)         |
+    tokens  |-- stay -----------|-- may change: [num_fixed, ...) |
+    ```
+
+    Args:
+        tokens (list of `int`): The draft's.
+        num_fixed (`int`): How many of these stay.
+        ids (list of `int`): The target's, without those that stand for no text.
+        start (`int`): Where among them the window begins.
+        lead (`str`): The characters of the few tokens before it.
+        is_complete (`bool`): Whether the text ends with a whole character.
+    """
+
+    tokens: list[int]
+    num_fixed: int
+    ids: list[int] = field(default_factory=list)
+    start: int = 0
+    lead: str = ""
+    is_complete: bool = True
+    _least: int = _LONG
+
+    @property
+    def window(self) -> list[int]:
+        """What is to be decoded, the lead included."""
+        return self.ids[max(self.start - _LEAD, 0) :]
+
+    def reading(self, decoded: str) -> Reading:
+        """From the window's characters."""
+        whole = decoded[len(self.lead) :]
+        return Reading(whole, whole.rstrip(BROKEN))
+
+    def take(self, tokens: list[int], reading: Reading) -> None:
+        """The window's tokens."""
+        self.tokens[self.num_fixed :] = tokens
+        self.is_complete = reading.is_complete
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is time to begin the window later."""
+        return len(self.ids) - self.start > self._least
+
+    def possible_starts(self) -> list[int]:
+        latest = len(self.ids) - _KEPT
+        return list(range(latest, max(latest - _TRIES, self.start), -1))
+
+    def lead_of(self, start: int) -> list[int]:
+        return self.ids[max(start - _LEAD, 0) : start]
+
+    def around(self, start: int) -> tuple[list[int], list[int]]:
+        """What is decoded to find out how the text behind a place reads: its lead, and this with all that follows."""
+        return self.lead_of(start), self.ids[max(start - _LEAD, 0) :]
+
+    def begin_at(self, start: int, lead: str, num_fixed: int) -> None:
+        """Has the window begin later."""
+        self.start, self.lead, self.num_fixed, self._least = start, lead, num_fixed, _LONG
+
+    def shorten_by_force(self, lead: str, reading: Reading) -> None:
+        """Parts a text that can be parted nowhere at its end, if that must be."""
+        if len(self.ids) - self.start > _TOO_LONG and reading.is_complete:
+            self.begin_at(len(self.ids), lead, len(self.tokens))
+        else:
+            self._least = min(2 * self._least, _TOO_LONG)

@@ -1,0 +1,160 @@
+"""Between two tokenizers: which tokens both have, and how one's text reads in the other's tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.candidate_generator import AssistantToTargetTranslator
+
+from .text import BROKEN, Reading, TranslatedText
+
+
+class _Tables(NamedTuple):
+    """The shared tokens, where logits are."""
+
+    draft_ids: torch.Tensor  # [target_size] int64, of every token of the target's; 0 where the draft has none
+    is_shared: torch.Tensor  # [target_size] bool
+    is_known: torch.Tensor  # [draft_size] bool: which of the draft's tokens the target has
+
+
+class Translation:
+    """
+    Between a target's tokenizer and a draft model's. Tokens of one text are shared, as transformers'
+    `AssistantToTargetTranslator` finds them: drafts consist of these alone (Timor et al., 2025, algorithm 4). The text
+    that they continue is the target's, decoded, and encoded anew as the draft model knows it.
+
+    Args:
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): Of the target, and of the draft.
+        target_size, draft_size (`int`): Of the models' vocabularies, padding included.
+
+    Raises:
+        ValueError: if no token is shared.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        assistant_tokenizer: PreTrainedTokenizerBase,
+        target_size: int,
+        draft_size: int,
+    ):
+        self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
+        # Not from transformers' cache: there, it would be taken for the one of a draft whose head was pruned.
+        translator = AssistantToTargetTranslator(tokenizer, assistant_tokenizer, target_size)
+        pairs = [
+            (target, draft)
+            for target, draft in translator.target_to_assistant_input_ids.items()
+            if target < target_size and draft < draft_size
+        ]
+        if not pairs:
+            raise ValueError("The tokenizers of draft and target have no token in common. Use another draft.")
+        targets, drafts = np.array(pairs, np.int64).T
+        self.num_shared = len(pairs)
+        self._draft_ids = np.full(target_size, -1)
+        self._draft_ids[targets] = drafts
+        self._target_ids = np.zeros(draft_size, np.int64)
+        self._target_ids[drafts] = targets
+        self._is_known = np.zeros(draft_size, bool)
+        self._is_known[drafts] = True
+        self._tables: dict[torch.device, _Tables] = {}
+        self._begin = _leading_tokens(assistant_tokenizer)
+        self._unread = self._unreadable()
+
+    def check_fit(self, target_size: int) -> None:
+        """Raises `ValueError` if the target has a vocabulary of another size."""
+        if target_size != len(self._draft_ids):
+            raise ValueError(
+                f"The target has a vocabulary of {target_size} tokens, and the `Translation` is for one of "
+                f"{len(self._draft_ids)}. Make one for this target."
+            )
+
+    def _unreadable(self) -> np.ndarray:
+        """Tokens of the target that stand for no text: special ones that the draft has not, and padding."""
+        known = self.assistant_tokenizer.get_vocab()
+        texts = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
+        texts |= {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        unread = {number for text, number in texts.items() if text not in known}
+        if self._begin and self.tokenizer.bos_token_id is not None:
+            unread.add(self.tokenizer.bos_token_id)  # the draft has its own
+        unread |= set(range(max(self.tokenizer.get_vocab().values()) + 1, len(self._draft_ids)))
+        return np.array(sorted(unread), np.int64)
+
+    # Drafts
+
+    def to_target(self, tokens: np.ndarray) -> np.ndarray:
+        """Shared tokens of the draft's as the target's; others, which nobody draws, as any."""
+        return self._target_ids[tokens]
+
+    def to_draft(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens of the target's as the draft's; -1 where it has none."""
+        return self._draft_ids[tokens]
+
+    def restricted(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits `[nodes, draft_size]`, of shared tokens only."""
+        return logits.masked_fill(~self._tables_on(logits.device).is_known, -torch.inf)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits in the target's vocabulary, `[nodes, target_size]`."""
+        tables = self._tables_on(logits.device)
+        return logits.index_select(1, tables.draft_ids).masked_fill_(~tables.is_shared, -torch.inf)
+
+    def draft_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shared tokens of the target's (any shape) as the draft's, on their device."""
+        return self._tables_on(tokens.device).draft_ids[tokens]
+
+    def _tables_on(self, device: torch.device) -> _Tables:
+        if device not in self._tables:
+            draft_ids = torch.from_numpy(self._draft_ids)
+            tables = draft_ids.clamp(min=0), draft_ids >= 0, torch.from_numpy(self._is_known)
+            self._tables[device] = _Tables(*[table.to(device) for table in tables])
+        return self._tables[device]
+
+    # Texts
+
+    def begin(self, prompt: np.ndarray) -> TranslatedText:
+        """A text of the target's, to be read."""
+        text = TranslatedText(list(self._begin), len(self._begin))
+        self.extend(text, prompt)
+        return text
+
+    def extend(self, text: TranslatedText, tokens: np.ndarray) -> None:
+        """Tokens of the target's have come; they are translated by `read`."""
+        text.ids += tokens[~np.isin(tokens, self._unread)].tolist()
+
+    def read(self, texts: Sequence[TranslatedText]) -> None:
+        """Translates what has come, of all texts together."""
+        strings = self._decode([text.window for text in texts])
+        readings = [text.reading(string) for text, string in zip(texts, strings)]
+        for text, reading, tokens in zip(texts, readings, self._encode([item.string for item in readings])):
+            text.take(tokens, reading)
+            if text.is_long:
+                self._shorten(text, reading)
+
+    def _shorten(self, text: TranslatedText, reading: Reading) -> None:
+        """Leaves what lies far back as it is, where what follows reads the same by itself."""
+        starts = text.possible_starts()
+        windows = self._decode([part for start in starts for part in text.around(start)])
+        behind = [whole[len(lead) :] for lead, whole in zip(windows[::2], windows[1::2])]
+        usable = [item if reading.whole.endswith(item) else "" for item in behind]
+        ends = self._encode([item.rstrip(BROKEN) for item in usable])
+        for start, lead, end in zip(starts, windows[::2], ends):
+            if end and text.tokens[-len(end) :] == end:
+                text.begin_at(start, lead, len(text.tokens) - len(end))
+                return
+        text.shorten_by_force(self._decode([text.lead_of(len(text.ids))])[0], reading)
+
+    def _decode(self, parts: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(parts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _encode(self, strings: list[str]) -> list[list[int]]:
+        return self.assistant_tokenizer(strings, add_special_tokens=False, verbose=False).input_ids
+
+
+def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text."""
+    bare = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a").input_ids
+    lengths = range(len(whole) - len(bare) + 1)
+    return whole[: next((first for first in lengths if whole[first : first + len(bare)] == bare), 0)]

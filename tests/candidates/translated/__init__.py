@@ -1,0 +1,1 @@
+"""Tests of draft models with a tokenizer of their own."""
