@@ -60,6 +60,9 @@ class EagleHeads(FeatureDrafter):
         self.parts = nn.ModuleDict({name: _module(tensors, name, config.rms_norm_eps) for name in sorted(names)})
         ids = tensors.get("d2t")
         self.register_buffer("token_ids", None if ids is None else ids.long() + torch.arange(len(ids)))
+        # Read here, since configs take longer to look anything up than a norm takes.
+        self._norms_residual = bool(getattr(config, "norm_before_residual", False))
+        self._norms_output = bool(getattr(config, "norm_output", False))
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
 
@@ -140,7 +143,7 @@ class EagleHeads(FeatureDrafter):
         """What attention reads, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and what it adds to."""
         if self.is_third:
             normed = self.part("hidden_norm")(features)
-            residual = normed if getattr(self.config, "norm_before_residual", False) else features
+            residual = normed if self._norms_residual else features
             return torch.cat([self.part("input_layernorm")(embeds), normed], dim=-1), residual
         fc = fc or self.part("fc")
         x = fc(torch.cat([embeds, features], dim=-1))
@@ -157,10 +160,6 @@ class EagleHeads(FeatureDrafter):
         normed = self.part("post_attention_layernorm")(hidden)
         gate, up = (self.part(name)(normed) for name in _GATE_UP)
         return self.outputs(hidden + self.part("down_proj")(ACT2FN[self.config.hidden_act](gate) * up))
-
-    @property
-    def _norms_output(self) -> bool:
-        return bool(getattr(self.config, "norm_output", False))
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the layer leaves."""
