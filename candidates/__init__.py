@@ -10,6 +10,7 @@ from .heads.eagle import EagleHeads
 from .heads.feature_source import FeatureCandidates
 from .heads.medusa import MedusaHeads
 from .heads.mlp_speculator import MLPSpeculator
+from .heads.mtp import MtpLayers
 from .heads.source import MedusaCandidates
 from .heads.speculator_source import MLPSpeculatorCandidates
 from .prompt_lookup import PromptLookupCandidates
@@ -29,6 +30,7 @@ __all__ = [
     "MLPSpeculatorCandidates",
     "MedusaCandidates",
     "MedusaHeads",
+    "MtpLayers",
     "PromptLookupCandidates",
     "StagedCandidates",
     "SuffixTreeCandidates",

@@ -15,6 +15,7 @@ from .features import FeatureDrafter
 from .learned import LearnedDrafter
 from .medusa import MedusaHeads, says_medusa
 from .mlp_speculator import MLPSpeculator, says_mlp_speculator
+from .mtp import MtpLayers, says_mtp
 from .source import MedusaCandidates
 from .speculator_source import MLPSpeculatorCandidates
 
@@ -49,6 +50,7 @@ def _features(heads: FeatureDrafter, calibrator: ProbabilityCalibrator, width: i
 
 
 KINDS = (
+    Kind(MtpLayers, says_mtp, _features),
     Kind(MedusaHeads, says_medusa, _medusa),
     Kind(MLPSpeculator, says_mlp_speculator, _speculator),
     Kind(EagleHeads, says_eagle, _features),

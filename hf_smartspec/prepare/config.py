@@ -9,17 +9,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import CandidateGenerator
 
 from ..candidates import TreeCandidateGenerator
+from ..candidates.heads.mtp import MTP
 from ..decoding.verify import METHODS
 from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
 
 DATASTORE, TUNED = "datastore:", "tuned:"  # each before a path
-PRESET_NAMES = ["auto", f"{DATASTORE}PATH", "none", "prompt_lookup", "suffix", f"{TUNED}PATH"]
+PRESET_NAMES = ["auto", f"{DATASTORE}PATH", MTP, "none", "prompt_lookup", "suffix", f"{TUNED}PATH"]
 
 
 def is_preset(assistant: Any) -> bool:
-    """Whether it is a name that stands for a source, not for a draft model."""
-    if not isinstance(assistant, str):
+    """Whether it is a name that stands for a source, not for a drafter that is loaded."""
+    if not isinstance(assistant, str) or assistant == MTP:
         return False
     return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
 
@@ -35,9 +36,10 @@ class SmartSpecConfig:
     Options of speculative decoding, passed as `assistant=`.
 
     Args:
-        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), a draft
-            model or its folder or hub id (loaded once for each target), a candidate source, or a list of these, which
-            are fused. "tuned:PATH" is what `smartspec tune` found; its suffix trees are the model's own for this file.
+        assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), "mtp"
+            (the target's own MTP layers), a draft model or its folder or hub id (loaded once for each target), a
+            candidate source, or a list of these, which are fused. "tuned:PATH" is what `smartspec tune` found; its
+            suffix trees are the model's own for this file.
         num_nodes (`int`, *optional*): Draft nodes per row at every step. Where not given, a `GoodputAuction` decides at
             every step how many of those that the source drafts by default are worth it.
         width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. Where not given, chains, and

@@ -27,6 +27,7 @@ from ..candidates import (
 from ..candidates.base import NoCandidates
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
+from ..candidates.heads.mtp import MTP
 from ..candidates.members import MemberCandidates
 from ..candidates.translated.source import TranslatedDraftCandidates
 from ..candidates.translated.translation import Translation
@@ -140,7 +141,9 @@ def check_assistant(assistant: Any) -> None:
 
 
 def _may_be_model(name: str) -> bool:
-    """A folder, a hub id, or one of the old ids without an owner if it has been downloaded."""
+    """The target's own layers, a folder, a hub id, or one of the old ids without an owner if it has been downloaded."""
+    if name == MTP:
+        return True
     name = os.path.expanduser(name)
     if os.path.isabs(name) or name.startswith(".") or name.count("/") != 1:
         return os.path.isdir(name) or ("/" not in name and bool(name) and _is_downloaded(name))

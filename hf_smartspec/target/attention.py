@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -208,7 +208,7 @@ def _registered(implementation: str) -> str:
     return name
 
 
-def attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def attention_configs(model: torch.nn.Module) -> list[PreTrainedConfig]:
     """The distinct configs from which the model's modules read their attention implementation."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

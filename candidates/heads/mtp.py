@@ -1,0 +1,108 @@
+"""MTP layers (DeepSeek-V3, arXiv 2412.19437, section 2.2): what a target was trained with to predict further tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from ...target.features import Layers
+from ...target.mtp import PackedMtp
+from ...target.support import packing_obstacle
+from ..committed import LAST
+from .features import FeatureDrafter
+
+MTP = "mtp"
+
+
+class MtpLayers(FeatureDrafter):
+    """
+    The MTP layers of a target, with its own embeddings and head; see `PackedMtp`.
+
+    Args:
+        model (`MtpModel`): transformers' own. What it shares with the target is no part of this module.
+    """
+
+    hidden_layers = (LAST,)
+    token_ids = None
+
+    def __init__(self, model: MtpModel):
+        super().__init__()
+        self.blocks = model.layers
+        self.packed = PackedMtp(model)  # no module: to move or train this one does not touch the target
+        self.config, self.vocab_size = model.config, model.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.packed.num_layers
+
+    @property
+    def _projection(self) -> torch.Tensor:
+        layer: Any = self.blocks[0]
+        weight: torch.Tensor = layer.eh_proj.weight
+        return weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._projection.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._projection.device
+
+    def layers(self) -> Layers:
+        return self.packed.layers
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        return self.packed.combine(states)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.packed.logits(hidden)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "MtpLayers":
+        """
+        Reads the layers from the target's own files, once more: loading the target has dropped them.
+
+        Args:
+            name (`str`): "mtp".
+
+        Raises:
+            ValueError: if the target has none, or its files do not hold them, or they cannot be packed.
+        """
+        kind = type(target).__name__
+        output: Any = target.get_output_embeddings()
+        if not getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
+            raise ValueError(f"`assistant={MTP!r}`: {kind} has no MTP layers that transformers knows of.")
+        if (obstacle := packing_obstacle(target)) is not None:
+            raise ValueError(f"`assistant={MTP!r}`: {obstacle}.")
+        device = output.weight.device
+        try:
+            model = MtpModel.from_pretrained(target, device_map={"": device})
+        except Exception as error:  # of many kinds: no files, none of these names, not all of them
+            raise ValueError(
+                f"`assistant={MTP!r}`: the MTP layers of {kind} cannot be read from {target.config.name_or_path!r}: "
+                f"{error}"
+            ) from error
+        for part in (model.layers, getattr(model, "shared_post_norm", None)):
+            if part is not None:  # transformers goes by the config, not by what the target has become
+                part.eval().to(device=device, dtype=target.dtype).requires_grad_(False)
+        layers = cls(model)
+        layers.name_or_path = str(name)
+        return layers
+
+    def check_fit(self, target: PreTrainedModel) -> None:
+        """Raises `ValueError` unless these are layers of a target of this size."""
+        config = target.config.get_text_config(decoder=True)
+        sizes = [(item.hidden_size, item.vocab_size) for item in (self.config, config)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"MTP layers of hidden size {sizes[0][0]} and {sizes[0][1]} tokens do not fit a target of hidden size "
+                f"{sizes[1][0]} and {sizes[1][1]} tokens."
+            )
+
+
+def says_mtp(name: str) -> bool:
+    """Whether the layers are meant that the target itself brings."""
+    return name == MTP

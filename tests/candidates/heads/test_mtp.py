@@ -1,0 +1,248 @@
+"""MTP layers that draft: what transformers drafts with them, in batches and as trees; the tokens of plain decoding."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import candidate_generator
+
+import hf_smartspec
+from hf_smartspec import Engine, MtpLayers, SmartSpecConfig
+from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
+from hf_smartspec.prepare.resolve import Drafters, resolve
+
+from ...generate.helpers import prompts
+from ...models import VOCAB_SIZE, new_model, shared_model
+from .mtp_targets import load_target, write_target
+
+LENGTHS = (9, 5, 12)
+NUM_TOKENS = 24
+GREEDY = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SAMPLED = GREEDY | {"do_sample": True, "seed": 3, "temperature": 0.7}
+WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "chunks": GREEDY | {"prefill_chunk_size": 4}}
+
+
+@pytest.fixture(scope="module")
+def patch():
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory, patch):
+    """Targets by name and number of MTP layers, made when they are asked for."""
+    made = {}
+
+    def make(name="glm4_moe", num_layers=1):
+        if (name, num_layers) not in made:
+            folder = tmp_path_factory.mktemp(name)
+            write_target(name, folder, num_layers)
+            made[name, num_layers] = load_target(folder, patch)
+        return made[name, num_layers]
+
+    return make
+
+
+def drafts_of_transformers(target, ids, monkeypatch):
+    """What transformers drafts for one sequence, by the length of the text."""
+    drafts, own = {}, candidate_generator.MTPCandidateGenerator.get_candidates
+
+    def spy(self, input_ids, *args, **kwargs):
+        candidates, logits = own(self, input_ids, *args, **kwargs)
+        drafts[input_ids.shape[1]] = candidates[0, input_ids.shape[1] :].tolist()
+        return candidates, logits
+
+    monkeypatch.setattr(candidate_generator.MTPCandidateGenerator, "get_candidates", spy)
+    target.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, use_mtp=True)
+    return {length: draft for length, draft in drafts.items() if draft}
+
+
+class Spy(FeatureCandidates):
+    """Remembers its drafts, by the prompt's length, its first tokens and the length of the text."""
+
+    def __init__(self, *args, reuses=True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drafts, self.texts = {}, {}
+        self.reuses, self.num_reused = reuses, 0
+
+    def reuse(self, request_id, length, earlier):
+        num = super().reuse(request_id, length, earlier if self.reuses else None)
+        self.num_reused = max(self.num_reused, num)
+        return num
+
+    def start(self, request_id, prompt):
+        super().start(request_id, prompt)
+        self.texts[request_id] = len(prompt), *prompt[:4].tolist()
+
+    def propose(self, request_ids, max_nodes, price=None):
+        trees = super().propose(request_ids, max_nodes, price)
+        for name, tree in zip(request_ids, trees):
+            self.drafts[self.texts[name], len(self._states[name].tokens) + 1] = tree
+        return trees
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "way"),
+    [
+        ("glm4_moe", 1, "whole"),
+        ("glm4_moe", 1, "chunks"),
+        ("glm4_moe", 2, "whole"),
+        ("mellum", 1, "whole"),
+        ("mellum", 1, "chunks"),
+        ("deepseek_v3", 1, "whole"),
+        ("deepseek_v3", 3, "chunks"),
+    ],
+)
+def test_drafts_are_those_of_transformers(targets, name, num_layers, way, monkeypatch):
+    """Of a batch, whose prompts are run in pieces or not: the first branches of its trees."""
+    target = targets(name, num_layers)
+    if getattr(target.config, "num_mtp_layers", None) is None:
+        pytest.skip("this transformers knows no MTP layers of these models")
+    inputs = prompts(LENGTHS)
+    texts = [row[mask.bool()] for row, mask in zip(*inputs.values())]
+    expected = {}
+    for text in texts:
+        found = drafts_of_transformers(target, text[None], monkeypatch)
+        expected |= {((len(text), *text[:4].tolist()), length): draft for length, draft in found.items()}
+    layers = MtpLayers.from_pretrained("mtp", target)
+    assert layers.num_layers == num_layers and layers.dtype == target.dtype
+    source = Spy(layers, num_nodes=2 * num_layers, width=2)
+    options = GREEDY | ({"prefill_chunk_size": 3} if way == "chunks" else {})
+    with hf_smartspec.enabled(target):
+        target.generate(**inputs, **options, assistant=SmartSpecConfig(source, num_nodes=2 * num_layers))
+    common = set(source.drafts) & set(expected)
+    assert len(common) > 0.7 * len(expected) > 20
+    for place in common:
+        tree, draft = source.drafts[place], expected[place]
+        node = -1
+        for token in draft:  # of the best tokens, some may be less likely than others of another branch
+            children = np.flatnonzero(tree.parents == node)
+            if not len(children):
+                break
+            assert tree.tokens[children[0]] == token
+            node = int(children[0])
+        assert node >= 0
+
+
+def trained_layers(target, inputs):
+    """The target's MTP layer, taught what the target says behind these prompts."""
+    layers = MtpLayers.from_pretrained("mtp", target)
+    with torch.no_grad():
+        text = target.generate(**inputs, **GREEDY)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(len(text), NUM_TOKENS, dtype=torch.long)], dim=1)
+        states = target.base_model(text, attention_mask=mask).last_hidden_state
+        embedded = target.get_input_embeddings()(text[:, 1:])
+        rotary = target.model.rotary_emb(embedded, torch.arange(1, text.shape[1])[None])
+    optimizer = torch.optim.Adam(layers.blocks.requires_grad_(True).parameters(), lr=5e-3)
+    start = inputs["input_ids"].shape[1] - 1
+    for _ in range(60):
+        hidden = layers.blocks[0](embedded, states[:, :-1], rotary, None, None, None)
+        logits = layers.logits(hidden[:, start:-1].flatten(0, 1))
+        torch.nn.functional.cross_entropy(logits, text[:, start + 2 :].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layers.blocks.requires_grad_(False)
+    return layers
+
+
+@pytest.fixture(scope="module")
+def trained(targets):
+    return trained_layers(targets(), prompts(LENGTHS))
+
+
+ASSISTANTS = {
+    "layers": lambda layers: layers,
+    "chain": lambda layers: SmartSpecConfig(layers, num_nodes=4),
+    "tree": lambda layers: SmartSpecConfig(layers, num_nodes=12, width=3),
+    "with suffix trees": lambda layers: ["suffix", layers],
+}
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:1]])
+def test_tokens_are_those_of_plain_decoding(targets, trained, name, way, lengths):
+    target, inputs, options = targets(), prompts(lengths), WAYS[way]
+    with hf_smartspec.enabled(target):
+        expected = target.generate(**inputs, **options, assistant="none")
+        output = target.generate(**inputs, **options, assistant=ASSISTANTS[name](trained), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert 0 < output.statistics.accepted_tokens <= output.statistics.drafted_tokens
+    if way == "greedy" and lengths is LENGTHS:
+        assert output.statistics.accepted_tokens > 0.3 * NUM_TOKENS * len(lengths), "it was taught this"
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 3)])
+def test_random_layers_change_nothing(targets, name, num_layers):
+    target, inputs = targets(name, num_layers), prompts((1, 2, 12))
+    for options in (GREEDY, SAMPLED):
+        with hf_smartspec.enabled(target):
+            expected = target.generate(**inputs, **options, assistant="none")
+            output = target.generate(
+                **inputs,
+                **options,
+                assistant=SmartSpecConfig("mtp", num_nodes=9, width=3),
+                return_dict_in_generate=True,
+            )
+        assert torch.equal(output.sequences, expected) and output.statistics.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_drafts_behind_reused_prefixes_are_those_behind_whole_prompts(targets, num_layers):
+    """Of an engine's requests, some of which are cancelled, and end with theirs what others may reuse."""
+    target = targets(num_layers=num_layers)
+    layers = MtpLayers.from_pretrained("mtp", target)
+    generator = torch.Generator().manual_seed(5)
+    prefix = torch.randint(3, VOCAB_SIZE, (40,), generator=generator).tolist()
+    few = GREEDY | {"max_new_tokens": 8}
+    texts = [prefix + torch.randint(3, VOCAB_SIZE, (num,), generator=generator).tolist() for num in (1, 4, 9)]
+    sources = []
+    for reuses in (True, False):
+        source = Spy(layers, num_nodes=6, width=2, reuses=reuses)
+        sources.append(source)
+        with Engine(target, SmartSpecConfig(source, num_nodes=6), max_batch_size=4) as engine:
+            for text in texts:
+                dropped = engine.add_request(text[:-1], max_new_tokens=200, eos_token_id=None)
+                name = engine.add_request(text, **few)
+                engine.cancel_request(dropped)
+                output = engine.get_result(name, timeout=60)
+                expected = target.generate(torch.tensor([text]), attention_mask=torch.ones(1, len(text)), **few)
+                assert output.generated_tokens == expected[0, len(text) :].tolist()
+            assert engine.statistics.drafted_tokens > NUM_TOKENS
+    reusing, whole = sources
+    assert reusing.num_reused >= len(prefix) - 1 and whole.num_reused == 0
+    common = set(reusing.drafts) & set(whole.drafts)
+    assert len(common) >= 8
+    assert all(reusing.drafts[place].tokens.tolist() == whole.drafts[place].tokens.tolist() for place in common)
+
+
+def test_they_are_loaded_once_and_fit_their_target(targets):
+    target, drafters = targets(), Drafters()
+    sources = [resolve(name, target, drafters).source for name in ("mtp", SmartSpecConfig("mtp"), ["mtp"])]
+    assert sources[0] is sources[1] is sources[2] and isinstance(sources[0].heads, MtpLayers)
+    assert resolve(SmartSpecConfig("mtp", width=3), target, drafters).source.heads is sources[0].heads
+    other = new_model("llama", hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
+    for assistant in (sources[0].heads, sources[0]):
+        with pytest.raises(ValueError, match="hidden size 48"):
+            resolve(assistant, other)
+
+
+def test_the_target_stays_as_it_is(targets):
+    target = targets()
+    target.train()
+    before = {name: (item.data_ptr(), item.requires_grad) for name, item in target.named_parameters()}
+    layers = MtpLayers.from_pretrained("mtp", target)
+    layers.to(torch.bfloat16).eval().requires_grad_(False)
+    assert layers.dtype == torch.bfloat16
+    assert {name: (item.data_ptr(), item.requires_grad) for name, item in target.named_parameters()} == before
+    assert all(module.training for module in target.modules())
+    target.eval()
+
+
+def test_targets_without_layers_are_refused(tmp_path, patch):
+    with hf_smartspec.enabled(shared_model("llama")), pytest.raises(ValueError, match="no MTP layers"):
+        shared_model("llama").generate(**prompts(LENGTHS), **GREEDY, assistant="mtp")
+    write_target("glm4_moe", tmp_path)
+    target = load_target(tmp_path, patch)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be read from"):
+        MtpLayers.from_pretrained("mtp", target)
