@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-layers", type=positive, default=1, metavar="N",
         help="of each Medusa head; of the target's, which a draft model begins as (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that a draft model begins as")
+    parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that EAGLE-3 or a draft model begins as")
     parser.add_argument(
         "--draft-vocab-size",
         type=positive,
@@ -73,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_device(args.device)
     check_output(args.json)
+    if args.draft is not None and args.kind == "medusa":
+        raise UsageError("--draft: Medusa heads begin as the target's own head")
     _check_folder(args)
     tokenizer = tokenizer_of(args.model)
     requests = [item for path in args.files for item in read_requests(path, Fields(), args.limit, not args.own_outputs)]

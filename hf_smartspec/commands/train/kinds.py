@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from ...candidates.heads.eagle import EagleHeads
 from ...candidates.heads.eagle_files import says_eagle
 from ...candidates.heads.medusa import says_medusa
 from ...training.draft import DraftTraining
@@ -40,6 +41,8 @@ def _medusa(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Te
 
 
 def _eagle3(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> EagleTraining:
+    if args.draft is not None:
+        return EagleTraining(model, EagleHeads.from_pretrained(args.draft, model).float(), args.num_heads)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = frequent_tokens(texts, args.draft_vocab_size or vocab_size, vocab_size)
     return EagleTraining(model, new_heads(model, ids, args.neurons, args.seed), args.num_heads)
