@@ -19,11 +19,14 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
+from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
+from hf_smartspec.candidates.heads.learned import LearnedDrafter
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.candidates.heads.speculator_source import MLPSpeculatorCandidates
 from hf_smartspec.goodput.acceptance import Calibrator
 
-from ..candidates.heads.fitted import fitted_heads, fitted_speculator
+from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from ..models import noisy_model, shared_model
 
 NUM_TOKENS = 40
@@ -52,13 +55,17 @@ def swap_draft_model(source: DraftModelCandidates, rng: random.Random) -> None:
 
 
 def medusa(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    heads = copy.deepcopy(known_heads(architecture))
+    heads = copied(known_heads(architecture))
     return MedusaCandidates(heads, tree=rng.choice((None, _TREE)), calibrator=rng.choice((None, Calibrator())))
 
 
 def mlp_speculator(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    heads = copy.deepcopy(known_speculator(architecture))
+    heads = copied(known_speculator(architecture))
     return MLPSpeculatorCandidates(heads, width=rng.choice((None, 1, 3)))
+
+
+def eagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    return FeatureCandidates(copied(known_eagle(architecture)), width=rng.choice((None, 1, 3)))
 
 
 def swap_heads(source: Any, rng: random.Random) -> None:
@@ -76,10 +83,18 @@ def prompt_lookup(architecture: str, rng: random.Random) -> TreeCandidateGenerat
 KINDS = {
     "draft model": Kind(draft_model, swap_draft_model),
     "medusa": Kind(medusa, swap_heads),
+    "eagle": Kind(eagle, swap_heads),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
     "suffix": Kind(suffix),
     "prompt lookup": Kind(prompt_lookup),
 }
+
+
+def copied(heads: LearnedDrafter) -> Any:
+    """Of heads, not of the target that they may refer to."""
+    own = copy.copy(heads)
+    own._modules = copy.deepcopy(heads._modules)
+    return own
 
 
 @torch.no_grad()
@@ -107,3 +122,8 @@ def known_heads(architecture: str) -> MedusaHeads:
 @cache
 def known_speculator(architecture: str) -> MLPSpeculator:
     return fitted_speculator(shared_model(architecture), known_texts(architecture))
+
+
+@cache
+def known_eagle(architecture: str) -> EagleHeads:
+    return fitted_eagle(shared_model(architecture), known_texts(architecture))

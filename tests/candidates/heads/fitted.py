@@ -4,7 +4,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_smartspec import MedusaHeads
+from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
+from hf_smartspec.training.eagle import EagleTraining, new_heads
 
 _SURE = 10.0  # the least-squares fit to 0 and 1 is no logit
 
@@ -45,6 +47,22 @@ def fitted_speculator(
         output = _fit(found, texts[:, step + 2 : step + 2 + num], vocab)
         speculator.parts["head_weight"][step].copy_(output)
     return speculator
+
+
+@torch.no_grad()
+def fitted_eagle(model: PreTrainedModel, texts: torch.Tensor, num_steps: int = 3) -> EagleHeads:
+    """Random heads of EAGLE-3, whose output is the least-squares fit to what comes in texts `[n, length]`."""
+    heads, size = new_heads(model), model.config.hidden_size
+    output = heads.part("lm_head")
+    output.weight = torch.nn.Parameter(torch.eye(size), requires_grad=False)  # shows what it is multiplied with
+    training = EagleTraining(model, heads, num_steps)
+    states, _ = training._known(texts)
+    x, tokens = [], []
+    for step, (found, where) in enumerate(training._drafts(texts, texts, states)):
+        x.append(found)
+        tokens.append(texts[:, step + 2 :][where[:, :-1]])
+    output.weight.data = _fit(torch.cat(x), torch.cat(tokens), model.config.vocab_size)
+    return heads.requires_grad_(False)
 
 
 def _fit(x: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:

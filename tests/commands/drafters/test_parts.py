@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import MedusaCandidates, SmartSpecConfig
+from hf_smartspec import SmartSpecConfig
+from hf_smartspec.candidates.heads.kinds import source_of
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.data_sets import DataSet
 from hf_smartspec.commands.common.narrowed import NarrowedCandidates
@@ -15,7 +16,8 @@ from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.drafters.report import at_equal_time
 from hf_smartspec.commands.drafters.runs import mixed
 from hf_smartspec.commands.drafters.trees import accuracies, best_fixed_tree
-from tests.candidates.heads.fitted import fitted_heads
+from hf_smartspec.goodput.acceptance import Calibrator
+from tests.candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from tests.generate.helpers import prompts, tiny_llama
 
 NUM_TOKENS = 20
@@ -62,20 +64,19 @@ def test_accuracies_are_shares_of_the_right_tokens(target, texts, heads):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_drafts_for_an_enlarged_target_are_those_for_the_small_one(target, texts, heads, batch_size):
-    large = enlarge(target, 400_000)
+@pytest.mark.parametrize("fit", [fitted_heads, fitted_speculator, fitted_eagle])
+def test_drafts_for_an_enlarged_target_are_those_for_the_small_one(target, texts, fit, batch_size):
+    drafter, large = fit(target, texts), enlarge(target, 400_000)
     inputs = {"input_ids": texts[:batch_size, :6], "attention_mask": torch.ones(batch_size, 6, dtype=torch.long)}
     outputs = []
-    for model, source in (
-        (target, MedusaCandidates(heads)),
-        (large, NarrowedCandidates(MedusaCandidates(heads), target.config.hidden_size)),
-    ):
+    for model in (target, large):
+        source = source_of(drafter, Calibrator(), 2)
+        if model is large:
+            source = NarrowedCandidates(source, target.config.hidden_size)
         with hf_smartspec.enabled(model):
             config = SmartSpecConfig(source, num_nodes=8)
             outputs.append(model.generate(**inputs, **GREEDY, assistant=config, return_dict_in_generate=True))
-    assert torch.equal(outputs[0].sequences, texts[:batch_size]) and torch.equal(
-        outputs[1].sequences, texts[:batch_size]
-    )
+    assert all(torch.equal(output.sequences, texts[:batch_size]) for output in outputs)
     counts = [(output.statistics.drafted_tokens, output.statistics.accepted_tokens) for output in outputs]
     assert counts[0] == counts[1] and counts[0][1] > 0
 
