@@ -115,8 +115,8 @@ class TreeCandidateGenerator(CandidateGenerator):
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         """
         Comes behind `start`, and only in sources that need hidden states, where keys and values of the first `length`
-        tokens of the prompt are there already: those of the text of `earlier`, a request that runs or has ended (None:
-        a cache that the caller brought along).
+        tokens of the prompt are there already: those of the text of `earlier`, a request that runs or has ended, which
+        other sources may have drafted for (None: a cache that the caller brought along).
 
         It may be asked again with a smaller `length`, since another source can do without fewer tokens. Only the last
         answer counts, and must be as if nothing had been asked before.

@@ -102,7 +102,7 @@ class FeatureCandidates(GrowingCandidates):
         return state.is_complete and state.num_known == len(state.tokens) > 0
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        state, other = self._state(request_id), self._state(earlier) if earlier is not None else None
+        state, other = self._state(request_id), self._known_state(earlier)
         num = 0 if other is None or not other.is_complete else min(length, state.shared(other))
         if other is None or not num:
             state.row.length, state.start, state.known = 0, 0, None
@@ -141,8 +141,14 @@ class FeatureCandidates(GrowingCandidates):
         self._forward.cut(state.row, length)
 
     def _state(self, request_id: Hashable) -> _State:
-        state = self._states.get(request_id) or self._ended[request_id]
-        assert isinstance(state, _State)
+        state = self._known_state(request_id)
+        assert state is not None, "a request that has been started"
+        return state
+
+    def _known_state(self, request_id: Hashable | None) -> _State | None:
+        """None for requests that others drafted for."""
+        state = self._states.get(request_id) or self._ended.get(request_id)
+        assert state is None or isinstance(state, _State)
         return state
 
     def stop(self, request_id: Hashable) -> None:
