@@ -13,6 +13,7 @@ from .requests import Way, arguments_of, random_policy, random_prompt, random_se
 
 _TIMEOUT = 120.0
 _COME, _CANCEL = 0.3, 0.06  # chances at a step of the engine: that a request comes, and that one is cancelled
+_SAME = 0.7  # share of requests that go on from a text and are drafted for as that was
 
 
 class Asked(NamedTuple):
@@ -31,27 +32,38 @@ def serve(architecture: str, drafters: Drafters, rng: random.Random, outcome: Ou
     engine = Engine(
         shared_model(architecture),
         SmartSpecConfig("none", policy=random_policy(rng)),
-        max_batch_size=rng.randint(1, 6),
+        max_batch_size=rng.choice((1, 2, 4, 8, 16)),  # kept texts give way to running ones
         max_prefill_tokens=rng.choice((3, 8, 20, 512)),
     )
     with engine:
-        wave = _wave("first", architecture, prompts, drafters, rng)
+        wave = _wave("first", architecture, [(prompt, None) for prompt in prompts], drafters, rng)
         texts = Wave(engine, wave, drafters, rng, outcome).served()
-        if rng.random() < 0.3:
+        if rng.random() < 0.2:
             with engine.pause():  # as for a change of the target: texts are computed anew
                 pass
-        later = [text + random_prompt(architecture, [], rng)[:5] for text in texts if rng.random() < 0.7]
-        wave = _wave("second", architecture, later or prompts, drafters, rng)
+        # Most are drafted for as before: who else drafts has kept nothing, so that nothing can be reused.
+        later = [
+            (text + random_prompt(architecture, [], rng)[:5], asked.way if rng.random() < _SAME else None)
+            for text, asked in zip(texts, wave)
+        ]
+        wave = _wave("second", architecture, rng.sample(later, len(later)), drafters, rng)
         Wave(engine, wave, drafters, rng, outcome).served()
         outcome.counts["reused"] += engine._runner.memory.num_reused
 
 
 def _wave(
-    name: str, architecture: str, prompts: list[list[int]], drafters: Drafters, rng: random.Random
+    name: str,
+    architecture: str,
+    prompts: list[tuple[list[int], Way | None]],
+    drafters: Drafters,
+    rng: random.Random,
 ) -> list[Asked]:
-    names = [f"{name} {number}" for number in range(len(prompts))]
-    settings = [random_setting(own, architecture, [prompt], rng) for own, prompt in zip(names, prompts)]
-    return [Asked(setting, random_way(drafters.kinds, rng)) for setting in settings]
+    """Requests for prompts, with who drafts for them where that is said."""
+    wave = []
+    for number, (prompt, way) in enumerate(prompts):
+        setting = random_setting(f"{name} {number}", architecture, [prompt], rng)
+        wave.append(Asked(setting, way or random_way(drafters.kinds, rng)))
+    return wave
 
 
 class Wave:
