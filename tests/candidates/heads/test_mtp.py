@@ -7,6 +7,7 @@ from transformers.generation import candidate_generator
 
 import hf_smartspec
 from hf_smartspec import Engine, MtpLayers, SmartSpecConfig
+from hf_smartspec.candidates import growing
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.prepare.resolve import Drafters, resolve
 
@@ -213,6 +214,21 @@ def test_drafts_behind_reused_prefixes_are_those_behind_whole_prompts(targets, n
     common = set(reusing.drafts) & set(whole.drafts)
     assert len(common) >= 8
     assert all(reusing.drafts[place].tokens.tolist() == whole.drafts[place].tokens.tolist() for place in common)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_levels_that_are_sent_at_once_draft_the_same(targets, num_layers, options, monkeypatch):
+    """As on devices, where nobody looks at a level before the next one is run."""
+    target = targets(num_layers=num_layers)
+    layers, drafts = MtpLayers.from_pretrained("mtp", target), []
+    for is_free in (True, False):
+        monkeypatch.setattr(growing, "waits_are_free", lambda device, is_free=is_free: is_free)
+        source = Spy(layers, num_nodes=9, width=3)
+        with hf_smartspec.enabled(target):
+            target.generate(**prompts(LENGTHS), **options, assistant=SmartSpecConfig(source, num_nodes=9))
+        drafts.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in source.drafts.values()])
+    assert drafts[0] == drafts[1] and max(len(tokens) for tokens, _ in drafts[0]) == 9
 
 
 def test_they_are_loaded_once_and_fit_their_target(targets):

@@ -8,6 +8,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import Committed, Engine, MLPSpeculator, MLPSpeculatorCandidates, SmartSpecConfig
+from hf_smartspec.candidates import growing
 
 from ...generate.helpers import prompts, tiny_llama
 from ...models import VOCAB_SIZE, new_model
@@ -143,6 +144,21 @@ def test_drafts_follow_the_published_arithmetic_and_end_with_the_steps(target, f
     for name in [*names, "never started"]:
         source.stop(name)
     assert not source._states
+
+
+def test_levels_that_are_sent_at_once_draft_the_same(target, folder, monkeypatch):
+    """As on devices, where nobody looks at a level before the next one is run."""
+    speculator, drafts = MLPSpeculator.from_pretrained(folder, target), []
+    states = torch.randn(4, target.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    for is_free in (True, False):
+        monkeypatch.setattr(growing, "waits_are_free", lambda device, is_free=is_free: is_free)
+        source = MLPSpeculatorCandidates(speculator, num_nodes=9, width=3)
+        for name, state in enumerate(states):
+            source.start(name, np.array([3, 4]))
+            source.observe(name, Committed(np.array([5 + name]), hidden_states={-1: state[None]}))
+        trees = source.propose(range(4), [9] * 4)
+        drafts.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees])
+    assert drafts[0] == drafts[1] and all(len(tokens) == 9 for tokens, _ in drafts[0])
 
 
 def test_speculators_of_another_target_are_refused_before_anything_is_run(folder):
