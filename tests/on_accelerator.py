@@ -21,6 +21,7 @@ from hf_smartspec.target.graphs import recorder
 from hf_smartspec.target.packed import PackedForward
 
 from .accelerator import DEVICE, Accelerator, Recorder
+from .candidates.translated.pairs import character_tokenizer, with_tokens_of
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
 
@@ -231,6 +232,24 @@ def test_sliding_windows_are_no_reason_to_wait(accelerator, steps, architecture)
         output = generate(on_device, source, {})
         assert tokens_of(output) == expected and output.statistics.accepted_tokens > 0
         check_counts(steps, source, "greedy", dispatched=220)  # two kinds of layers have two masks
+
+
+@pytest.mark.parametrize("width", [1, WIDTH])
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_translated_drafts_are_waited_for_no_more_than_others(on_cpu, on_device, expected, steps, width, name):
+    """Which tokens both have, the device knows; the text is translated on the host, without a look at the device."""
+    own, other = tiny_tokenizer(), character_tokenizer("zyxwvutsrqponmlkjihgfedcba")
+    draft = with_tokens_of(on_cpu[0], own, other, len(other)).to(DEVICE)
+    num_nodes, source = (CHAIN, "chain") if width == 1 else (TREE, "tree")
+    config = SmartSpecConfig(draft, num_nodes=num_nodes, width=width, tokenizer=own, assistant_tokenizer=other)
+    inputs = {key: values.to(DEVICE) for key, values in prompts(LENGTHS).items()}
+    with hf_smartspec.enabled(on_device[0]) as target:
+        for _ in range(2):  # what both have is sent once
+            steps.clear()
+            output = target.generate(**inputs, max_new_tokens=NUM_TOKENS, assistant=config, **OPTIONS[name])
+            assert output.cpu().tolist() == tokens_of(expected[name])
+        assert target.smartspec_statistics.last.accepted_tokens > 0
+    check_counts(steps, source, name)
 
 
 def test_devices_agree_on_rejection(on_cpu, on_device, steps):
