@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 # are learnt as they are.
 ANSWERED = {"math": 900, "sql": 900, "code": 400, "chat": 1000, "medical": 100, "howto": 100}
 READ = {"math": 2000, "sql": 1600, "code": 400, "chat": 1400, "medical": 300, "howto": 300}
-ALL = ["--max-length", "256", "--batch-size", "16"]
+ALL = ["--max-length", "256", "--batch-size", "16", "--dtype", "bfloat16"]
 EAGLE = ["--kind", "eagle3", *ALL]
 
 
@@ -42,7 +42,7 @@ STAGES = {
         ),
         Stage("eagle3", [*EAGLE, "--learning-rate", "1e-3", "--epochs", "1"], "eagle3-answers", False),
     ],
-    "medusa": [Stage("medusa", ["--kind", "medusa", *ALL, "--learning-rate", "1e-3", "--epochs", "4"])],
+    "medusa": [Stage("medusa", ["--kind", "medusa", *ALL, "--learning-rate", "1e-3", "--epochs", "1.5"])],
 }  # fmt: skip
 
 

@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=positive, default=512, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--learning-rate", type=positive_number, default=1e-3, metavar="R", help="default: %(default)s")
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of target and drafter (default: %(default)s)",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     _check_folder(args)
     tokenizer = tokenizer_of(args.model)
     requests = [item for path in args.files for item in read_requests(path, Fields(), args.limit, not args.own_outputs)]
-    model = load_model(args.model, device=args.device)
+    model = load_model(args.model, args.dtype, args.device)
     if model.config.is_encoder_decoder:
         raise UsageError(f"{args.model!r} has an encoder: heads are trained for decoders only")
     _write_settings(args)
