@@ -1,5 +1,6 @@
 """Between two tokenizers: which tokens both have, and how one's text reads in the other's tokens."""
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,8 @@ class Translation:
         target_size: int,
         draft_size: int,
     ):
-        self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
+        # The caller's may be padding something in another thread meanwhile, which they remember as a setting.
+        self.tokenizer, self.assistant_tokenizer = tokenizer, copy.deepcopy(assistant_tokenizer)
         # Not from transformers' cache: there, it would be taken for the one of a draft whose head was pruned.
         translator = AssistantToTargetTranslator(tokenizer, assistant_tokenizer, target_size)
         pairs = [

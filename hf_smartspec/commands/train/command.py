@@ -1,6 +1,7 @@
 """`smartspec train`: drafters for a target of yours, from texts or from what the target says."""
 
 import argparse
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,9 @@ from ..common.arguments import not_negative, positive, positive_number
 from ..common.console import make_console, table
 from ..common.data_sets import answered
 from ..common.models import UsageError, check_device, encode, load_model
-from ..common.outputs import check_output, write_json
+from ..common.outputs import check_output, replace_json, write_json
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
-from .kinds import CHECKPOINTS, KINDS
+from .kinds import CHECKPOINTS, KINDS, check_draft
 
 _HELD_OUT, _ANSWERED = 0.05, 32  # of texts; prompts that are answered together, at least
 _SETTINGS = "settings.json"
@@ -81,14 +82,19 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     if args.draft is not None and args.kind == "medusa":
         raise UsageError("--draft: Medusa heads begin as the target's own head")
+    check_output(args.answers)
+    if args.answers and not args.own_outputs:
+        raise UsageError("--answers goes with --own-outputs")
+    known = _known_answers(_answers_path(args))
     _check_folder(args)
     tokenizer = tokenizer_of(args.model)
     requests = [item for path in args.files for item in read_requests(path, Fields(), args.limit, not args.own_outputs)]
     model = load_model(args.model, args.dtype, args.device)
     if model.config.is_encoder_decoder:
         raise UsageError(f"{args.model!r} has an encoder: heads are trained for decoders only")
+    check_draft(args, model)
     _write_settings(args)
-    texts = _texts(args, requests, tokenizer, model)
+    texts = _texts(args, requests, tokenizer, model, known)
     try:
         learnt, held_out = split(texts, _HELD_OUT, args.seed)
     except ValueError as error:
@@ -141,7 +147,11 @@ def _write_settings(args: argparse.Namespace) -> None:
 
 
 def _texts(
-    args: argparse.Namespace, requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+    args: argparse.Namespace,
+    requests: Sequence[Texts],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    known: dict[str, Any],
 ) -> list[Text]:
     """Prompts as users' turns where the tokenizer knows chats."""
     recordings = []
@@ -152,7 +162,7 @@ def _texts(
             end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
             recordings.append(Recording(np.array(prompts[0], np.int64), np.array([*ids, *end], np.int64)))
     if args.own_outputs:
-        recordings = _answers(args, recordings, tokenizer, model)
+        recordings = _answers(args, recordings, tokenizer, model, known)
     return [Text(item.prompt, item.response) for item in recordings if len(item.response) > 1]
 
 
@@ -161,19 +171,45 @@ def _answers(
     recordings: Sequence[Recording],
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
+    known: dict[str, Any],
 ) -> list[Recording]:
     """The target's own responses, which are kept for the next training with the same prompts."""
-    path = args.answers or args.output / CHECKPOINTS / "answers.json"
-    asked = [item.prompt.tolist() for item in recordings]
-    known = json.loads(path.read_text()) if path.exists() else {}
-    if (known.get("prompts"), known.get("most")) != (asked, args.own_outputs):
+    asked = {
+        "prompts": [item.prompt.tolist() for item in recordings],
+        "most": args.own_outputs,
+        "target": _fingerprint(model),
+    }
+    if any(known.get(name) != value for name, value in asked.items()):
         if model.generation_config.pad_token_id is None:
             model.generation_config.pad_token_id = tokenizer.eos_token_id or 0
         with enabled(model, assistant="auto"):
             found = answered(recordings, model, max(args.batch_size, _ANSWERED), args.own_outputs, "answering")
-        known = {"prompts": asked, "most": args.own_outputs, "responses": [item.response.tolist() for item in found]}
-        write_json(path, known)
+        known = asked | {"responses": [item.response.tolist() for item in found]}
+        replace_json(_answers_path(args), known)
     return [Recording(item.prompt, np.array(ids, np.int64)) for item, ids in zip(recordings, known["responses"])]
+
+
+def _answers_path(args: argparse.Namespace) -> Path:
+    path: Path = args.answers or args.output / CHECKPOINTS / "answers.json"
+    return path
+
+
+def _known_answers(path: Path) -> dict[str, Any]:
+    """What an earlier training has kept; a file of another kind is left alone."""
+    if not path.exists():
+        return {}
+    try:
+        known: dict[str, Any] = json.loads(path.read_text())
+        known["prompts"], known["responses"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--answers: {str(path)!r} holds no answers: {error!r}") from None
+    return known
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Tells targets apart that may lie in one folder, one after the other: their first output weights."""
+    output: Any = model.get_output_embeddings()
+    return hashlib.sha256(output.weight[:64].detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
 def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int, places: str) -> None:

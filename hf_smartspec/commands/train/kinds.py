@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ...candidates.heads.eagle import EagleHeads
 from ...candidates.heads.eagle_files import says_eagle
@@ -17,7 +17,7 @@ from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
 from ...training.texts import Text
-from ..common.models import load_draft
+from ..common.models import UsageError, load_draft
 
 
 class Kind(NamedTuple):
@@ -55,6 +55,19 @@ def _save_heads(module: MedusaTraining | EagleTraining, args: argparse.Namespace
 def _draft(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> DraftTraining:
     draft = shortened(model, args.num_layers) if args.draft is None else load_draft(args.draft, model)
     return DraftTraining(model, draft)
+
+
+def check_draft(args: argparse.Namespace, model: PreTrainedModel) -> None:
+    """Raises `UsageError` for a draft model that cannot learn the target's distributions, before there are texts."""
+    if args.draft is None or args.kind != "draft":
+        return
+    try:
+        size = AutoConfig.from_pretrained(args.draft).get_text_config(decoder=True).vocab_size
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--draft: {args.draft!r} cannot be read: {error}") from error
+    wanted = model.config.get_text_config(decoder=True).vocab_size
+    if size != wanted:
+        raise UsageError(f"--draft: {args.draft!r} has a vocabulary of {size} tokens, and the target one of {wanted}")
 
 
 def shortened(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:

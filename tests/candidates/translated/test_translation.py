@@ -1,5 +1,7 @@
 """Texts read in the tokens of another tokenizer, piece by piece, and scores in another vocabulary."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -153,3 +155,12 @@ def test_tokenizers_without_a_common_token_are_refused():
 def test_a_translation_is_for_targets_of_one_size():
     with pytest.raises(ValueError, match=r"vocabulary of 7 tokens.*for one of 500"):
         Translation(byte_level(), byte_level(300), 500, 300).check_fit(7)
+
+
+def test_the_callers_tokenizer_may_be_used_and_changed_meanwhile():
+    """What it is told to pad or cut off, or which tokens it gets, is nothing to texts that are translated."""
+    target, draft = byte_level(), copy.deepcopy(sentence_piece())
+    translation, ids = between(target, draft), ids_of(byte_level(), TEXTS[0])
+    before = [text.tokens.copy() for text in in_pieces(translation, ids, [20] * 9)]
+    draft.add_tokens(["quick", "lazy dog"])
+    assert [text.tokens.copy() for text in in_pieces(translation, ids, [20] * 9)] == before

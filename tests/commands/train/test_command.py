@@ -87,12 +87,40 @@ def test_targets_without_padding_answer(target, texts, tmp_path):
     assert main(["train", str(target), str(texts), *arguments]) == 0
 
 
+def test_answers_are_kept_for_the_same_target_only(target, texts, tmp_path):
+    """Another one may lie in the folder of an earlier one."""
+    answers = tmp_path / "answers.json"
+
+    def learnt(number: int) -> dict:
+        options = ["--own-outputs", "8", "--answers", str(answers), "--steps", "1"]
+        assert main(["train", str(target), str(texts), *options, "--output", str(tmp_path / f"heads {number}")]) == 0
+        return json.loads(answers.read_text())
+
+    first = learnt(1)
+    known = first | {"responses": [[5, 6, 7]] * len(first["responses"])}
+    answers.write_text(json.dumps(known))
+    assert learnt(2) == known  # as they are
+    other = tiny_llama()
+    with torch.no_grad():
+        other.get_output_embeddings().weight.mul_(-1)
+    other.save_pretrained(target)
+    assert learnt(3)["responses"] not in (first["responses"], known["responses"])
+
+
 def test_targets_with_an_encoder_are_refused(texts, tmp_path, capsys):
     folder = tmp_path / "t5"
     new_model("t5").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     assert status_of(["train", str(folder), str(texts), "--output", str(tmp_path / "heads")]) == 2
     assert "has an encoder" in capsys.readouterr().err
+
+
+def test_draft_models_of_another_vocabulary_do_not_learn(target, texts, tmp_path, capsys):
+    folder = tmp_path / "draft"
+    new_model("llama").save_pretrained(folder)
+    arguments = ["train", str(target), str(texts), "--output", str(tmp_path / "out"), "--kind", "draft"]
+    assert status_of([*arguments, "--draft", str(folder)]) == 2
+    assert "has a vocabulary of" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +131,10 @@ def test_targets_with_an_encoder_are_refused(texts, tmp_path, capsys):
         ({"--device": "nonsense"}, "nonsense"),
         ({"file": "missing.jsonl"}, "missing.jsonl"),
         ({"model": "./missing"}, "missing"),
+        ({"--answers": "missing/answers.json", "--own-outputs": "4"}, "no such folder"),
+        ({"--answers": "pyproject.toml", "--own-outputs": "4"}, "holds no answers"),
+        ({"--answers": "answers.json"}, "goes with --own-outputs"),
+        ({"--kind": "draft", "--draft": "./missing"}, "missing"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(target, texts, tmp_path, capsys, change, match):
