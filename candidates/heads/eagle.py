@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -152,8 +152,10 @@ class EagleHeads(FeatureDrafter):
     def logits(self, hidden: torch.Tensor, is_learnt: bool = False) -> torch.Tensor:
         if "norm" in self.parts and not self._norms_output:
             hidden = self.part("norm")(hidden)
-        weight: torch.Tensor = (self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]).weight
-        return linear(hidden, weight) if is_learnt else product(hidden, weight.detach(), None)
+        output: Any = self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]
+        if is_learnt or not isinstance(output, nn.Linear):  # of a target that is quantized, or has adapters
+            return output(hidden)
+        return product(hidden, output.weight.detach(), None if output.bias is None else output.bias.detach())
 
     def layer_output(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the layer leaves of what attention has added to."""

@@ -13,7 +13,7 @@ from ..committed import LAST
 from .files import CONFIG, config_of, folder_of, read_tensors, tensor_names
 
 # Of the names in files, these parts are left out: there is one layer only.
-_PREFIXES = ("model.", "midlayer.", "layers.0.", "self_attn.", "mlp.")
+_PREFIXES = ("midlayer.", "layers.0.", "self_attn.", "mlp.")
 _THIRD_LAYER = "midlayer."
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"), ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
@@ -45,7 +45,11 @@ def read(name: str | Path, target: PreTrainedModel) -> tuple[LlamaConfig, dict[s
         ValueError: for files that hold no such heads.
     """
     found = config_of(str(name))
-    tensors = _short(read_tensors(folder_of(name)))
+    tensors = read_tensors(folder_of(name))
+    try:
+        tensors = _short(tensors)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if "fc.weight" not in tensors or "o_proj.weight" not in tensors:
         raise ValueError(f"{name} holds no heads of EAGLE: its tensors are named {sorted(tensors)[:5]} ...")
     return _layer_config(found, tensors), tensors, _hidden_layers(found, tensors, target)
@@ -54,14 +58,15 @@ def read(name: str | Path, target: PreTrainedModel) -> tuple[LlamaConfig, dict[s
 def _short(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     short = {}
     for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
         if name.startswith("layers.1."):
             raise ValueError("these heads have more than one layer, of which only EAGLE's single one is known")
+        if name.startswith("fc_norm."):
+            raise ValueError("norms of every hidden state (`fc_norm`) are not known")
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
         if name in ("d2t", "t2d") or name.rpartition(".")[0] in _KNOWN:
             short[name] = tensor
-    if "fc_norm.weight" in tensors:
-        raise ValueError("norms of every hidden state (`fc_norm`) are not known")
     short.pop("t2d", None)  # which tokens `d2t` names
     return short
 
@@ -122,6 +127,11 @@ def check_shapes(
     }
     if is_third:
         expected |= {"input_layernorm": line, "hidden_norm": line, "norm": line}
+    if "input_norm.weight" in tensors:
+        expected["input_norm"] = (states,)
+    for name in ("q_norm", "k_norm"):
+        if "q_norm.weight" in tensors or "k_norm.weight" in tensors:
+            expected[name] = (head_dim,)
     if "embed_tokens.weight" in tensors or hidden != target.hidden_size:
         expected["embed_tokens"] = (target.vocab_size, hidden)
     found = {name: tuple(tensors[f"{name}.weight"].shape) if f"{name}.weight" in tensors else None for name in expected}

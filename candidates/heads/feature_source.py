@@ -16,21 +16,29 @@ from ..growing import GrowingCandidates
 from .features import FeatureDrafter
 
 
+_MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the row
+
+
 @dataclass(eq=False)
 class _State(DraftState):
     """
     Of one request: its text without the first token, which is what the drafter's row holds, and the target's hidden
-    states `[k, hidden]` of the tokens from `start` on; those of earlier ones have gone into the row.
+    states `[k, hidden]` of the tokens from `start` on; those of earlier ones have gone into the row, which holds at
+    least `start` tokens.
     """
 
     first_token: int = -1
     start: int = 0
     known: torch.Tensor | None = None
-    is_complete: bool = True  # no hidden state has been left out
 
     @property
     def num_known(self) -> int:
         return self.start + (0 if self.known is None else len(self.known))
+
+    @property
+    def num_pending(self) -> int:
+        """Hidden states that have not gone into the row."""
+        return self.num_known - self.row.length
 
     def features(self) -> torch.Tensor | None:
         return None if self.known is None else self.known[self.row.length - self.start :]
@@ -45,13 +53,23 @@ class _State(DraftState):
         return min(int(differs.argmax()) if differs.any() else num, other.num_known)
 
     def take(self, states: torch.Tensor, start: int) -> None:
-        """Hidden states of the tokens from `start` on; what has gone into the row is let go."""
-        self.is_complete &= start <= self.num_known
+        """
+        Hidden states of the tokens from `start` on; what has gone into the row is let go. Where some before them were
+        left out, they are of no use.
+        """
+        if start > self.num_known:
+            return
+        first = min(self.row.length, start)
         if self.known is not None:
-            first = min(self.row.length, start)
             kept = self.known[max(first - self.start, 0) : max(start - self.start, 0)]
-            self.start, states = first, torch.cat([kept, states]) if len(kept) else states
-        self.known = states
+            states = torch.cat([kept, states]) if len(kept) else states
+        self.start, self.known = first, states
+
+    def let_go(self) -> None:
+        """Keeps nothing of what has gone into the row, but for the newest, which drafts begin with; nor of others."""
+        if self.known is not None:
+            start = max(min(self.row.length, self.num_known) - 1, self.start)
+            self.start, self.known = start, self.known[start - self.start :].clone()
 
 
 class FeatureCandidates(GrowingCandidates):
@@ -99,17 +117,18 @@ class FeatureCandidates(GrowingCandidates):
     def _can_grow(self, growth: Growth) -> bool:
         state = growth.state
         assert isinstance(state, _State)
-        return state.is_complete and state.num_known == len(state.tokens) > 0
+        return state.num_known == len(state.tokens) > 0
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         state, other = self._state(request_id), self._known_state(earlier)
-        num = 0 if other is None or not other.is_complete else min(length, state.shared(other))
+        num = 0 if other is None else min(length, state.shared(other))
+        state.row.length, state.start, state.known = 0, 0, None
         if other is None or not num:
-            state.row.length, state.start, state.known = 0, 0, None
             return 0
-        assert isinstance(self._forward, FeatureForward) and other.known is not None
+        assert isinstance(self._forward, FeatureForward)
         state.start = min(num, other.row.length)
-        state.known = other.known[max(state.start - other.start, 0) : num - other.start]
+        if num > state.start and other.known is not None:
+            state.known = other.known[state.start - other.start : num - other.start].clone()
         self._forward.reuse(state.row, other.row, state.start)
         return num
 
@@ -121,20 +140,20 @@ class FeatureCandidates(GrowingCandidates):
         state.num_generated += len(committed.tokens)
         if committed.start < state.row.length:
             self._cut(state, committed.start)
-        states = [committed.hidden_states[layer] for layer in self.hidden_layers]
+        # Layers may lie on several devices.
+        states = [committed.hidden_states[layer].to(self.heads.device) for layer in self.hidden_layers]
         state.take(states[0] if len(states) == 1 else torch.cat(states, dim=1), committed.start)
-        if not len(committed.tokens):
-            self._run_piece(state)
+        if not len(committed.tokens) or state.num_pending > _MOST_PENDING:
+            self._run_pending(state)
 
-    def _run_piece(self, state: _State) -> None:
-        """Of a long prompt, the hidden states of a piece are not kept until all are there."""
+    def _run_pending(self, state: _State) -> None:
+        """Hidden states are not kept until all of a long prompt are there, nor while nobody asks for drafts."""
         forward, features = self._forward, state.features()
-        if features is None or not state.is_complete:
-            return
-        feed = np.array(state.tokens[state.row.length : state.num_known], np.int64)
-        if len(feed):
+        if features is not None and len(features):
             assert forward is not None
-            forward.forward([RowInput(state.row, feed, features=features[: len(feed)])])
+            feed = np.array(state.tokens[state.row.length : state.num_known], np.int64)
+            forward.forward([RowInput(state.row, feed, features=features)])
+            state.let_go()
 
     def _cut(self, state: _State, length: int) -> None:
         assert self._forward is not None
@@ -156,6 +175,7 @@ class FeatureCandidates(GrowingCandidates):
         state = self._states.pop(request_id, None)
         if isinstance(state, _State):
             self._forget_ended(request_id)
+            state.let_go()
             self._ended[request_id] = state
 
     def forget(self, request_id: Hashable) -> None:

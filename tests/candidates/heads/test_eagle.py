@@ -1,0 +1,261 @@
+"""Published heads of EAGLE: their files, their logits behind texts and along drafts, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle_files import says_eagle
+from hf_smartspec.candidates.heads.kinds import load
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target.features import FeatureForward
+from hf_smartspec.target.rows import RowInput
+
+from ...models import new_model, shared_model
+from .published_eagle import LAYOUTS, Published, random_heads, text_logits
+
+# Three levels: of the first two nodes, the second has the more children.
+TREE = [5, 9, 7, 6, 8, 9], [-1, -1, 0, 1, 1, 4]
+LEVELS = (2, 5, 6)  # nodes down to each of them
+
+
+@pytest.fixture
+def target():
+    return shared_model("llama")
+
+
+def sizes(target) -> tuple[int, int]:
+    return target.config.hidden_size, target.config.vocab_size
+
+
+# Of every layout some heads: (layout, what they have).
+KINDS = {
+    "1, no bias": ("1", {}),
+    "1, bias": ("1", {"has_bias": True}),
+    "1, wide heads": ("1", {"head_dim": 16}),
+    "3": ("3", {"third": True, "layers": (1, 1, 0), "own_vocab": 60}),
+    "3, wide heads": ("3", {"third": True, "layers": (1, 1, 0), "own_vocab": 60, "head_dim": 16}),
+    "3, whole vocabulary": ("3", {"third": True, "layers": (1, 1, 0), "own_vocab": 97}),
+    "SpecForge": ("SpecForge", {"third": True, "layers": (2, 1, 1), "own_vocab": 60}),
+    "speculators": ("speculators", {"third": True, "layers": (0, 2, 1), "own_vocab": 60}),
+    "speculators, norms": (
+        "speculators",
+        {"third": True, "layers": (0, 2, 1), "own_vocab": 60, "has_norms": True, "head_dim": 16},
+    ),
+    "speculators, norm before": (
+        "speculators",
+        {"third": True, "layers": (1, 2), "own_vocab": 60, "norm_before_residual": True, "has_input_norm": True},
+    ),
+}
+
+
+def write(kind: str, target, folder) -> Published:
+    layout, options = KINDS[kind]
+    hidden, vocab = sizes(target)
+    published = random_heads(hidden, vocab, **options)
+    if published.head_dim != hidden // published.heads:
+        published.config["head_dim"] = published.head_dim
+    if layout in ("1", "3"):  # which bring a copy of the target's embeddings, or have learnt their own
+        published.tensors["embed_tokens.weight"] = torch.randn(
+            vocab, hidden, generator=torch.Generator().manual_seed(5)
+        )
+    LAYOUTS[layout](published, vocab, folder)
+    return published
+
+
+def texts(published: Published, target, lengths) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Texts, with random hidden states of all their tokens but the last."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, vocab = sizes(target)
+    return [
+        (
+            torch.randint(vocab, (length,), generator=generator),
+            torch.randn(length - 1, len(published.layers) * hidden, generator=generator),
+        )
+        for length in lengths
+    ]
+
+
+def run(forward: FeatureForward, rows, items, cuts=()) -> list[torch.Tensor]:
+    """
+    Logits behind texts, whose first `cuts` tokens the rows hold already, and along a draft of three levels, whose nodes
+    take what their parents have left.
+    """
+    feeds = [text[1:].numpy() for text, _ in items]
+    cuts = cuts or [0] * len(rows)
+    tokens, parents = map(np.array, TREE)
+    inputs = [
+        RowInput(row, feed[cut:], features=states[cut:])
+        for row, feed, cut, (_, states) in zip(rows, feeds, cuts, items)
+    ]
+    lines, left, first = [[] for _ in rows], [torch.empty(0, dtype=forward.model.dtype) for _ in rows], 0
+    for end in (0, *LEVELS):
+        if end:
+            tree = DraftTree(tokens[:end], parents[:end], np.ones(end, np.float32))
+            above = parents[first:end] + 1  # the text's own is the first that was left
+            inputs = [RowInput(row, feeds[0][:0], tree, first, hidden[above]) for row, hidden in zip(rows, left)]
+        logits, offsets = forward.forward(inputs)
+        num = end - first or 1
+        for place, offset in enumerate(offsets):
+            lines[place].append(logits[offset : offset + num])
+            left[place] = torch.cat([left[place], forward.hidden[offset : offset + num]])
+        first = end
+    return [torch.cat(own) for own in lines]
+
+
+def check(found, published: Published, target, items) -> None:
+    for logits, (text, states) in zip(found, items):
+        expected = text_logits(published, target, text, states, TREE)[len(text) - 2 :]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        assert logits.std() > 0.5, "of a size at which differences are seen"
+
+
+@pytest.mark.parametrize("lengths", [(7,), (9, 2, 12, 5, 9), tuple(range(2, 18))], ids=len)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_published_arithmetic(target, tmp_path, kind, lengths):
+    published = write(kind, target, tmp_path)
+    heads = EagleHeads.from_pretrained(tmp_path, target)
+    assert heads.is_third == published.third and heads.hidden_layers == tuple(published.layers)
+    ids = published.token_ids
+    assert torch.equal(heads.token_ids, ids) if ids is not None else heads.token_ids is None
+    items = texts(published, target, lengths)
+    forward = FeatureForward(heads)
+    check(run(forward, [forward.add() for _ in items], items), published, target, items)
+
+
+@pytest.mark.parametrize("kind", ["1, bias", "3", "speculators, norms"])
+def test_logits_in_pieces_behind_cuts_and_in_rows_that_begin_alike(target, tmp_path, kind):
+    published = write(kind, target, tmp_path)
+    items = texts(published, target, (40, 5, 23))
+    forward = FeatureForward(EagleHeads.from_pretrained(tmp_path, target))
+    forward.prefill_chunk = 7
+    rows = [forward.add() for _ in items]
+    check(run(forward, rows, items), published, target, items)
+    # The drafts, and some of the texts, are taken back.
+    cuts = [11, 3, 0]
+    for row, cut in zip(rows, cuts):
+        forward.cut(row, cut)
+    check(run(forward, rows, items, cuts), published, target, items)
+    other = [forward.add() for _ in items]
+    for row, earlier in zip(other, rows):
+        forward.reuse(row, earlier, 3)
+    check(run(forward, other, items, [3, 3, 3]), published, target, items)
+    for row in rows + other:
+        forward.remove(row)
+    assert not forward.cache.rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_recognised_and_what_is_saved_is_loaded(target, tmp_path, kind):
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    published = write(kind, target, tmp_path / "first")
+    items = texts(published, target, (9, 6))
+    before = None
+    for name, further in (("first", "second"), ("second", "third"), ("third", None)):
+        assert says_eagle(str(tmp_path / name))
+        heads = load(str(tmp_path / name), target)
+        assert isinstance(heads, EagleHeads) and heads.name_or_path == str(tmp_path / name)
+        forward = FeatureForward(heads)
+        logits = torch.stack(run(forward, [forward.add() for _ in items], items))
+        assert before is None or torch.equal(logits, before)
+        before = logits
+        if further:
+            heads.save_pretrained(tmp_path / further, base_model_name_or_path="mine")
+    assert json.loads((tmp_path / "third" / "config.json").read_text())["base_model_name_or_path"] == "mine"
+    ids = load_file(tmp_path / "third" / "model.safetensors").get("t2d")
+    assert ids is None or torch.equal(ids.nonzero()[:, 0], published.token_ids)
+
+
+def test_layers_are_the_authors_own_where_nobody_names_any(tmp_path):
+    target = new_model("llama", num_hidden_layers=8)
+    write("3", target, tmp_path)
+    assert EagleHeads.from_pretrained(tmp_path, target).hidden_layers == (2, 4, 5)
+    assert EagleHeads.from_pretrained(tmp_path, target, hidden_layers=(1, 2, 3)).hidden_layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize("kind", ["1, no bias", "3"])
+def test_dtype_is_the_targets(tmp_path, kind):
+    target = new_model("llama").bfloat16()
+    published = write(kind, target, tmp_path)
+    heads = EagleHeads.from_pretrained(tmp_path, target)
+    assert heads.dtype == torch.bfloat16 and {item.dtype for item in heads.parameters()} == {torch.bfloat16}
+    items = texts(published, target, (9, 6))
+    forward = FeatureForward(heads)
+    for logits in run(forward, [forward.add() for _ in items], items):
+        assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+
+
+def test_other_folders_say_nothing_of_eagle(tmp_path):
+    assert not says_eagle(str(tmp_path))
+    config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert not says_eagle(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash", "draft_vocab_size": 9}))
+    assert not says_eagle(str(tmp_path))
+
+
+def changed(folder, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("kind", ["1, no bias", "3"])
+def test_heads_of_other_targets_are_refused_with_both_shapes(target, tmp_path, kind):
+    write(kind, target, tmp_path)
+    hidden, vocab = sizes(target)
+    other = new_model("llama", hidden_size=48)
+    with pytest.raises(ValueError, match=r"hidden size 48 and 97 tokens: `fc` \(32, \d+\) in place of"):
+        EagleHeads.from_pretrained(tmp_path, other)
+    other = new_model("llama", vocab_size=50)
+    with pytest.raises(
+        ValueError, match=rf"50 tokens: `embed_tokens` \({vocab}, {hidden}\) in place of \(50, {hidden}\)"
+    ):
+        EagleHeads.from_pretrained(tmp_path, other)
+    with pytest.raises(ValueError, match="97 tokens do not fit one of 50"):
+        EagleHeads.from_pretrained(tmp_path, target).check_fit(other)
+
+
+@pytest.mark.parametrize("missing", ["fc", "self_attn.k_proj", "mlp.up_proj", "post_attention_layernorm", "norm"])
+def test_what_is_missing_is_named(target, tmp_path, missing):
+    write("speculators", target, tmp_path)
+    name = f"{missing}.weight" if missing in ("fc", "norm") else f"layers.0.{missing}.weight"
+    changed(tmp_path, lambda tensors: tensors.pop(name))
+    said = "holds no heads of EAGLE" if missing == "fc" else rf"`{missing.rpartition('.')[2]}` \(missing\) in place of"
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*{said}"):
+        EagleHeads.from_pretrained(tmp_path, target)
+
+
+CHANGES = {
+    "ids": (lambda tensors: tensors["d2t"].add_(60), "`d2t` names tokens beyond the target's 97"),
+    "few ids": (lambda tensors: tensors.update(d2t=tensors["d2t"][:7]), r"\(60, 32\) does not fit 7 tokens"),
+    "no ids": (lambda tensors: tensors.pop("d2t"), r"\(60, 32\) does not fit 97 tokens.* no `d2t`"),
+    "norm": (
+        lambda tensors: tensors.update({"layers.0.self_attn.k_norm.weight": torch.ones(3)}),
+        r"`k_norm` \(3,\) in place of \(16,\)",
+    ),
+    "two layers": (
+        lambda tensors: tensors.update({"layers.1.self_attn.q_proj.weight": torch.ones(3, 3)}),
+        "more than one layer",
+    ),
+    "two layers of a model": (
+        lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(3, 3)}),
+        "more than one layer",
+    ),
+    "norms of states": (lambda tensors: tensors.update({"fc_norm.0.weight": torch.ones(32)}), "fc_norm"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_does_not_fit_is_said(target, tmp_path, change):
+    write("speculators, norms", target, tmp_path)
+    changed(tmp_path, CHANGES[change][0])
+    with pytest.raises(ValueError, match=CHANGES[change][1]) as error:
+        EagleHeads.from_pretrained(tmp_path, target)
+    assert str(tmp_path) in str(error.value)
