@@ -15,6 +15,7 @@ from .texts import IGNORED, Text, collate
 
 _DECAY = 0.8  # of the weight of each further step in the loss
 _TOP = (1, 3, 8)
+_ROPE = ("default", "linear", "llama3", "yarn")  # what the heads take over of the target
 
 
 def new_heads(
@@ -28,7 +29,13 @@ def new_heads(
             where not given.
         neurons (`int`, *optional*): Intermediate size of their MLP; the target's, where not given.
         seed (`int`): Of the weights. torch's global generators stay as they are.
+
+    Raises:
+        ValueError: for a target whose output is quantized.
     """
+    output: Any = target.get_output_embeddings()
+    if not output.weight.is_floating_point():
+        raise ValueError("The heads begin with the target's output, which is quantized: train them before that.")
     config, layers = _layer_config(target, neurons), default_layers(target)
     size, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -41,7 +48,6 @@ def new_heads(
     }
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"):
         tensors[f"{norm}.weight"] = torch.ones(size)
-    output: Any = target.get_output_embeddings()
     weight = output.weight.detach().float().cpu()
     tensors["lm_head.weight"] = weight.clone() if token_ids is None else weight[token_ids]
     if token_ids is not None:
@@ -53,7 +59,9 @@ def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
     config = target.config.get_text_config(decoder=True)
     heads = shared_value(config, "num_attention_heads") or 1
     rope = getattr(config, "rope_parameters", None)
-    has_one_rope = isinstance(rope, dict) and "rope_theta" in rope
+    # Others depend on the length of the text, or turn a part of each head only, which a Llama does not.
+    has_one_rope = isinstance(rope, dict) and "rope_theta" in rope and rope.get("rope_type") in _ROPE
+    has_one_rope = has_one_rope and rope.get("partial_rotary_factor", 1.0) == 1.0
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -176,6 +184,8 @@ class EagleTraining(nn.Module):
         seen, to this position's own; n positions from `first` on.
         """
         query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        if "q_norm" in self.parts:
+            query, key = self.parts["q_norm"](query), self.parts["k_norm"](key)
         query, key = self._rotated(query, positions), self._rotated(key, positions)
         groups, num = query.shape[1] // key.shape[1], x.shape[1]
         memory.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
