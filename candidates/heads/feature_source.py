@@ -15,7 +15,6 @@ from ..draft_growth import DraftState, Growth
 from ..growing import GrowingCandidates
 from .features import FeatureDrafter
 
-
 _MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the row
 
 

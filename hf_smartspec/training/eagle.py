@@ -170,8 +170,8 @@ class EagleTraining(nn.Module):
             x, residual = heads.inputs(heads.embed(input_ids[:, first + step + 1 :]), features[:, : end - first])
             features = heads.layer_output(residual + self._attend(x, positions, first, memory))
             where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
-            where[:, :-1] = labels[:, step + 2 :] != IGNORED
-            where[:, :begin] = False
+            # All of a draft lies in the response, whatever the other texts' prompts are.
+            where[:, :-1] = (labels[:, 2 : end + 1] != IGNORED) & (labels[:, step + 2 :] != IGNORED)
             yield heads.logits(features[where[:, first:]], is_learnt=True), where
             if step == 0:  # further steps are for what is learnt from only
                 first, features = begin, features[:, begin:]

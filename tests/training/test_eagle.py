@@ -47,8 +47,8 @@ HEADS = {
 @torch.no_grad()
 def drafted(target, heads, text: Text) -> list[list[tuple[int, torch.Tensor]]]:
     """
-    Of every step, what is drafted behind each token of a text that a right draft goes on from: its place in the text,
-    and the logits, as drafting computes them.
+    Of every step, what is drafted behind each token of a text from the prompt's last but one on: its place in the
+    text, and the logits, as drafting computes them where the draft so far is right.
     """
     ids = torch.tensor([*text.prompt, *text.response])
     states = target(ids[None], output_hidden_states=True).hidden_states
@@ -62,9 +62,7 @@ def drafted(target, heads, text: Text) -> list[list[tuple[int, torch.Tensor]]]:
             if start + step + 2 >= len(ids):
                 break
             logits, _ = forward.forward([item])
-            # What it drafts stands in the response, unless this is no text of its own.
-            if start + step + 2 >= len(text.prompt):
-                found[step].append((start + step + 2, logits[-1]))
+            found[step].append((start + step + 2, logits[-1]))
             tree = DraftTree.chain(ids[start + 2 : start + step + 3].numpy())
             item = RowInput(row, ids[:0].numpy(), tree, step, forward.hidden[-1:])
         forward.remove(row)

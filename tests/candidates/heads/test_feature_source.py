@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LogitsProcessorList
 
 import hf_smartspec
-from hf_smartspec import Committed, Engine, SmartSpecConfig
+from hf_smartspec import Committed, Engine, FixedLength, SmartSpecConfig
 from hf_smartspec.candidates import growing
 from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_plain_decoding(target, folder, heads, plain, name, 
         )
     assert torch.equal(output.sequences, plain(way, lengths))
     assert 0 < output.statistics.accepted_tokens <= output.statistics.drafted_tokens
-    if way != "sampled" and name in ("chain", "tree"):
+    if way != "sampled" and name in ("chain", "tree") and lengths is LENGTHS:
         assert output.statistics.accepted_tokens > 0.5 * NUM_TOKENS * len(lengths), "they know it by heart"
 
 
@@ -197,8 +197,8 @@ def check_same_drafts(found, expected) -> int:
 
 
 def answers(engine, texts, **options) -> list[list[int]]:
-    with engine.pause():
-        names = [engine.add_request(text, **GREEDY | options) for text in texts]
+    """Without a pause, behind which nothing of earlier texts counts."""
+    names = [engine.add_request(text, **GREEDY | options) for text in texts]
     outputs = [engine.get_result(name, timeout=120) for name in names]
     assert all(output.error is None for output in outputs)
     return [list(output.generated_tokens) for output in outputs]
@@ -226,12 +226,11 @@ def test_drafts_behind_prefixes_that_are_there_already_are_the_same(target, head
             if begins_with:
                 answers(engine, [text[:-NUM_TOKENS] for text in texts])
             source.of.clear()
-            with engine.pause():
-                dropped = engine.add_request(texts[0], max_new_tokens=300, eos_token_id=None)
+            dropped = engine.add_request(texts[0], max_new_tokens=300, eos_token_id=None)
             assert answers(engine, texts) == expected_of(target, texts)
             engine.cancel_request(dropped)
             engine.get_result(dropped, timeout=60)
-            assert len(source.rows) <= 4 and max(source.sizes) >= 3
+            assert len(source.rows) <= 4 and max(source.sizes) >= 2
         known[begins_with] = dict(source.of)
         assert (sum(source.reused) > sum(map(len, texts)) / 2) == begins_with
     assert check_same_drafts(known[True], known[False]) > 3
@@ -246,8 +245,6 @@ def test_requests_that_end_leave_nothing_behind(target, heads):
         for _ in range(4):
             texts = [generator.integers(3, 40, 12).tolist() for _ in range(6)]
             answers(engine, texts, max_new_tokens=6)
-            with engine.pause():
-                pass
             sizes.append((len(source.rows), len(source._ended), source._forward.cache.num_lines))
             assert not source._states and not source._coupling
         assert max(size[0] for size in sizes) <= 4 and max(size[1] for size in sizes) <= 4
@@ -261,9 +258,9 @@ def test_requests_that_end_leave_nothing_behind(target, heads):
 def test_texts_of_requests_that_others_have_drafted_for_are_run_again(target, heads):
     text = list(range(3, 25))
     source = Drafts(heads)
-    with Engine(target, SmartSpecConfig("none"), max_batch_size=2) as engine:
+    with Engine(target, SmartSpecConfig("none", policy=FixedLength(4)), max_batch_size=2) as engine:
         first = answers(engine, [text])
-        again = answers(engine, [text], assistant=SmartSpecConfig(source, num_nodes=4))
+        again = answers(engine, [text], assistant=source)
         assert first == again == expected_of(target, [text])
     assert source.reused == [0] and len(source.of) > 3
 
