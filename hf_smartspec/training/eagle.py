@@ -60,8 +60,8 @@ def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
     heads = shared_value(config, "num_attention_heads") or 1
     rope = getattr(config, "rope_parameters", None)
     # Others depend on the length of the text, or turn a part of each head only, which a Llama does not.
-    has_one_rope = isinstance(rope, dict) and "rope_theta" in rope and rope.get("rope_type") in _ROPE
-    has_one_rope = has_one_rope and rope.get("partial_rotary_factor", 1.0) == 1.0
+    is_known = isinstance(rope, dict) and "rope_theta" in rope and rope.get("rope_type") in _ROPE
+    turns_all = isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -72,7 +72,7 @@ def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
         head_dim=shared_value(config, "head_dim") or config.hidden_size // heads,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         max_position_embeddings=getattr(config, "max_position_embeddings", 2048),
-        rope_parameters=rope if has_one_rope else None,
+        rope_parameters=rope if is_known and turns_all else None,
     )
 
 
