@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers.utils import cached_file
 
@@ -67,11 +67,8 @@ def _paths(folder: Path) -> list[Path]:
 def tensor_names(name: str | Path) -> set[str]:
     """What the tensors of a folder or hub id are called; nothing where these cannot be read."""
     try:
-        folder = folder_of(name)
-        return set().union(
-            *map(_names, next((found for item in _PATTERNS if (found := sorted(folder.glob(item)))), []))
-        )
-    except (OSError, ValueError):
+        return set().union(*map(_names, _paths(folder_of(name))))
+    except (OSError, ValueError, SafetensorError):
         return set()
 
 

@@ -116,6 +116,14 @@ def shown(name: str) -> str:
     return JOINT.join(Path(item).name if is_model(item) else item for item in parts_of(name))
 
 
+def check_distinct(names: Sequence[str], option: str) -> None:
+    """Raises `UsageError` where two drafters would be shown under one name, and taken for one."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(shown(name), name)) != name:
+            raise UsageError(f"{option}: {other!r} and {name!r} are both shown as {shown(name)!r}; rename a folder")
+
+
 def load_drafters(names: Sequence[str], files: DrafterFiles) -> list[Drafter]:
     return [files.named(name) for name in dict.fromkeys(names)]
 

@@ -18,7 +18,7 @@ from .arguments import PARAMETERS
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .demo import demo_folder
-from .drafters import DrafterFiles, shown
+from .drafters import DrafterFiles, check_distinct, shown
 from .models import UsageError, check_device, load_draft, load_model, load_tokenizer
 from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
@@ -155,6 +155,7 @@ def learned_sources(
     names = [name for name in getattr(args, "sources", ()) if name not in SOURCES]
     if not names:
         return {}
+    check_distinct(args.sources, "--sources")
     own = load_model(args.model or str(demo_folder("--model") / "models" / "target"), args.dtype, args.device)
     files = DrafterFiles(own, model if num_parameters(args) else None, "--sources")
     for name in names:

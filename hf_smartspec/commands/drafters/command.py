@@ -15,7 +15,7 @@ from ..common.arguments import add_target_arguments, command_of, positive
 from ..common.console import make_console
 from ..common.data_sets import DataSet
 from ..common.demo import demo_folder, find_demo
-from ..common.drafters import JOINT, Drafter, DrafterFiles, load_drafters
+from ..common.drafters import JOINT, Drafter, DrafterFiles, check_distinct, load_drafters
 from ..common.models import UsageError, load_model, read_prompts
 from ..common.outputs import check_output, replace_json, resumed
 from ..common.progress import track
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.markdown)
     if args.resume and args.json is None:
         raise UsageError("--resume goes with --json")
+    check_distinct(args.drafters or (), "--drafters")
     texts = _texts(args)
     larger, tokenizer = load_target(args)
     name = args.model or str(demo_folder("--model") / "models" / "target")

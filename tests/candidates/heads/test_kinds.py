@@ -7,6 +7,7 @@ import pytest
 from hf_smartspec import EagleHeads, MedusaHeads, MLPSpeculator, MtpLayers
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
 from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.prepare.resolve import resolve
 from hf_smartspec.training.eagle import new_heads
 
 from ...models import new_model, shared_model
@@ -54,3 +55,13 @@ def test_other_folders_are_of_no_kind(tmp_path):
     assert load(str(tmp_path), target) is None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     assert load(str(tmp_path), target) is None
+
+
+def test_a_damaged_file_is_of_no_kind(tmp_path):
+    """What cannot be opened is left to what loads draft models, which says so."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    target = shared_model("llama")
+    assert load(str(tmp_path), target) is None
+    with pytest.raises(ValueError, match="can be loaded"):
+        resolve(str(tmp_path), target)

@@ -102,6 +102,7 @@ def test_what_was_measured_is_shown_and_kept_if_interrupted(folder, tmp_path, mo
         (["--drafters", "nonsense"], "--drafters: Unknown `assistant` preset 'nonsense'"),
         (["--drafters", "./nowhere"], "nowhere"),
         (["--kinds", "third"], "--kinds: no ['third'] among ['first', 'second']"),
+        (["--drafters", "a/medusa", "b/medusa"], "'a/medusa' and 'b/medusa' are both shown as 'medusa'"),
         (["--resume"], "--resume goes with --json"),
         (["--nodes", "0"], "at least 1"),
         (["--json", "/nowhere/x.json"], "cannot write"),
