@@ -11,6 +11,8 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, PromptLookupCandidates, SmartSpecConfig, device
+from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.drafts.price import LevelPrice
@@ -21,6 +23,7 @@ from hf_smartspec.target.graphs import recorder
 from hf_smartspec.target.packed import PackedForward
 
 from .accelerator import DEVICE, Accelerator, Recorder
+from .candidates.heads.by_heart import texts_of, trained_eagle
 from .candidates.translated.pairs import character_tokenizer, with_tokens_of
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
@@ -310,6 +313,28 @@ def test_rows_that_move_draft_the_same(on_cpu, on_device, accelerator):
         outputs.append(generate(models, "chain", OPTIONS["greedy"], lengths=(300, 5, 252, 90)))
     assert tokens_of(outputs[0]) == tokens_of(outputs[1])
     assert outputs[0].statistics.accepted_tokens == outputs[1].statistics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, tmp_path, name, width):
+    """EAGLE's, whose levels take what those above have left: the same trees, and one wait for all of a draft."""
+    inputs = prompts(LENGTHS)
+    trained_eagle(on_cpu[0], texts_of(on_cpu[0], inputs, NUM_TOKENS), steps=40).save_pretrained(tmp_path)
+    found = []
+    for target in (on_cpu[0], on_device[0]):
+        heads = EagleHeads.from_pretrained(tmp_path, target)
+        assert heads.device == target.device
+        config = SmartSpecConfig(FeatureCandidates(heads, width=width), num_nodes=CHAIN * width)
+        steps.clear()
+        with hf_smartspec.enabled(target):
+            ids = {key: item.to(target.device) for key, item in inputs.items()}
+            settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
+            found.append(target.generate(**ids, assistant=config, **settings))
+    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
+    statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
+    assert statistics[0] == statistics[1] and statistics[0][1] > 0
+    assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
 
 
 class Looking(PromptLookupCandidates):
