@@ -1,6 +1,7 @@
 """Random requests that an engine serves: some come while others run, some are cancelled, some begin alike."""
 
 import random
+import threading
 from typing import Any, NamedTuple
 
 from hf_smartspec import Engine, SmartSpecConfig
@@ -73,6 +74,7 @@ class Wave:
         self.engine, self.wave, self.drafters, self.outcome = engine, wave, drafters, outcome
         self.num_at_once, self._rng = rng.randint(1, len(wave)), random.Random(rng.random())
         self._names: list[str] = []  # of those that have come
+        self._lock = threading.Lock()  # the engine's thread asks too: each request comes once
 
     def served(self) -> list[list[int]]:
         """Compares all outputs, and returns the texts."""
@@ -80,24 +82,26 @@ class Wave:
         loop.step = lambda: self._step(loop)
         with self.engine.pause():
             for _ in range(self.num_at_once):
-                self._ask()
+                self._ask(self.num_at_once)
         return [self._text(number, asked) for number, asked in enumerate(self.wave)]
 
-    def _ask(self) -> None:
-        setting, way = self.wave[len(self._names)]
-        prompt, assistant = list(setting.prompts[0]), self.drafters.assistant(way)
-        self._names.append(self.engine.add_request(prompt, assistant=assistant, **arguments_of(setting)))
+    def _ask(self, most: int) -> None:
+        """The next request, unless `most` have come."""
+        with self._lock:
+            if len(self._names) < most:
+                setting, way = self.wave[len(self._names)]
+                prompt, assistant = list(setting.prompts[0]), self.drafters.assistant(way)
+                self._names.append(self.engine.add_request(prompt, assistant=assistant, **arguments_of(setting)))
 
     def _step(self, loop: Any) -> Any:
         if len(self._names) < len(self.wave) and self._rng.random() < _COME:
-            self._ask()
+            self._ask(len(self.wave))
         if self._rng.random() < _CANCEL:
             self.engine.cancel_request(self._rng.choice(self._names))
         return type(loop).step(loop)
 
     def _text(self, number: int, asked: Asked) -> list[int]:
-        if number == len(self._names):  # all others have been answered: nothing runs
-            self._ask()
+        self._ask(number + 1)  # where all before it have been answered, nothing runs that could ask
         output = self.engine.get_result(self._names[number], timeout=_TIMEOUT)
         prompt = list(asked.setting.prompts[0])
         if output is None:
