@@ -96,15 +96,10 @@ class DraftModelCandidates(GrowingCandidates):
             logits = self.vocabulary.scores(logits, is_whole=self.samples)
         return super()._best_children(growths, numbers, logits, noise, width)
 
-    def stop(self, request_id: Hashable) -> None:
-        self._coupling.pop(request_id, None)
-        state = self._states.pop(request_id, None)
-        if state is not None and self._forward is not None:
-            self._forward.remove(state.row)
-        if not self._states:
-            if isinstance(self._forward, PackedForward):
-                take_back(self._forward)
-            self._forward = None
+    def _give_up_forward(self) -> None:
+        if isinstance(self._forward, PackedForward):
+            take_back(self._forward)
+        self._forward = None
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         state = self._states[request_id]

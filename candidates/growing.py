@@ -116,6 +116,18 @@ class GrowingCandidates(TreeCandidateGenerator):
         state.outlook, state.processing, state.seed = self._outlook.of_another(), processing, seed
         self._states[request_id] = state
 
+    def stop(self, request_id: Hashable) -> None:
+        self._coupling.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None and self._forward is not None:
+            self._forward.remove(state.row)
+        if not self._states:
+            self._give_up_forward()
+
+    def _give_up_forward(self) -> None:
+        """Nobody needs it any more."""
+        self._forward = None
+
     @torch.no_grad()
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None

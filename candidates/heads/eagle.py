@@ -121,7 +121,7 @@ class EagleHeads(FeatureDrafter):
             raise ValueError(f"Heads of a target of {self.vocab_size} tokens do not fit one of {sizes.vocab_size}.")
         check_shapes(self.config, self._tensors(), len(self.hidden_layers), sizes)
 
-    # What the heads compute; `maps` stands in for linear maps, where these are written out
+    # What the heads compute
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings `[..., hidden_size]` of tokens `[...]`."""
@@ -140,7 +140,10 @@ class EagleHeads(FeatureDrafter):
     def inputs(
         self, embeds: torch.Tensor, features: torch.Tensor, fc: Map | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and what it adds to."""
+        """
+        What attention reads, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and what it adds to. `fc` stands in for
+        the map of that name, where it is written out.
+        """
         if self.is_third:
             normed = self.part("hidden_norm")(features)
             residual = normed if self._norms_residual else features

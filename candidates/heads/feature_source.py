@@ -180,7 +180,7 @@ class FeatureCandidates(GrowingCandidates):
     def forget(self, request_id: Hashable) -> None:
         self._forget_ended(request_id)
         if not self._states and not self._ended:
-            self._forward = None
+            self._give_up_forward()
 
     def _forget_ended(self, request_id: Hashable) -> None:
         state = self._ended.pop(request_id, None)

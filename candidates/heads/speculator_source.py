@@ -103,11 +103,3 @@ class MLPSpeculatorCandidates(GrowingCandidates):
         state.num_generated += len(committed.tokens)
         if hidden is not None and len(hidden):
             state.hidden = hidden[-1:]
-
-    def stop(self, request_id: Hashable) -> None:
-        self._coupling.pop(request_id, None)
-        state = self._states.pop(request_id, None)
-        if state is not None and self._forward is not None:
-            self._forward.remove(state.row)
-        if not self._states:
-            self._forward = None

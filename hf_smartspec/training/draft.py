@@ -1,15 +1,14 @@
 """A draft model learns the target's distributions (Online Speculative Decoding, section 4: forward KL divergence)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .texts import IGNORED, Text, collate
-
-_TOP = (1, 3, 8)
+from .accuracy import accuracy, likeliest
+from .texts import IGNORED, Text
 
 
 class DraftTraining(nn.Module):
@@ -56,15 +55,11 @@ class DraftTraining(nn.Module):
         output: Any = model.get_output_embeddings()
         return output(states[:, :-1][labels[:, 1:] != IGNORED])
 
-    @torch.no_grad()
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """How often the right next token is among the 1, 3 or 8 likeliest."""
-        hits, count = torch.zeros(len(_TOP)), 0
-        for start in range(0, len(texts), batch_size):
-            batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
-            ids, labels = (batch[name].to(self.target.device) for name in ("input_ids", "labels"))
-            logits, wanted = self._logits(self.draft, ids, labels), labels[:, 1:][labels[:, 1:] != IGNORED]
-            right = logits.topk(min(max(_TOP), logits.shape[-1]), dim=-1).indices == wanted[:, None]
-            hits += torch.stack([right[:, :num].any(1).sum() for num in _TOP]).cpu()
-            count += len(wanted)
-        return [dict(zip(_TOP, (hits / max(count, 1)).tolist()))]
+        return accuracy(self._guesses, 1, texts, max_length, batch_size, self.target.device)
+
+    @torch.no_grad()
+    def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        following = labels[:, 1:]
+        yield likeliest(self._logits(self.draft, ids, labels)), following[following != IGNORED]

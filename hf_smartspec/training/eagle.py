@@ -7,14 +7,15 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from ..candidates.heads.eagle import EagleHeads
 from ..candidates.heads.eagle_files import default_layers
 from ..target.compat import shared_value
-from .texts import IGNORED, Text, collate
+from .accuracy import accuracy, likeliest
+from .texts import IGNORED, Text
 
 _DECAY = 0.8  # of the weight of each further step in the loss
-_TOP = (1, 3, 8)
 _ROPE = ("default", "linear", "llama3", "yarn")  # what the heads take over of the target
 
 
@@ -186,9 +187,9 @@ class EagleTraining(nn.Module):
         query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
         if "q_norm" in self.parts:
             query, key = self.parts["q_norm"](query), self.parts["k_norm"](key)
-        query, key = self._rotated(query, positions), self._rotated(key, positions)
+        query, key = apply_rotary_pos_emb(query, key, *self._others[2](x, positions))
         groups, num = query.shape[1] // key.shape[1], x.shape[1]
-        memory.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
+        memory.append((repeat_kv(key, groups), repeat_kv(value, groups)))
         (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in memory[1:]]
         total = first + num
         scores = query @ keys[:, :, :total].transpose(2, 3)
@@ -205,26 +206,15 @@ class EagleTraining(nn.Module):
         """`[rows, heads, n, head_dim]`"""
         return self.parts[name](x).unflatten(2, (-1, self.heads.config.head_dim)).transpose(1, 2)
 
-    def _rotated(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos, sin = self._others[2](states, positions)
-        first, second = states.chunk(2, dim=-1)
-        return states * cos + torch.cat([-second, first], dim=-1) * sin
-
-    @torch.no_grad()
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """
         For each step, how often the right token is among the 1, 3 or 8 likeliest, where all before it were right.
         """
-        hits, counts = torch.zeros(self.num_steps, len(_TOP)), torch.zeros(self.num_steps)
-        for start in range(0, len(texts), batch_size):
-            batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
-            ids, labels = (batch[name].to(self.target.device) for name in ("input_ids", "labels"))
-            states, _ = self._known(ids)
-            for step, (logits, where) in enumerate(self._drafts(ids, labels, states)):
-                wanted = ids[:, step + 2 :][where[:, :-1]]
-                best = logits.topk(min(max(_TOP), logits.shape[-1]), dim=-1).indices
-                tokens = best if self.heads.token_ids is None else self.heads.token_ids[best]
-                right = tokens == wanted[:, None]
-                hits[step] += torch.stack([right[:, :num].any(1).sum() for num in _TOP]).cpu()
-                counts[step] += len(wanted)
-        return [dict(zip(_TOP, row)) for row in (hits / counts[:, None].clamp(min=1)).tolist()]
+        return accuracy(self._guesses, self.num_steps, texts, max_length, batch_size, self.target.device)
+
+    @torch.no_grad()
+    def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        states, _ = self._known(ids)
+        for step, (logits, where) in enumerate(self._drafts(ids, labels, states)):
+            best, own = likeliest(logits), self.heads.token_ids
+            yield best if own is None else own[best], ids[:, step + 2 :][where[:, :-1]]

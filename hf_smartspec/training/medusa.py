@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ..candidates import MedusaHeads
-from .texts import IGNORED, Text, collate
+from .accuracy import accuracy, likeliest
+from .texts import IGNORED, Text
 
 _DECAY = 0.8  # of the weight of each further head in the loss, Medusa's Eq. 1
-_TOP = (1, 3, 8)
 
 
 class MedusaTraining(nn.Module):
@@ -67,21 +67,14 @@ class MedusaTraining(nn.Module):
             is_learnt = (labels[:, 1 : later.shape[1] + 1] != IGNORED) & (later != IGNORED)
             yield states[:, : later.shape[1]][is_learnt], later[is_learnt]
 
-    @torch.no_grad()
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """For each head, how often the right token is among its 1, 3 or 8 likeliest."""
-        hits = torch.zeros(self.heads.num_heads, len(_TOP))
-        counts = torch.zeros(self.heads.num_heads)
-        for start in range(0, len(texts), batch_size):
-            batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
-            batch = {name: item.to(self.target.device) for name, item in batch.items()}
-            states = last_hidden_states(self.target, batch["input_ids"])
-            for head, (x, wanted) in enumerate(self._learnt(states, batch["labels"])):
-                best = self.heads.logits_of(head, x).topk(max(_TOP), dim=-1).indices == wanted[:, None]
-                hits[head] += torch.stack([best[:, :num].any(1).sum() for num in _TOP]).cpu()
-                counts[head] += len(wanted)
-        shares = hits / counts[:, None].clamp(min=1)
-        return [dict(zip(_TOP, row)) for row in shares.tolist()]
+        return accuracy(self._guesses, self.heads.num_heads, texts, max_length, batch_size, self.target.device)
+
+    @torch.no_grad()
+    def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for head, (x, wanted) in enumerate(self._learnt(last_hidden_states(self.target, ids), labels)):
+            yield likeliest(self.heads.logits_of(head, x)), wanted
 
 
 def _zeros(size: int) -> tuple[torch.Tensor, torch.Tensor | None]:

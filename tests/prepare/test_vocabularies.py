@@ -83,6 +83,7 @@ def test_tokenizers_that_are_given_count(tmp_path, sizes):
     assert vocabulary_between(*models, Tokenizers(None, words)) == shared
     found = vocabulary_between(*models, Tokenizers(words, others))
     assert isinstance(found, Translation) and found.assistant_tokenizer.get_vocab() == others.get_vocab()
+    assert found.assistant_tokenizer is not others, "which may be at work in another thread"
     assert vocabulary_between(*models, Tokenizers(words, others)) is found, "made once"
     assert isinstance(vocabulary_between(*models, Tokenizers(None, others)), Translation)
     assert vocabulary_between(*models, Tokenizers(others, None)) is None or sizes[0] != sizes[1]

@@ -19,6 +19,8 @@ from ...training.medusa import MedusaTraining
 from ...training.texts import Text
 from ..common.models import UsageError, load_draft
 
+CHECKPOINTS = "checkpoints"
+
 
 class Kind(NamedTuple):
     """
@@ -94,7 +96,6 @@ def _was_trained(folder: str) -> bool:
     return (Path(folder) / CHECKPOINTS).is_dir()
 
 
-CHECKPOINTS = "checkpoints"
 KINDS = {
     "medusa": Kind(_medusa, _save_heads, says_medusa),
     "eagle3": Kind(_eagle3, _save_heads, says_eagle),
