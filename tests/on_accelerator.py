@@ -396,38 +396,3 @@ def test_picking_token_by_token_comes_to_the_same(on_cpu, on_device, accelerator
     assert all(tokens_of(output) == tokens_of(outputs[0]) for output in outputs)
     assert len({output.statistics.accepted_tokens for output in outputs}) == 1
     assert outputs[0].statistics.accepted_tokens > 0
-
-
-# --- The emulation itself --------------------------------------------------------------------------------------------
-
-
-def test_what_the_host_waits_for_is_counted(accelerator):
-    values = torch.arange(6.0).to(DEVICE)
-    waits = [
-        lambda: values.tolist(),
-        lambda: values.cpu(),
-        lambda: float(values[0]),
-        lambda: bool((values > 3).any()),
-        lambda: values.nonzero(),
-        lambda: values[values > 3],
-        lambda: torch.tensor([1, 2], device=DEVICE),
-        lambda: torch.arange(3).to(DEVICE),
-        lambda: values[torch.tensor([1, 2])],
-    ]
-    for function in waits:
-        with accelerator.counting() as counts:
-            function()
-        assert counts["waits"] == 1
-    with accelerator.counting() as counts:
-        torch.arange(3).to(DEVICE, non_blocking=True)
-        (values * 2).softmax(0).argmax().add_(torch.zeros(1, device=DEVICE).long()[0])
-    assert counts["waits"] == 0 and counts["uploads"] == 1 and counts["dispatched"] >= 5
-
-
-def test_devices_are_not_mixed(accelerator):
-    values = torch.arange(6.0).to(DEVICE)
-    assert (values + 1).tolist() == (torch.arange(6.0) + 1).tolist()
-    with pytest.raises(RuntimeError, match="tensors of the CPU"):
-        values + torch.arange(6.0)
-    with pytest.raises(RuntimeError):
-        values.numpy()

@@ -1,0 +1,223 @@
+"""The same drafts whatever has happened before: texts in pieces, run anew, or begun by other requests'."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LogitsProcessorList
+
+from hf_smartspec import Committed
+from hf_smartspec.candidates import growing
+from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
+
+from ...models import shared_model
+from .published_eagle import random_heads
+
+
+def states_of(text, layers) -> dict[int, torch.Tensor]:
+    """Hidden states `[n, hidden]` of a text's tokens, each the same behind the same text."""
+    found = {layer: [] for layer in layers}
+    for length in range(1, len(text) + 1):
+        generator = torch.Generator().manual_seed(hash(tuple(text[:length])) % 2**40)
+        for layer in sorted(found):
+            found[layer].append(torch.randn(32, generator=generator))
+    return {layer: torch.stack(lines) if lines else torch.empty(0, 32) for layer, lines in found.items()}
+
+
+def step_of(text, start, num_new, end=None) -> Committed:
+    """A text's hidden states from `start` on, and its last tokens, which have none."""
+    end = len(text) - 1 if end is None else end
+    states = {layer: item[start:] for layer, item in states_of(text[:end], (0, 1)).items()}
+    return Committed(np.array(text[len(text) - num_new :], np.int64), hidden_states=states, start=start)
+
+
+def drafts_anew(heads, text, num_nodes, width=2):
+    """What a drafter says that is shown the whole text at once."""
+    source = FeatureCandidates(heads, width=width)
+    source.start("a", np.array(text[:-1]))
+    source.observe("a", step_of(text, 0, 1))
+    return source.propose(["a"], [num_nodes])[0]
+
+
+def check_drafts(source, names, texts, num_nodes=5) -> None:
+    for name, tree in zip(names, source.propose(names, [num_nodes] * len(names))):
+        expected = drafts_anew(source.heads, texts[name], num_nodes, source.width)
+        assert len(tree) == num_nodes and tree.tokens.tolist() == expected.tokens.tolist()
+        assert tree.parents.tolist() == expected.parents.tolist()
+        np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def unlike():
+    """Heads whose drafts depend on all that they are shown."""
+    target = shared_model("llama")
+    published = random_heads(32, target.config.vocab_size, third=True, layers=(1, 1, 0), own_vocab=80)
+    tensors = dict(published.tensors) | {"d2t": published.token_ids - torch.arange(80)}
+    config = LlamaConfig(hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
+    return EagleHeads(config, tensors, (1, 1, 0), target).requires_grad_(False)
+
+
+class World:
+    """Requests of one source, whose texts are known."""
+
+    def __init__(self, heads, width):
+        self.source = FeatureCandidates(heads, width=width)
+        self.texts, self.shown, self.ended, self.count = {}, {}, {}, 0
+
+    def begin(self, data) -> None:
+        """A prompt that goes on from another's text, or is new; keys and values of its beginning may be there."""
+        self.count += 1
+        name = f"request {self.count}"
+        others = self.texts | self.ended
+        earlier = data.draw(st.sampled_from([None, *others]))
+        own = data.draw(st.lists(st.integers(3, 6), min_size=2, max_size=6))
+        begins = others[earlier][: data.draw(st.integers(0, len(others[earlier])))] if earlier else []
+        prompt = [*begins, *own]
+        self.source.start(name, np.array(prompt))
+        start = 0
+        if earlier:
+            length = min(len(begins), len(prompt) - 1)
+            for _ in range(data.draw(st.integers(0, 2))):
+                start = self.source.reuse(name, length, earlier)
+                assert 0 <= start <= length
+                length = data.draw(st.integers(0, start))
+            if start and data.draw(st.booleans()):  # another source needs more
+                start = self.source.reuse(name, length, earlier)
+        self.texts[name], self.shown[name] = prompt, start
+
+    def go_on(self, data, name) -> None:
+        """A piece of the prompt, or tokens; at times the text is run anew from somewhere on."""
+        text, start = self.texts[name], self.shown[name]
+        if start and data.draw(st.integers(0, 5)) == 0:
+            start = data.draw(st.integers(0, start))
+        if start < len(text) - 1 and data.draw(st.booleans()):
+            end = data.draw(st.integers(start + 1, len(text) - 1))
+            self.source.observe(name, step_of(text, start, 0, end))
+            self.shown[name] = end
+            return
+        new = data.draw(st.lists(st.integers(3, 6), min_size=1, max_size=3))
+        self.texts[name] = [*text, *new]
+        self.source.observe(name, step_of(self.texts[name], start, len(new)))
+        self.shown[name] = len(self.texts[name]) - 1
+
+    def draft(self, data) -> None:
+        names = [name for name in self.texts if data.draw(st.booleans())]
+        due = [name for name in names if self.shown[name] == len(self.texts[name]) - 1 and self.started(name)]
+        if names:
+            assert all(len(tree) == 0 for tree in self.source.propose(names, [0] * len(names)))
+        if due:
+            check_drafts(self.source, due, self.texts)
+
+    def started(self, name) -> bool:
+        return self.source._states[name].num_generated > 0
+
+    def end(self, data) -> None:
+        if self.texts:
+            name = data.draw(st.sampled_from(sorted(self.texts)))
+            self.source.stop(name)
+            self.ended[name] = self.texts.pop(name)
+            del self.shown[name]
+
+    def forget(self, data) -> None:
+        if self.ended:
+            name = data.draw(st.sampled_from(sorted(self.ended)))
+            self.source.forget(name)
+            del self.ended[name]
+
+    def play(self, data) -> None:
+        if not self.texts:
+            self.begin(data)
+        act = data.draw(st.sampled_from(["begin", "end", "forget", "draft", "draft", *["go on"] * 5]))
+        if act == "go on" and self.texts:
+            self.go_on(data, data.draw(st.sampled_from(sorted(self.texts))))
+        elif act != "go on":
+            getattr(self, act)(data)
+        rows = [] if self.source._forward is None else self.source._forward.cache.rows
+        assert len(rows) == len(self.texts) + len(self.ended)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), width=st.sampled_from([1, 2]))
+def test_drafts_are_those_of_a_drafter_that_sees_the_whole_text_anew(unlike, data, width):
+    world = World(unlike, width)
+    for _ in range(data.draw(st.integers(5, 25))):
+        world.play(data)
+    for name in [*world.texts]:
+        world.source.stop(name)
+        world.ended[name] = world.texts.pop(name)
+    for name in [*world.ended, "never started"]:
+        world.source.stop("never started")
+        world.source.forget(name)
+    assert world.source._forward is None and not world.source._ended
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_levels_at_once_are_those_level_by_level(unlike, monkeypatch, width, seed):
+    """As on devices that are not waited for: drafts of texts of several lengths, and limits."""
+    found = []
+    for is_free in (True, False):
+        monkeypatch.setattr(growing, "waits_are_free", lambda device, is_free=is_free: is_free)
+        source = FeatureCandidates(unlike, width=width)
+        trees = []
+        for number, length in enumerate((9, 3, 14, 30)):
+            text = [(7 * place + number) % 90 for place in range(length)]
+            source.couple(number, LogitsProcessorList(), seed)
+            source.start(number, np.array(text[:-1]))
+            source.observe(number, step_of(text, 0, 1))
+        for limits in ([12, 6, 9, 3], [3, 12, 1, 9]):
+            trees += source.propose(range(4), limits)
+        found.append(trees)
+    for one, other in zip(*found):
+        assert len(one) > 0 and one.tokens.tolist() == other.tokens.tolist()
+        assert one.parents.tolist() == other.parents.tolist()
+        np.testing.assert_allclose(one.probs, other.probs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_nobody_asks_for_takes_little_memory(unlike):
+    """Of requests under load: what they are shown goes into their rows, sooner or later."""
+    source = FeatureCandidates(unlike, width=2)
+    text = [3, 4, 5]
+    source.start("a", np.array(text[:2]))
+    sizes = []
+    rng = np.random.default_rng(0)
+    states = {layer: [] for layer in (0, 1)}
+    for number in range(700):
+        start = len(states[0]) if number else 0
+        step = Committed(
+            np.array([text[-1]], np.int64),
+            hidden_states={
+                layer: torch.from_numpy(rng.standard_normal((2 if number == 0 else 1, 32))).float() for layer in (0, 1)
+            },
+            start=start,
+        )
+        for layer in (0, 1):
+            states[layer] += list(step.hidden_states[layer])
+        source.observe("a", step)
+        sizes.append(source._states["a"].known.untyped_storage().nbytes())
+        text.append(int(rng.integers(3, 80)))
+    text.pop()
+    assert max(sizes) < 300 * 3 * 32 * 4 and sizes[-1] < max(sizes)
+    (tree,) = source.propose(["a"], [5])
+    anew = FeatureCandidates(unlike, width=2)
+    anew.start("b", np.array(text[:-1]))
+    whole = {layer: torch.stack(lines) for layer, lines in states.items()}
+    anew.observe("b", Committed(np.array(text[-1:]), hidden_states=whole, start=0))
+    assert tree.tokens.tolist() == anew.propose(["b"], [5])[0].tokens.tolist()
+    source.stop("a")
+    assert source._ended["a"].known.untyped_storage().nbytes() <= 300 * 3 * 32 * 4
+
+
+def test_what_was_left_out_is_not_drafted_behind(unlike):
+    source = FeatureCandidates(unlike, width=2)
+    text = [3, 4, 5, 6, 7, 8, 9]
+    source.start("a", np.array(text[:5]))
+    source.observe("a", step_of(text[:6], 2, 1))
+    assert len(source.propose(["a"], [5])[0]) == 0
+    source.observe("a", step_of(text, 5, 1))
+    assert len(source.propose(["a"], [5])[0]) == 0
+    text.append(10)
+    source.observe("a", step_of(text, 0, 1))  # run anew
+    check_drafts(source, ["a"], {"a": text})
