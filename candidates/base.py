@@ -21,11 +21,11 @@ class TreeCandidateGenerator(CandidateGenerator):
     A candidate source for batches of requests. Subclass it, implement `start`, `propose`, `observe` and `stop`, and
     pass an instance as `assistant=`.
 
-    The engine calls `assign` (if there is something to say), `couple` and `start` once per request, then `propose` and
-    `observe` in turn, then `stop`; `stop` comes even after an error. One source may serve several `generate` calls, so
-    state belongs to requests; it need not bear several threads at once. A source that raises, or proposes something
-    that is no tree over the vocabulary, is dropped for that request. Sources cannot make the output wrong: the target
-    decides about every token.
+    The engine calls `choose`, `assign` (if there is something to say), `couple` and `start` once per request, then
+    `propose` and `observe` in turn, then `stop`; `stop` comes even after an error. One source may serve several
+    `generate` calls, so state belongs to requests; it need not bear several threads at once. A source that raises, or
+    proposes something that is no tree over the vocabulary, is dropped for that request. Sources cannot make the output
+    wrong: the target decides about every token.
 
     Attributes:
         default_num_nodes (`int`): Nodes per row where the caller names no number, at most.
@@ -69,6 +69,20 @@ class TreeCandidateGenerator(CandidateGenerator):
     def stages(self) -> Sequence["TreeCandidateGenerator"]:
         """The sources that it consists of, in the order in which they are asked: most are one."""
         return (self,)
+
+    def choose(
+        self, request_ids: Sequence[Hashable], prompts: Sequence[np.ndarray], tags: Sequence[str | None]
+    ) -> Sequence["TreeCandidateGenerator"]:
+        """
+        Comes first, for requests that begin together: who drafts for each of them. By default, the source itself; one
+        that consists of several, each for requests of its kind, names them, and is told nothing more but by these. The
+        length policy then learns what each is worth by itself.
+
+        Args:
+            prompts (sequence of `np.ndarray`): As `start` gets them.
+            tags (sequence of `str`, *optional*): What kind of text callers say it is; None where they say nothing.
+        """
+        return [self] * len(request_ids)
 
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         """

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..candidates.base import TreeCandidateGenerator
-from ..candidates.committed import HIDDEN_STATES, SCORES
 from ..drafts.tree import DraftTree
-from ..goodput.policy import DraftCost, StepRows, StepSeconds
+from ..goodput.policy import StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
 from ..target.hidden_states import HiddenStateTaps
 from ..target.rows import CacheRow, RowInput
 from .batch import DecodingBatch
+from .line import SourceLine
 from .request import Request
 from .statistics import GenerationStatistics
 from .verify import Place
@@ -72,17 +71,9 @@ class DecodingCall:
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def __post_init__(self) -> None:
+        self.line = SourceLine.of(self.source.stages)  # of requests for which no other sources are chosen
         for request in self.batch.requests:
-            request.call = self
-        self.stages = tuple(self.source.stages)
-        self.stage_costs = _shared(tuple(map(draft_cost, self.stages)))
-        self.watching = [item for item in enumerate(self.stages) if not item[1].needs]  # sources that see tokens alone
-        # What the sources need beside tokens.
-        asking = [stage for stage in self.stages if HIDDEN_STATES in stage.needs]
-        self.hidden_layers = frozenset(layer for stage in asking for layer in stage.hidden_layers)
-        self.needs_scores = any(SCORES in stage.needs for stage in self.stages)
-        self.needs_more = any(stage.needs for stage in self.stages)
-        self.num_likeliest = max(stage.num_likeliest for stage in self.stages)
+            request.call, request.line = self, self.line
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors
@@ -143,12 +134,6 @@ class StepDrafts(NamedTuple):
         return StepSeconds(*(after - before for before, after in zip(self.start, end)))
 
 
-@lru_cache(maxsize=64)
-def _shared(costs: tuple[DraftCost, ...]) -> tuple[DraftCost, ...]:
-    """Equal costs as one object, mostly: that rows of several calls draft alike is then seen at a glance."""
-    return costs
-
-
 def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]:
     """The rows of each forward: mostly there is one."""
     requests = list(requests)
@@ -173,13 +158,3 @@ def alike(rows: Sequence[Request]) -> list[list[Request]]:
     for request in rows:
         groups.setdefault(request.call.picks_like, []).append(request)
     return list(groups.values())
-
-
-def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
-    """What is known of a source beforehand: seconds are measured as they come."""
-    return DraftCost(
-        is_autoregressive=source.is_autoregressive,
-        width=source.width,
-        source=source.name,
-        heeds_prices=source.heeds_prices,
-    )

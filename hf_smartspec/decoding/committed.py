@@ -32,10 +32,10 @@ def run_forward(
     forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]
 ) -> tuple[torch.Tensor, list[int]]:
     """`forward.forward` of what rows bring; those whose sources need hidden states are left with theirs."""
-    asking = [request for request in rows if request.call.hidden_layers and request.is_drafting]
+    asking = [request for request in rows if request.line.hidden_layers and request.is_drafting]
     if not asking or forward.taps is None:
         return forward.forward(inputs)
-    layers = frozenset[int]().union(*[request.call.hidden_layers for request in asking])
+    layers = frozenset[int]().union(*[request.line.hidden_layers for request in asking])
     with forward.taps.taking(layers) as states:
         output = forward.forward(inputs)
     for request in asking:
@@ -68,7 +68,7 @@ def _wanted(request: Request, is_verified: bool) -> tuple[FedStates, Sequence[in
 
 def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarray | None) -> Committed:
     start = request.fed.start if request.fed is not None else 0
-    own = {layer: states[layer] for layer in request.call.hidden_layers if layer in states}
+    own = {layer: states[layer] for layer in request.line.hidden_layers if layer in states}
     if tokens is None or request.verified is None:
         return Committed(np.empty(0, np.int64) if tokens is None else tokens, hidden_states=own, start=start)
     tree, scores = request.verified
@@ -76,7 +76,7 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
         tokens,
         np.array(request.path, np.int64),
         own,
-        scores.to(torch.float32, copy=True) if request.call.needs_scores else None,
+        scores.to(torch.float32, copy=True) if request.line.needs_scores else None,
         tree,
         start,
     )

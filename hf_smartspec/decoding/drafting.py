@@ -115,15 +115,15 @@ class Drafting:
 
     def _stages(self, rows: Sequence[Request], caps: np.ndarray) -> list[Stage]:
         """Every kind of source with its rows, the first ones of all rows first."""
-        costs = rows[0].call.stage_costs if rows else ()
-        if all([request.call.stage_costs is costs and not request.dropped for request in rows]):
+        costs = rows[0].line.costs if rows else ()
+        if all([request.line.costs is costs and not request.dropped for request in rows]):
             return [
                 Stage(cost, caps, position, self._threshold(rows[0], position, cost.source))
                 for position, cost in enumerate(costs)
             ]
         kinds: dict[tuple[int, DraftCost], list[int]] = {}
         for index, request in enumerate(rows):
-            for position, cost in enumerate(request.call.stage_costs):
+            for position, cost in enumerate(request.line.costs):
                 if position not in request.dropped:
                     kinds.setdefault((position, cost), []).append(index)
         stages = []

@@ -61,6 +61,7 @@ class DecodingLoop:
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""
         self.calls.append(call)
+        self.drafting.sources.choose(call)
         for request in call.requests:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)
@@ -96,7 +97,7 @@ class DecodingLoop:
         """After calls or rows have come or gone."""
         self.running = [request for call in self.calls for request in call.batch.active]
         self._is_compact = False
-        self._shows_more = any(call.needs_more for call in self.calls)
+        self._shows_more = any(call.line.needs_more for call in self.calls)
 
     def step(self) -> list[DecodingCall]:
         """
@@ -166,14 +167,14 @@ class DecodingLoop:
         logits: torch.Tensor,
     ) -> list[int]:
         """The arg max of every line, if that is what picks tokens; sources are told what else was likely."""
-        count = max([request.call.num_likeliest for request in rows])
+        count = max([request.line.num_likeliest for request in rows])
         is_greedy = any([request.call.picks_greedily for request in rows])
         top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
         if top is None:
             return forward.argmax(logits) if is_greedy else []
         shown = {}
         for request, first in zip(rows, offsets):
-            if first < len(top.tokens) and request in drafts and request.call.num_likeliest:
+            if first < len(top.tokens) and request in drafts and request.line.num_likeliest:
                 before, tokens = request.ends_of(drafts[request])
                 lines = slice(first, first + len(tokens))
                 following, shares = top.tokens[lines], top.shares[lines]  # of as many as were looked at
@@ -284,7 +285,7 @@ class DecodingLoop:
 
     def _show(self, committed: dict[Request, np.ndarray]) -> None:
         """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
-        asking = [request for request in self.running if request.call.needs_more and request.is_drafting]
+        asking = [request for request in self.running if request.line.needs_more and request.is_drafting]
         told = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
         for request, step in committed_steps(told, committed).items():
             self.drafting.sources.show(request, step)

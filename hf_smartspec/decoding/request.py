@@ -13,6 +13,7 @@ from ..target.rows import CacheRow
 
 if TYPE_CHECKING:
     from .call import DecodingCall
+    from .line import SourceLine
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class Request:
         mask (`torch.BoolTensor` of shape `[length]`): False where the row is padding.
         max_new_tokens (`int`, *optional*): Tokens after which plain decoding stops.
         seed (`int`, *optional*): Seed of the row's noise; None for greedy rows.
+        tag (`str`, *optional*): What kind of text it is, for sources that go by it.
     """
 
     request_id: Hashable
@@ -35,13 +37,15 @@ class Request:
     mask: torch.Tensor
     max_new_tokens: int | None = None
     seed: int | None = None
+    tag: str | None = None
 
     call: "DecodingCall" = field(init=False, repr=False)  # that it belongs to, which sets it
+    line: "SourceLine" = field(init=False, repr=False)  # its call's, unless others were chosen for it
     row: CacheRow | None = None
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
     is_drafting: bool = True  # False: all of its candidate sources failed and were dropped, or none was begun
-    dropped: set[int] = field(default_factory=set)  # positions of the call's stages whose source failed
+    dropped: set[int] = field(default_factory=set)  # positions in the line whose source failed
     is_known_to_source: bool = False
     shares_with: Hashable | None = None  # the request whose keys and values its row began with
     num_observed: int = 0  # generated tokens that the source was told of
@@ -117,7 +121,7 @@ class Request:
         """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
         lines, call = slice(first, first + len(tree.tokens) + 1), self.call
         self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
-        if call.needs_more:
+        if self.line.needs_more:
             self.verified = tree, logits[lines]
         if call.picks_greedily:
             self.picks = picks[lines]

@@ -1,6 +1,7 @@
 """What the loop asks of candidate sources, and what happens when they fail."""
 
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
 from ..log import get_logger
+from .call import DecodingCall
+from .line import SourceLine
 from .request import Request
 
 logger = get_logger(__name__)
@@ -29,7 +32,7 @@ def forget(source: TreeCandidateGenerator, request_id: Hashable) -> None:
 class GuardedSources:
     """
     Calls sources so that whatever they do wrong costs their request this source, nothing more. A source is known by its
-    position among the stages of the request's call.
+    position in the request's line.
 
     Args:
         vocab_size (`int`): Draft tokens must lie below.
@@ -37,12 +40,38 @@ class GuardedSources:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self.gate = PrefillGate()
+        self.gates: defaultdict[str, PrefillGate] = defaultdict(PrefillGate)  # by draft model
         self._has_warned = False
+
+    def choose(self, call: DecodingCall) -> None:
+        """A call begins: where one of its sources has others draft for some requests, these take its place in line."""
+        lines: dict[tuple[TreeCandidateGenerator, ...], SourceLine] = {}
+        own = call.line.sources
+        for request, chosen in zip(call.requests, zip(*[self._chosen(call, source) for source in own])):
+            if chosen != own:
+                found = [source.stages if source != old else [source] for source, old in zip(chosen, own)]
+                stages = tuple(stage for sources in found for stage in sources)
+                if stages not in lines:
+                    lines[stages] = SourceLine.of(stages)
+                request.line = lines[stages]
+                request.is_known_to_source = True
+
+    def _chosen(self, call: DecodingCall, source: TreeCandidateGenerator) -> Sequence[TreeCandidateGenerator]:
+        requests = call.requests
+        try:
+            ids, prompts = [item.request_id for item in requests], [item.prompt for item in requests]
+            chosen = source.choose(ids, prompts, [item.tag for item in requests])
+            if len(chosen) == len(requests):
+                return chosen
+            raise ValueError(f"it chose {len(chosen)} sources for {len(requests)} requests")
+        except Exception as error:
+            logger.warning_once(f"{type(source).__name__} failed to choose and drafts itself: {error!r}")
+            return [source] * len(requests)
 
     def start(self, request: Request) -> None:
         """A request begins; without a draft model, where that is hardly ever asked for a draft any more."""
-        if request.call.source.is_autoregressive and not self.gate.admits(request):
+        drafter = request.line.drafter
+        if drafter is not None and not self.gates[drafter].admits(request):
             request.is_drafting = False
         if request.is_drafting:
             request.is_known_to_source = True
@@ -52,7 +81,7 @@ class GuardedSources:
     def resume(self, request: Request) -> None:
         """Where a row holds some of its prompt already, what its sources cannot do without is run again."""
         row = request.cache_row
-        if not request.call.hidden_layers or not row.length:
+        if not request.line.hidden_layers or not row.length:
             return
 
         def ask(item: tuple[int, TreeCandidateGenerator], length: int) -> int | None:
@@ -65,21 +94,26 @@ class GuardedSources:
 
     def count(self, drafted: dict[Request, DraftTree]) -> None:
         """What was drafted in one step, for all its rows."""
-        rows = [request for request in drafted if request.call.source.is_autoregressive and request.is_drafting]
-        self.gate.observe(rows, [len(drafted[request]) for request in rows])
+        by_drafter: dict[str, list[Request]] = {}
+        for request in drafted:
+            if request.line.drafter is not None and request.is_drafting:
+                by_drafter.setdefault(request.line.drafter, []).append(request)
+        for drafter, rows in by_drafter.items():
+            self.gates[drafter].observe(rows, [len(drafted[request]) for request in rows])
 
     def stop(self, request: Request) -> None:
-        self.gate.forget(request)
+        if request.line.drafter is not None:
+            self.gates[request.line.drafter].forget(request)
         if request.is_known_to_source:
             request.is_known_to_source = False
-            for position, source in enumerate(request.call.stages):  # those that have failed hold state too
+            for position, source in enumerate(request.line.sources):  # those that have failed hold state too
                 self._guarded(request, position, source.stop, request.request_id)
 
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         """Tokens were committed; sources that need more are told by `show`."""
         if not request.is_drafting:
             return
-        for position, source in request.call.watching:
+        for position, source in request.line.watching:
             if position not in request.dropped:
                 try:
                     source.observe(request.request_id, tokens)
@@ -108,7 +142,7 @@ class GuardedSources:
 
     def forget(self, request: Request) -> None:
         """The keys and values of a request that has ended are gone."""
-        for source in request.call.stages:
+        for source in request.line.sources:
             if HIDDEN_STATES in source.needs:
                 forget(source, request.request_id)
 
@@ -117,7 +151,7 @@ class GuardedSources:
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in wanted.items():
-            by_source.setdefault(request.call.stages[position], {})[request] = limit
+            by_source.setdefault(request.line.sources[position], {})[request] = limit
         for source, limits in by_source.items():
             if position:  # what joins other drafts may cost by the node
                 most = source.default_num_nodes if price is None else source.most_nodes
@@ -156,7 +190,7 @@ class GuardedSources:
         """The request's sources that have not failed, with their positions."""
         if not request.is_drafting:
             return []
-        return [item for item in enumerate(request.call.stages) if item[0] not in request.dropped]
+        return [item for item in enumerate(request.line.sources) if item[0] not in request.dropped]
 
     def _looking(self, request: Request) -> list[tuple[int, TreeCandidateGenerator]]:
         """Those of them that need hidden states."""
@@ -170,12 +204,13 @@ class GuardedSources:
 
     def _drop(self, request: Request, position: int, error: Exception) -> None:
         request.dropped.add(position)
-        request.is_drafting = len(request.dropped) < len(request.call.stages)
+        request.is_drafting = len(request.dropped) < len(request.line.sources)
         if not self._has_warned:
             goes_on = "with its other sources" if request.is_drafting else "without speculation"
+            source = type(request.line.sources[position]).__name__
             logger.warning(
-                f"{type(request.call.stages[position]).__name__} failed and was dropped for row {request.index}, which "
-                f"goes on {goes_on} (further failures of this call are not reported): {error!r}"
+                f"{source} failed and was dropped for row {request.index}, which goes on {goes_on} (further failures of "
+                f"this call are not reported): {error!r}"
             )
         self._has_warned = True
 

@@ -179,7 +179,7 @@ def _cached(request: Request) -> CachedText:
 
 def _keeper(request: Request) -> TreeCandidateGenerator | None:
     """The request's source if it may keep something of its own beside keys and values."""
-    return request.call.source if request.call.hidden_layers else None
+    return request.call.source if request.call.line.hidden_layers else None
 
 
 def weights_version(parameters: Sequence[torch.Tensor]) -> int:

@@ -1,7 +1,7 @@
 """The engine in virtual time: `runner.EngineRunner` without thread and model."""
 
 import copy
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -110,7 +110,7 @@ class SimulatedEngine:
             self.memory.scheduler.check(self._num_tokens(request))
         self.clock.now, self.forward.num_batched = 0.0, 0
         loop = DecodingLoop(policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock)
-        loop.drafting.sources.gate = self.new_gate()
+        loop.drafting.sources.gates = defaultdict(self.new_gate)
         run = _Run(self, loop, sorted(requests, key=lambda item: item.arrival))
         while run.step(on_served):
             pass
