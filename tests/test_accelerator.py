@@ -1,6 +1,6 @@
 """
-What a GPU would be asked for, without one: the tests of `on_accelerator.py` and `emulated_accelerator.py`, on an emulated
-device.
+What a GPU would be asked for, without one: the tests of `on_accelerator.py` and `emulated_accelerator.py`, on an
+emulated device.
 """
 
 import os

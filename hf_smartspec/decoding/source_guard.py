@@ -209,8 +209,8 @@ class GuardedSources:
             goes_on = "with its other sources" if request.is_drafting else "without speculation"
             source = type(request.line.sources[position]).__name__
             logger.warning(
-                f"{source} failed and was dropped for row {request.index}, which goes on {goes_on} (further failures of "
-                f"this call are not reported): {error!r}"
+                f"{source} failed and was dropped for row {request.index}, which goes on {goes_on} (further failures "
+                f"of this call are not reported): {error!r}"
             )
         self._has_warned = True
 
