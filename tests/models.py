@@ -228,10 +228,14 @@ def noisy_model(
     architecture: str, noise: float = 0.02, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """A draft that mostly agrees with `shared_model`: its weights plus noise of the given share of their spread."""
-    model = new_model(architecture, seed, dtype)
+    return with_noise(new_model(architecture, seed, dtype), noise, seed)
+
+
+def with_noise(model: PreTrainedModel, noise: float = 0.02, seed: int = 0) -> PreTrainedModel:
+    """This model, with noise of the given share of its weights' spread on them."""
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            change = torch.randn(parameter.shape, generator=generator).to(dtype)
+            change = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             parameter.add_(change * parameter.std() * noise)
     return model

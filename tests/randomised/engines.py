@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from hf_smartspec import Engine, SmartSpecConfig
 
 from ..cases import Setting
-from ..models import shared_model
 from .drafters import Drafters
 from .outcome import Outcome
 from .requests import Way, arguments_of, random_policy, random_prompt, random_setting, random_way
+from .targets import target
 
 _TIMEOUT = 120.0
 _COME, _CANCEL = 0.3, 0.06  # chances at a step of the engine: that a request comes, and that one is cancelled
@@ -31,7 +31,7 @@ def serve(architecture: str, drafters: Drafters, rng: random.Random, outcome: Ou
     beginning = [rng.randrange(3, 90) for _ in range(rng.randint(4, 40))]
     prompts = [random_prompt(architecture, beginning, rng) for _ in range(rng.randint(3, 8))]
     engine = Engine(
-        shared_model(architecture),
+        target(architecture),
         SmartSpecConfig("none", policy=random_policy(rng)),
         max_batch_size=rng.choice((1, 2, 4, 8, 16)),  # kept texts give way to running ones
         max_prefill_tokens=rng.choice((3, 8, 20, 512)),

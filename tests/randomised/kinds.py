@@ -5,7 +5,7 @@ accepted and rejected. A further kind is one more entry of `KINDS`.
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from hf_smartspec import (
     DraftModelCandidates,
     MedusaCandidates,
     MedusaHeads,
+    MtpLayers,
     PromptLookupCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
@@ -24,12 +25,16 @@ from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.heads.learned import LearnedDrafter
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.candidates.heads.speculator_source import MLPSpeculatorCandidates
+from hf_smartspec.candidates.translated.source import TranslatedDraftCandidates
+from hf_smartspec.candidates.translated.translation import Translation
 from hf_smartspec.goodput.acceptance import Calibrator
 
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
-from ..models import noisy_model, shared_model
+from ..candidates.translated.pairs import with_tokens_of
+from ..models import VOCAB_SIZE
+from .targets import ARCHITECTURES, NUM_MTP_LAYERS, known_mtp, known_texts, noisy_target, target
+from .tokenizers import PAIRS, WHOLE, first_letters
 
-NUM_TOKENS = 40
 _TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 
 
@@ -38,15 +43,32 @@ class Kind(NamedTuple):
     Args:
         make (`Callable`): A new source for the shared model of an architecture.
         swap (`Callable`, *optional*): Changes the drafter's weights where they are, while requests run.
+        architectures (sequence of `str`): Of the targets that it drafts for.
     """
 
     make: Callable[[str, random.Random], TreeCandidateGenerator]
     swap: Callable[[Any, random.Random], None] | None = None
+    architectures: Sequence[str] = ARCHITECTURES
 
 
 def draft_model(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     """A copy of the target with noise on its weights."""
-    return DraftModelCandidates(copy.deepcopy(noisy_model(architecture)), width=rng.choice((None, 1, 3)))
+    return DraftModelCandidates(copy.deepcopy(noisy_target(architecture)), width=rng.choice((None, 1, 3)))
+
+
+def translated(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    """A draft model whose tokenizer numbers characters otherwise, lacks some, and joins others than the target's."""
+    own, other = rng.choice(PAIRS)
+    size = len(other) + rng.choice((0, 7))
+    draft = with_tokens_of(noisy_target(architecture), own, other, size)
+    return TranslatedDraftCandidates(draft, Translation(own, other, VOCAB_SIZE, size), width=rng.choice((None, 1, 3)))
+
+
+def other_size(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    """A draft model that lacks the target's last tokens, or has some more."""
+    size = VOCAB_SIZE + rng.choice((-12, -1, 1, 9))
+    draft = with_tokens_of(noisy_target(architecture), WHOLE, first_letters(size), size)
+    return DraftModelCandidates(draft, width=rng.choice((None, 1, 3)))
 
 
 def swap_draft_model(source: DraftModelCandidates, rng: random.Random) -> None:
@@ -68,6 +90,13 @@ def eagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return FeatureCandidates(copied(known_eagle(architecture)), width=rng.choice((None, 1, 3)))
 
 
+def mtp(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    model = known_mtp(architecture).packed.model
+    shared = [model.embed_tokens, model.shared_head, model.rotary_emb]
+    layers = MtpLayers(copy.deepcopy(model, {id(part): part for part in shared}))
+    return FeatureCandidates(layers, width=rng.choice((None, 1, 3)))
+
+
 def swap_heads(source: Any, rng: random.Random) -> None:
     shake(source.heads.parameters(), rng)
 
@@ -82,8 +111,11 @@ def prompt_lookup(architecture: str, rng: random.Random) -> TreeCandidateGenerat
 
 KINDS = {
     "draft model": Kind(draft_model, swap_draft_model),
+    "translated": Kind(translated, swap_draft_model),
+    "other size": Kind(other_size, swap_draft_model),
     "medusa": Kind(medusa, swap_heads),
     "eagle": Kind(eagle, swap_heads),
+    "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
     "suffix": Kind(suffix),
     "prompt lookup": Kind(prompt_lookup),
@@ -107,23 +139,15 @@ def shake(parameters: Iterable[torch.Tensor], rng: random.Random) -> None:
 
 
 @cache
-def known_texts(architecture: str) -> torch.Tensor:
-    """What the target says behind some prompts, `[n, length]`: what drafters are fitted to."""
-    prompts = torch.tensor([[3 + number, 5 + number, 7 + number, 60 - number] for number in range(24)])
-    model = shared_model(architecture)
-    return model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NUM_TOKENS)
-
-
-@cache
 def known_heads(architecture: str) -> MedusaHeads:
-    return fitted_heads(shared_model(architecture), known_texts(architecture))
+    return fitted_heads(target(architecture), known_texts(architecture))
 
 
 @cache
 def known_speculator(architecture: str) -> MLPSpeculator:
-    return fitted_speculator(shared_model(architecture), known_texts(architecture))
+    return fitted_speculator(target(architecture), known_texts(architecture))
 
 
 @cache
 def known_eagle(architecture: str) -> EagleHeads:
-    return fitted_eagle(shared_model(architecture), known_texts(architecture))
+    return fitted_eagle(target(architecture), known_texts(architecture))

@@ -13,9 +13,8 @@ from hf_smartspec.goodput import GoodputAuction
 from ..cases import EXTRAS, SAMPLING, Setting
 from ..conftest import UnmovedCost
 from ..models import VOCAB_SIZE
-from .kinds import known_texts
+from .targets import known_texts, target
 
-ARCHITECTURES = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt")
 _LONGEST_PROMPT, _MOST_NEW_TOKENS = 48, 28
 
 
@@ -45,12 +44,20 @@ def random_policy(rng: random.Random) -> LengthPolicy:
     return GoodputAuction(UnmovedCost(alpha=0.0, gamma=rng.choice((1e-5, 1e-5, 1e-3)), delta=1e-2))
 
 
-def random_setting(name: str, architecture: str, prompts: Sequence[Sequence[int]], rng: random.Random) -> Setting:
+class TargetSetting(Setting):
+    """Of a target of random requests."""
+
+    @property
+    def model(self):
+        return target(self.architecture)
+
+
+def random_setting(name: str, architecture: str, prompts: Sequence[Sequence[int]], rng: random.Random) -> TargetSetting:
     """How these prompts are decoded, together if there are several."""
     limit = rng.choice((1, 2, *[rng.randint(3, _MOST_NEW_TOKENS)] * 8))
     eos = rng.choice((None, (rng.randrange(VOCAB_SIZE),), tuple(rng.sample(range(VOCAB_SIZE), 5))))
     extras = rng.choice(EXTRAS)
-    return Setting(
+    return TargetSetting(
         name=name,
         architecture=architecture,
         dtype=torch.float32,

@@ -1,9 +1,9 @@
-"""Drafters that know some texts, without training: all but their outputs is zero or random."""
+"""Drafters that know some texts. But for MTP layers, without training: all but their outputs is zero or random."""
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec import MedusaHeads
+from hf_smartspec import MedusaHeads, MtpLayers
 from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.training.eagle import EagleTraining, new_heads
@@ -63,6 +63,33 @@ def fitted_eagle(model: PreTrainedModel, texts: torch.Tensor, num_steps: int = 3
         tokens.append(texts[:, step + 2 :][where[:, :-1]])
     output.weight.data = _fit(torch.cat(x), torch.cat(tokens), model.config.vocab_size)
     return heads.requires_grad_(False)
+
+
+def fitted_mtp(target: PreTrainedModel, texts: torch.Tensor, padding: int = 0, num_steps: int = 60) -> MtpLayers:
+    """
+    The target's MTP layers, taught what comes in texts `[n, length]`, behind `padding`; each layer
+    goes on from the one before.
+    """
+    layers = MtpLayers.from_pretrained("mtp", target)
+    model = layers.packed.model
+    with torch.no_grad():
+        mask = (texts != padding).cummax(dim=1).values.long()
+        states = target.base_model(texts, attention_mask=mask).last_hidden_state[:, :-1]
+        embedded = target.get_input_embeddings()(texts[:, 1:])
+    for number, block in enumerate(layers.blocks):
+        first = number + 1  # token that it begins with
+        kind = [model.config.layer_types[number]] if model.has_per_layer_rope else []
+        rotary = model.rotary_emb(embedded, torch.arange(first, texts.shape[1])[None], *kind)
+        optimizer = torch.optim.Adam(block.requires_grad_(True).parameters(), lr=5e-3)
+        for _ in range(num_steps):
+            hidden = block(embedded, states, rotary, None, None, None)
+            logits = layers.logits(hidden[:, :-1].flatten(0, 1))
+            torch.nn.functional.cross_entropy(logits, texts[:, first + 1 :].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        embedded, states = embedded[:, 1:], hidden[:, :-1].detach()
+    layers.blocks.requires_grad_(False)
+    return layers
 
 
 def _fit(x: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hf_smartspec.prepare.resolve import Drafters, resolve
 
 from ...generate.helpers import prompts
 from ...models import VOCAB_SIZE, new_model, shared_model
+from .fitted import fitted_mtp
 from .mtp_targets import load_target, write_target
 
 LENGTHS = (9, 5, 12)
@@ -124,30 +125,10 @@ def test_drafts_are_those_of_transformers(targets, name, num_layers, way, monkey
         assert node >= 0
 
 
-def trained_layers(target, inputs):
-    """The target's MTP layer, taught what the target says behind these prompts."""
-    layers = MtpLayers.from_pretrained("mtp", target)
-    with torch.no_grad():
-        text = target.generate(**inputs, **GREEDY)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(len(text), NUM_TOKENS, dtype=torch.long)], dim=1)
-        states = target.base_model(text, attention_mask=mask).last_hidden_state
-        embedded = target.get_input_embeddings()(text[:, 1:])
-        rotary = target.model.rotary_emb(embedded, torch.arange(1, text.shape[1])[None])
-    optimizer = torch.optim.Adam(layers.blocks.requires_grad_(True).parameters(), lr=5e-3)
-    start = inputs["input_ids"].shape[1] - 1
-    for _ in range(60):
-        hidden = layers.blocks[0](embedded, states[:, :-1], rotary, None, None, None)
-        logits = layers.logits(hidden[:, start:-1].flatten(0, 1))
-        torch.nn.functional.cross_entropy(logits, text[:, start + 2 :].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    layers.blocks.requires_grad_(False)
-    return layers
-
-
 @pytest.fixture(scope="module")
 def trained(targets):
-    return trained_layers(targets(), prompts(LENGTHS))
+    target = targets()
+    return fitted_mtp(target, target.generate(**prompts(LENGTHS), **GREEDY))
 
 
 ASSISTANTS = {

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -17,10 +18,10 @@ TEXTS = [
 ]
 
 
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token for each: whatever they say, texts are cut in one way."""
-    names = ["<pad>", *characters]
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+def character_tokenizer(characters: str, joined: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token for each, and for pairs that are joined: without these, texts are cut in one way, whatever they say."""
+    names = ["<pad>", *characters, *joined]
+    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [(*pair,) for pair in joined]))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
 
