@@ -33,8 +33,10 @@ class Way:
 
 
 def random_way(kinds: list[str], rng: random.Random) -> Way:
-    is_list = len(kinds) > 1 and rng.random() < 0.3
-    return Way(tuple(rng.sample(kinds, rng.randint(2, min(3, len(kinds))) if is_list else 1)))
+    """One of the kinds, most often the first; or a list of several."""
+    if len(kinds) > 1 and rng.random() < 0.3:
+        return Way(tuple(rng.sample(kinds, rng.randint(2, min(3, len(kinds))))))
+    return Way((kinds[0] if rng.random() < 0.5 else rng.choice(kinds),))
 
 
 def random_policy(rng: random.Random) -> LengthPolicy:

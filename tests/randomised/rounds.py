@@ -20,7 +20,6 @@ from .engines import serve
 from .kinds import KINDS
 from .outcome import Complaints, Outcome
 from .requests import random_policy, random_prompt, random_setting, random_way
-from .targets import ARCHITECTURES
 
 _NUM_CALLS, _LARGEST_BATCH = 3, 5
 
@@ -28,13 +27,13 @@ _NUM_CALLS, _LARGEST_BATCH = 3, 5
 def play(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcome:
     """One round: the requests of an engine, or of some calls of `generate`."""
     rng, outcome = random.Random(seed), Outcome(seed)
-    architecture = rng.choice([name for name in ARCHITECTURES if _that_fit(kinds, name)])
+    architecture, kinds = _drawn(kinds, seed, rng)
     complaints, log = Complaints(outcome), logging.getLogger("hf_smartspec")
     log.addHandler(complaints)
     try:
         # Of vocabularies of a hundred tokens, more than a hundredth may be padding.
         with mock.patch.object(vocabularies, "_PADDING", 0.2):
-            drafters = Drafters(_that_fit(kinds, architecture), architecture, rng, outcome)
+            drafters = Drafters(kinds, architecture, rng, outcome)
             (serve if rng.random() < 0.7 else _call)(architecture, drafters, rng, outcome)
     except Exception as error:
         outcome.add_fault(f"failed: {error!r}")
@@ -43,9 +42,12 @@ def play(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcome:
     return outcome
 
 
-def _that_fit(kinds: Sequence[str], architecture: str) -> list[str]:
-    """Those kinds that draft for targets of this architecture."""
-    return [name for name in kinds if architecture in KINDS[name].architectures]
+def _drawn(kinds: Sequence[str], seed: int, rng: random.Random) -> tuple[str, list[str]]:
+    """A target's architecture, and some kinds that draft for it: one whose turn it is, and others beside it."""
+    first = kinds[seed % len(kinds)]
+    architecture = rng.choice(KINDS[first].architectures)
+    others = [name for name in kinds if name != first and architecture in KINDS[name].architectures]
+    return architecture, [first, *rng.sample(others, min(len(others), rng.choice((2, 3, len(others)))))]
 
 
 def _call(architecture: str, drafters: Drafters, rng: random.Random, outcome: Outcome) -> None:
