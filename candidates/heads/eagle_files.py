@@ -23,9 +23,9 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _OPTIONS = ("norm_before_residual", "norm_output")
 
 
-def says_eagle(name: str) -> bool:
+def says_eagle(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether a folder or hub id holds EAGLE's heads, by its config, or by what its tensors are called."""
-    config = config_of(name)
+    config = config_of(name) if config is None else config
     kinds = [str(config.get(key, "")) for key in ("model_type", "speculators_model_type")]
     kinds += map(str, config.get("architectures") or ())
     if "speculators_model_type" in config:

@@ -1,6 +1,6 @@
 """The kinds of learned drafters: how each is recognised, loaded, and made a source."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from .eagle import EagleHeads
 from .eagle_files import says_eagle
 from .feature_source import FeatureCandidates
 from .features import FeatureDrafter
+from .files import config_of
 from .learned import LearnedDrafter
 from .medusa import MedusaHeads, says_medusa
 from .mlp_speculator import MLPSpeculator, says_mlp_speculator
@@ -27,13 +28,14 @@ class Kind:
 
     Args:
         drafter (subclass of `LearnedDrafter`): What holds the weights.
-        says (`Callable`): Whether a name given as `assistant=`, of a folder or hub id, stands for one of this kind.
+        says (`Callable`): Whether a name given as `assistant=`, of a folder or hub id with this `config.json`, stands
+            for one of this kind.
         source (`Callable`): From a drafter, what is learnt of probabilities, and the width of trees that was asked for
             (None: what pays) to the source that drafts with it.
     """
 
     drafter: type[LearnedDrafter]
-    says: Callable[[str], bool]
+    says: Callable[[str, Mapping[str, Any]], bool]
     source: Callable[[Any, ProbabilityCalibrator, int | None], TreeCandidateGenerator]
 
 
@@ -64,7 +66,8 @@ def load(name: str, target: PreTrainedModel) -> LearnedDrafter | None:
     Raises:
         ValueError: if it cannot be read, or does not fit the target.
     """
-    kind = next((kind for kind in KINDS if kind.says(name)), None)
+    config = {} if says_mtp(name) else config_of(name)  # the target's own layers have no folder
+    kind = next((kind for kind in KINDS if kind.says(name, config)), None)
     return None if kind is None else kind.drafter.from_pretrained(name, target)
 
 

@@ -154,9 +154,9 @@ class MedusaHeads(LearnedDrafter):
             raise ValueError(f"{name}: `token_map` of {len(ids)} tokens does not fit {len(self.outputs[0])} outputs.")
 
 
-def says_medusa(name: str) -> bool:
+def says_medusa(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether a folder or hub id says that it holds Medusa heads: by its config, or by the name of its file."""
-    config = config_of(name)
+    config = config_of(name) if config is None else config
     kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
     says_so = "medusa_num_heads" in config or any("medusa" in kind.lower() for kind in kinds)
     return says_so or any(Path(name).glob("medusa_lm_head.*"))

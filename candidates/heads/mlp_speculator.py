@@ -131,6 +131,8 @@ class MLPSpeculator(LearnedDrafter):
         try:
             parts = _parts(tensors)
             num_steps = config.get("n_predict", max(map(len, parts.values()), default=0))
+            if type(num_steps) is not int:
+                raise ValueError(f"`n_predict` must be a whole number, got {num_steps!r}.")
             speculator = cls(parts, num_steps, bool(config.get("scale_input", False)))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -156,9 +158,9 @@ class MLPSpeculator(LearnedDrafter):
                     )
 
 
-def says_mlp_speculator(name: str) -> bool:
+def says_mlp_speculator(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether the config of a folder or hub id says that it holds an MLP speculator."""
-    config = config_of(name)
+    config = config_of(name) if config is None else config
     kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
     return any(kind.lower().replace("_", "").startswith("mlpspeculator") for kind in kinds)
 

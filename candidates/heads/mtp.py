@@ -1,5 +1,6 @@
 """MTP layers (DeepSeek-V3, arXiv 2412.19437, section 2.2): what a target was trained with to predict further tokens."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,6 @@ class MtpLayers(FeatureDrafter):
             )
 
 
-def says_mtp(name: str) -> bool:
+def says_mtp(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether the layers are meant that the target itself brings."""
     return name == MTP

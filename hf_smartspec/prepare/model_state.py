@@ -33,6 +33,7 @@ class ModelState:
     def __init__(self) -> None:
         self.calibrator = Calibrator()  # of fused sources
         self.lock = Lock()
+        self._loading = Lock()  # held while files are read, which takes long: who needs none of them does not wait
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
         self._said: set[str] = set()  # warnings
         self._drafters: dict[str, Drafter] = {}  # by folder or hub id
@@ -61,7 +62,7 @@ class ModelState:
         Raises:
             ValueError: if it cannot be loaded.
         """
-        with self.lock:
+        with self._loading:
             found = self._drafters.get(name)
             if found is None or (found.dtype, found.device) != (target.dtype, _device_of(found, target)):
                 self._drafters[name] = found = _load(name, target)
@@ -69,7 +70,7 @@ class ModelState:
 
     def vocabulary_of(self, draft: PreTrainedModel, key: tuple, find: Callable[[], Found]) -> Found:
         """What was found out about the draft model's vocabulary, once for vocabularies and tokenizers of this key."""
-        with self.lock:
+        with self._loading:
             known = self._vocabularies.get(draft)
             if known is None or known[0] != key:
                 self._vocabularies[draft] = known = key, find()

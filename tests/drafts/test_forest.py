@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec.drafts.forest import Forest
+from hf_smartspec.goodput.acceptance import outcomes
 
 from ..strategies import lengths_of, trees
 
@@ -28,3 +30,25 @@ def test_what_is_kept_is_what_the_trees_would_keep(drafts, limit):
         for name in ("tokens", "parents", "probs"):
             np.testing.assert_array_equal(getattr(kept, name), getattr(expected, name))
         assert lengths_of(kept) == lengths_of(expected)
+
+
+@given(st.lists(trees(max_size=9), max_size=4), st.data())
+def test_a_forest_is_its_trees(drafts, data):
+    forest = Forest(drafts)
+    assert forest.depths.tolist() == [depth for tree in drafts for depth in tree.depths]
+    paths = [prob for tree in drafts for prob in tree.path_probs]
+    assert forest.along_paths(forest.probs) == pytest.approx(paths, abs=1e-6)
+    limits = [data.draw(st.integers(0, len(tree))) for tree in drafts]
+    parts = [tree.most_likely(limit) for tree, limit in zip(drafts, limits)]
+    mask = np.zeros(forest.num_nodes, bool)
+    for tree, start, limit in zip(drafts, forest.starts, limits):
+        order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.path_probs))
+        mask[start + order[:limit]] = True
+    for part, kept in zip(parts, forest.keep(mask)):
+        assert kept.tokens.tolist() == part.tokens.tolist() and kept.parents.tolist() == part.parents.tolist()
+        assert kept.probs == pytest.approx(part.probs)
+    truths = [np.array(data.draw(st.lists(st.integers(0, 3), max_size=5)), np.int64) for _ in drafts]
+    nodes, hits = forest.outcomes(truths)
+    expected = [outcomes(tree, truth) for tree, truth in zip(drafts, truths)]
+    assert nodes.tolist() == [n + start for item, start in zip(expected, forest.starts) for n in item.nodes]
+    assert hits.tolist() == [hit for item in expected for hit in item.hits]

@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.drafts.forest import Forest
 from hf_smartspec.goodput import (
     CostModel,
     DraftCost,
@@ -19,7 +18,6 @@ from hf_smartspec.goodput import (
     StepRows,
     StepSeconds,
 )
-from hf_smartspec.goodput.acceptance import outcomes
 
 from ..sources import random_tree
 from ..strategies import path_to, trees
@@ -167,31 +165,6 @@ def test_steps_without_rows_or_drafts():
 def test_bad_margins_are_refused(margin):
     with pytest.raises(ValueError, match="margin"):
         GoodputAuction(line(), margin=margin)
-
-
-# --- Flat trees -------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(trees(max_size=9), max_size=4), st.data())
-def test_a_forest_is_its_trees(drafts, data):
-    forest = Forest(drafts)
-    assert forest.depths.tolist() == [depth for tree in drafts for depth in tree.depths]
-    paths = [prob for tree in drafts for prob in tree.path_probs]
-    assert forest.along_paths(forest.probs) == pytest.approx(paths, abs=1e-6)
-    limits = [data.draw(st.integers(0, len(tree))) for tree in drafts]
-    parts = [tree.most_likely(limit) for tree, limit in zip(drafts, limits)]
-    mask = np.zeros(forest.num_nodes, bool)
-    for tree, start, limit in zip(drafts, forest.starts, limits):
-        order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.path_probs))
-        mask[start + order[:limit]] = True
-    for part, kept in zip(parts, forest.keep(mask)):
-        assert kept.tokens.tolist() == part.tokens.tolist() and kept.parents.tolist() == part.parents.tolist()
-        assert kept.probs == pytest.approx(part.probs)
-    truths = [np.array(data.draw(st.lists(st.integers(0, 3), max_size=5)), np.int64) for _ in drafts]
-    nodes, hits = forest.outcomes(truths)
-    expected = [outcomes(tree, truth) for tree, truth in zip(drafts, truths)]
-    assert nodes.tolist() == [n + start for item, start in zip(expected, forest.starts) for n in item.nodes]
-    assert hits.tolist() == [hit for item in expected for hit in item.hits]
 
 
 # --- Learning ---------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--num-layers", type=positive, default=1, metavar="N",
-        help="of each Medusa head; of the target's, which a draft model begins as (default: 1)",
+        help="of each Medusa head; of a draft model, which begins as the target's first N (default: 1)",
     )  # fmt: skip
     parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that EAGLE-3 or a draft model begins as")
     parser.add_argument(

@@ -77,6 +77,22 @@ def test_tokens_are_those_of_plain_decoding(target, folder, heads, plain, name, 
         assert output.statistics.accepted_tokens > 0.5 * NUM_TOKENS * len(lengths), "they know it by heart"
 
 
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside tokens"])
+def test_prompts_that_are_embeddings_are_decoded_plainly(target, heads, is_alone):
+    """Heads go on from the tokens that hidden states stand for, which embeddings do not tell."""
+    inputs = prompts(LENGTHS)
+    ids = inputs.pop("input_ids")
+    embeds = target.get_input_embeddings()(ids)
+    embeds = embeds + 0.1 * torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0))
+    inputs |= {"inputs_embeds": embeds} | ({} if is_alone else {"input_ids": ids})
+    expected = target.generate(**inputs, **GREEDY)
+    with hf_smartspec.enabled(target):
+        output = target.generate(**inputs, **GREEDY, assistant=heads, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and output.statistics.drafted_tokens == 0
+    with Engine(target, heads) as engine, pytest.raises(ValueError, match="`inputs_embeds` cannot be served"):
+        engine.add_request(ids[0].tolist(), inputs_embeds=embeds[:1], max_new_tokens=2)
+
+
 @pytest.mark.parametrize("kind", ["1", "3"])
 @pytest.mark.parametrize("architecture", ["gemma2", "phi", "opt", "bloom", "falcon"])
 def test_random_heads_change_nothing(architecture, kind, tmp_path):

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from hf_smartspec import EagleHeads, MedusaHeads, MLPSpeculator, MtpLayers
+from hf_smartspec.candidates.heads import files
+from hf_smartspec.candidates.heads.files import config_of
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
 from hf_smartspec.goodput.acceptance import Calibrator
 from hf_smartspec.prepare.resolve import resolve
@@ -40,7 +42,7 @@ IN_FOLDERS = [kind for kind in KINDS if kind.drafter is not MtpLayers]
 def test_a_folder_is_of_one_kind_and_becomes_its_source(kind, tmp_path):
     target = shared_model("llama")
     WRITERS[kind.drafter](target, tmp_path)
-    assert [other for other in KINDS if other.says(str(tmp_path))] == [kind]
+    assert [other for other in KINDS if other.says(str(tmp_path), config_of(str(tmp_path)))] == [kind]
     drafter = load(str(tmp_path), target)
     assert type(drafter) is kind.drafter and drafter.name_or_path == str(tmp_path)
     assert (drafter.dtype, drafter.device) == (target.dtype, target.device)
@@ -55,6 +57,23 @@ def test_other_folders_are_of_no_kind(tmp_path):
     assert load(str(tmp_path), target) is None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     assert load(str(tmp_path), target) is None
+
+
+def test_the_config_is_asked_for_once(tmp_path, monkeypatch):
+    """Of a hub id, each time may be a request; the target's own layers have none."""
+    asked, find = [], files.cached_file
+
+    def asking(name, *args, **kwargs):
+        asked.append(name)
+        return find(name, *args, **kwargs)
+
+    monkeypatch.setattr(files, "cached_file", asking)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    target = shared_model("llama")
+    assert load(str(tmp_path), target) is None and asked == [str(tmp_path)]
+    with pytest.raises(ValueError, match="no MTP layers"):
+        load("mtp", target)
+    assert asked == [str(tmp_path)]
 
 
 def test_a_damaged_file_is_of_no_kind(tmp_path):

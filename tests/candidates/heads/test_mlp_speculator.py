@@ -93,3 +93,12 @@ def test_what_is_missing_is_noticed(target, tmp_path, missing):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"test_what_is_missing.*(of every part|lacks those of others)"):
         MLPSpeculator.from_pretrained(tmp_path, target)
+
+
+@pytest.mark.parametrize("number", ["3", 3.0, True, None, [3]])
+def test_numbers_of_steps_that_are_none_are_refused(target, tmp_path, number):
+    write(random_speculator(*sizes(target)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_predict": number}))
+    with pytest.raises(ValueError, match="`n_predict` must be a whole number, got"):
+        MLPSpeculator.from_pretrained(tmp_path, target)
