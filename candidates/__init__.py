@@ -14,6 +14,8 @@ from .heads.mtp import MtpLayers
 from .heads.source import MedusaCandidates
 from .heads.speculator_source import MLPSpeculatorCandidates
 from .prompt_lookup import PromptLookupCandidates
+from .routed.classifier import TextClassifier
+from .routed.source import RoutedCandidates
 from .staged import StagedCandidates
 from .suffix.source import SuffixTreeCandidates
 from .wrapped import WrappedCandidates
@@ -32,8 +34,10 @@ __all__ = [
     "MedusaHeads",
     "MtpLayers",
     "PromptLookupCandidates",
+    "RoutedCandidates",
     "StagedCandidates",
     "SuffixTreeCandidates",
+    "TextClassifier",
     "TreeCandidateGenerator",
     "WrappedCandidates",
     "build_datastore",

@@ -177,6 +177,10 @@ class TreeCandidateGenerator(CandidateGenerator):
         since its keys and values have gone too. Unknown ids must be ignored. By default, nothing happens.
         """
 
+    def num_bytes(self) -> int | None:
+        """What it keeps of texts at present (keys and values, trees, ...), weights aside; None where nobody knows."""
+        return None
+
     # transformers' own contract, for use in its assisted decoding: the best chain for one sequence.
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, None]:  # type: ignore[override]

@@ -124,6 +124,13 @@ class GrowingCandidates(TreeCandidateGenerator):
         if not self._states:
             self._give_up_forward()
 
+    def num_bytes(self) -> int | None:
+        """Keys and values, as far as they are in the slot cache, in bytes."""
+        if self._forward is None:
+            return 0
+        cache = getattr(self._forward, "cache", None)
+        return None if cache is None else cache.num_lines * cache.bytes_per_line
+
     def _give_up_forward(self) -> None:
         """Nobody needs it any more."""
         self._forward = None

@@ -12,7 +12,9 @@ from .candidates import (
     MLPSpeculatorCandidates,
     MtpLayers,
     PromptLookupCandidates,
+    RoutedCandidates,
     SuffixTreeCandidates,
+    TextClassifier,
     TreeCandidateGenerator,
 )
 from .decoding.statistics import GenerationStatistics
@@ -49,11 +51,13 @@ __all__ = [
     "MtpLayers",
     "NoSpeculation",
     "PromptLookupCandidates",
+    "RoutedCandidates",
     "SeededGumbelLogitsProcessor",
     "SmartSpecConfig",
     "SpeculativeDecoderOnlyOutput",
     "SpeculativeEncoderDecoderOutput",
     "SuffixTreeCandidates",
+    "TextClassifier",
     "TreeCandidateGenerator",
     "decode",
     "disable",

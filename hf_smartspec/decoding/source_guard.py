@@ -207,7 +207,7 @@ class GuardedSources:
         request.is_drafting = len(request.dropped) < len(request.line.sources)
         if not self._has_warned:
             goes_on = "with its other sources" if request.is_drafting else "without speculation"
-            source = type(request.line.sources[position]).__name__
+            source = request.line.sources[position].name
             logger.warning(
                 f"{source} failed and was dropped for row {request.index}, which goes on {goes_on} (further failures "
                 f"of this call are not reported): {error!r}"

@@ -44,6 +44,7 @@ class PreparedCall:
         input_ids (`torch.LongTensor` of shape `[batch, length]`): Prompts, padded on the left.
         assistant (`Assistant`): What drafts, and how much.
         seeds (sequence of `int`): One per row; None where the most probable token is taken.
+        tags (sequence of `str`): One per row; None where nothing is said of its text.
         model_kwargs (`dict`): Arguments of the model's forward: masks, positions, caches, images, ...
     """
 
@@ -54,6 +55,7 @@ class PreparedCall:
     generation_config: GenerationConfig
     assistant: Assistant
     seeds: Sequence[int | None]
+    tags: Sequence[str | None]
     streamer: BaseStreamer | None
     model_kwargs: dict[str, Any]
 
@@ -95,8 +97,9 @@ def prepare_call(
         is_whole = is_whole and model_kwargs.get("inputs_embeds") is None
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
+    tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
     return PreparedCall(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, streamer,
+        model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, tags, streamer,
         model_kwargs,
     )  # fmt: skip
 
@@ -163,7 +166,7 @@ def _requests(prepared: PreparedCall) -> list[Request]:
     max_new_tokens = max(1, min(limits) - ids.shape[1]) if limits else None
     return [
         # Names are unique, since a source may serve several calls at once.
-        Request(object(), row, ids[row], mask[row], max_new_tokens, prepared.seeds[row])
+        Request(object(), row, ids[row], mask[row], max_new_tokens, prepared.seeds[row], prepared.tags[row])
         for row in range(len(ids))
     ]
 

@@ -57,6 +57,8 @@ class SmartSpecConfig:
         references (sequence of sequences of `int`): For suffix trees and prompt lookup: token ids of texts that the
             answers are likely to repeat (a file to be edited, a predicted output, retrieved passages). They feed this
             call only.
+        tag (`str` or sequence of `str`, *optional*): For `RoutedCandidates`: what kind of text the prompts are (a
+            drafter's name, a language, a topic, ...), one for all or one for each; None in a sequence: unknown.
     """
 
     assistant: Any = "prompt_lookup"
@@ -69,6 +71,7 @@ class SmartSpecConfig:
     namespace: str = ""
     reads: Sequence[str] = ()
     references: Sequence[Any] = ()
+    tag: str | Sequence[str | None] | None = None
 
     def __post_init__(self) -> None:
         if self.verification not in METHODS:
@@ -104,6 +107,9 @@ class SmartSpecConfig:
         for text in self.references:
             if isinstance(text, str) or not all(is_integer(token) and token >= 0 for token in text):
                 raise TypeError("`references` must be lists of token ids: pass `tokenizer(text).input_ids`.")
+        tags = [self.tag] if isinstance(self.tag, str) or self.tag is None else self.tag
+        if not isinstance(tags, list | tuple) or not all(tag is None or (isinstance(tag, str) and tag) for tag in tags):
+            raise TypeError(f"`tag` must be a string, or a list of strings with one per prompt, got {self.tag!r}.")
         if isinstance(self.assistant, SmartSpecConfig):
             raise TypeError("`assistant` of a SmartSpecConfig must not be a SmartSpecConfig itself.")
 
@@ -117,6 +123,20 @@ class SmartSpecConfig:
         if self.tokenizer is None and tokenizer is not None:
             changes["tokenizer"] = tokenizer
         return replace(self, **changes) if changes else self
+
+    def tags_of(self, num_rows: int, per_prompt: int = 1) -> list[str | None]:
+        """
+        The tag of each row, of which there are so many for each prompt.
+
+        Raises:
+            ValueError: if there is another number of tags than of prompts.
+        """
+        if self.tag is None or isinstance(self.tag, str):
+            return [self.tag] * num_rows
+        if len(self.tag) * per_prompt != num_rows:
+            number = num_rows // per_prompt
+            raise ValueError(f"`tag` must be one string or one per prompt: got {len(self.tag)} for {number} prompts.")
+        return [tag for tag in self.tag for _ in range(per_prompt)]
 
     @property
     def assignment(self) -> dict[str, Any]:

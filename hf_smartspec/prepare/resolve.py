@@ -19,6 +19,7 @@ from ..candidates import (
     DraftModelCandidates,
     FusedCandidates,
     PromptLookupCandidates,
+    RoutedCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
@@ -100,7 +101,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
         TypeError: for anything that cannot draft.
     """
     if isinstance(assistant, Assistant):
-        return assistant
+        return _with_tag_checked(assistant)
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
     source = _as_source(config, target, Drafters() if drafters is None else drafters)
     if config.verification == "rejection" and not getattr(source, "samples", False):
@@ -108,7 +109,25 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
             "draft model, or use the default `verification='coupled'`."
         )
-    return Assistant(config, source)
+    return _with_tag_checked(Assistant(config, source))
+
+
+def tagged(assistant: Any, tag: str | None) -> Any:
+    """The same `assistant`, resolved or not, for texts of a kind."""
+    if tag is None:
+        return assistant
+    if isinstance(assistant, Assistant):
+        return Assistant(replace(assistant.config, tag=tag), assistant.source)
+    return replace(assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant), tag=tag)
+
+
+def _with_tag_checked(assistant: Assistant) -> Assistant:
+    if assistant.config.tag is not None and not any(isinstance(x, RoutedCandidates) for x in assistant.source.stages):
+        raise ValueError(
+            f"`tag={assistant.config.tag!r}` has an effect on `RoutedCandidates` only, and {assistant.source.name} "
+            "drafts. Leave it out."
+        )
+    return assistant
 
 
 def check_assistant(assistant: Any) -> None:
@@ -125,6 +144,9 @@ def check_assistant(assistant: Any) -> None:
         if not assistant:
             raise ValueError("`assistant` must name at least one source, got an empty list.")
         for item in assistant:
+            check_assistant(item)
+    elif isinstance(assistant, RoutedCandidates):
+        for item in assistant.drafters.values():
             check_assistant(item)
     elif isinstance(assistant, str):
         if not is_preset(assistant) and not _may_be_model(assistant):
@@ -178,6 +200,9 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     if isinstance(assistant, LearnedDrafter):
         assistant.check_fit(target)
         return drafters.of_learned(assistant, config.width, state_of(target).calibrator)
+    if isinstance(assistant, RoutedCandidates):
+        _prepare_drafters(assistant, config, target, drafters)
+        return assistant
     if isinstance(assistant, TreeCandidateGenerator):
         _fit(assistant, target)
         return assistant
@@ -191,6 +216,8 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
     """Prepares a source that the caller has made, and those that it consists of, for the target."""
     for member in source.sources if isinstance(source, MemberCandidates) else ():
         _fit(member, target)
+    if isinstance(source, RoutedCandidates):
+        _prepare_drafters(source, SmartSpecConfig(), target, Drafters())
     if isinstance(source, TranslatedDraftCandidates):
         source.translation.check_fit(target.config.get_text_config(decoder=True).vocab_size)
     elif isinstance(source, DraftModelCandidates):
@@ -205,6 +232,19 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
         heads.check_fit(target)
 
 
+def _prepare_drafters(
+    routed: RoutedCandidates, config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters
+) -> None:
+    """Each drafter as a source; options that are draft models' alone are for those."""
+
+    def make(item: Any) -> TreeCandidateGenerator:
+        options = _NOT_OF_SOURCES if is_source(item) else {}
+        return _as_source(replace(config, assistant=item, references=(), tag=None, **options), target, drafters)
+
+    settings = config.width, config.verification == "rejection", id(config.tokenizer)
+    routed.prepare(target, settings, make)
+
+
 def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
     """
     A list of assistants as one source: those that cost nothing by the level are merged, draft models and sources that
@@ -212,10 +252,12 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters)
     """
     items, discounts, options = _expanded(config.assistant, target)
     configs = [
-        replace(config, assistant=item, references=(), **(_NOT_OF_SOURCES if is_source(item) else {})) for item in items
+        replace(config, assistant=item, references=(), tag=None, **(_NOT_OF_SOURCES if is_source(item) else {}))
+        for item in items
     ]
     sources = [_as_source(item, target, drafters) for item in configs]
     stages = [(stage, discount) for source, discount in zip(sources, discounts) for stage in source.stages]
+    _check_apart([stage for stage, _ in stages])
     cheap = [item for item in stages if not _is_costly(item[0])]
     line = [stage for stage, _ in cheap]
     threshold, is_calibrated = options.pop("threshold", None), options.pop("calibrated", True)
@@ -227,8 +269,21 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters)
     return line[0] if len(line) == 1 else StagedCandidates(line, threshold, vocab_size)
 
 
+def _check_apart(stages: Sequence[TreeCandidateGenerator]) -> None:
+    """Raises `ValueError` if a drafter that requests are routed to drafts for all of them anyway."""
+    for routed in stages:
+        if isinstance(routed, RoutedCandidates):
+            for name, source in zip(routed.drafters, routed.sources):
+                if not set(source.stages).isdisjoint(stages):
+                    raise ValueError(
+                        f"The drafter {name!r} of {routed.name} stands in the list as well, where it drafts for every "
+                        "request: leave it out of one of them."
+                    )
+
+
 def _is_costly(source: TreeCandidateGenerator) -> bool:
-    return source.is_autoregressive or bool(source.needs)
+    # What is learnt of routed drafters is learnt of each: they are not merged with others.
+    return source.is_autoregressive or bool(source.needs) or isinstance(source, RoutedCandidates)
 
 
 def _expanded(

@@ -23,7 +23,7 @@ from ..prepare.call import PreparedCall, decoding_call, model_limits
 from ..prepare.config import SmartSpecConfig
 from ..prepare.defaults import assistant_of, without_assistant
 from ..prepare.policy import cost_of
-from ..prepare.resolve import Drafters, resolve
+from ..prepare.resolve import Drafters, resolve, tagged
 from ..target.profiling import doubt_profile
 from ..target.support import can_pack
 from ..validate import check_positive
@@ -126,6 +126,7 @@ class Engine:
         streaming: bool = False,
         assistant: Any = None,
         seed: int | None = None,
+        tag: str | None = None,
         **kwargs: Any,
     ) -> str:
         """
@@ -140,6 +141,7 @@ class Engine:
                 `SmartSpecConfig` for a bound on draft nodes or a namespace. By default, what a `generation_config` of
                 the request's says; that of the model says nothing here.
             seed (`int`, *optional*): For sampling: the same tokens for the same seed.
+            tag (`str`, *optional*): What kind of text it is, where `RoutedCandidates` draft; as in `SmartSpecConfig`.
             kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
                 `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
 
@@ -152,7 +154,7 @@ class Engine:
         ids = prompt_ids(input_ids, self.tokenizer)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
-        call = self._prepare(ids, assistant, seed, kwargs)
+        call = self._prepare(ids, assistant, seed, kwargs, tag)
         request = call.requests[0]
         self._check_positions(request.length + (request.max_new_tokens or 0) - 1)
         self._memory.scheduler.check(self._memory.num_tokens(call))
@@ -189,7 +191,9 @@ class Engine:
             self._names += 1
             return name
 
-    def _prepare(self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any]) -> DecodingCall:
+    def _prepare(
+        self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any], tag: str | None = None
+    ) -> DecodingCall:
         """The request as transformers' `generate` prepares it, ready for the loop."""
         for name in ("attention_mask", "past_key_values", "inputs_embeds", *_OF_BATCHES):
             if kwargs.get(name) is not None and not (name in _OF_BATCHES and kwargs[name] in (1, False)):
@@ -197,7 +201,7 @@ class Engine:
         ids = ids.to(self.model.device)
         kwargs = {"tokenizer": self.tokenizer, **kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         original, kept = MethodType(GenerationMixin.generate, self.model), without_assistant(kwargs)
-        choice = self._choice(assistant, kwargs.get("generation_config"))
+        choice = tagged(self._choice(assistant, kwargs.get("generation_config")), tag)
         return run_with(self._captured, self.model, original, kept, choice, seed, self._drafters)
 
     def _choice(self, assistant: Any, config: Any) -> Any:

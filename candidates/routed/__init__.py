@@ -1,0 +1,1 @@
+"""One target, several drafters: each request goes to one of them."""

@@ -1,0 +1,127 @@
+"""Which drafter serves a kind of text best, found out by serving: Thompson sampling by measured goodput."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_KIND_STRENGTH = 1.0  # of how a drafter does on all texts, in requests, where one kind of text is judged
+_SPREAD = 0.5  # of requests' goodput before it is known, relative to it
+_SPREAD_STRENGTH = 2.0  # of that, in requests
+_TYPICAL_STEPS = 16.0  # of a request that counts half
+_MOST_KINDS = 256  # that are told apart; of more, those unused for longest are forgotten
+_UNIT_SHARE = 0.02  # of the newest request in the running mean of what a step takes
+
+
+class Outcome(NamedTuple):
+    """
+    How a request fared.
+
+    Args:
+        drafter (`str`): That served it.
+        kind (`str`): Of text, as far as it was known; "" where it was not.
+        tokens, steps (`int`): Committed behind the step that ran the prompt, and in how many steps.
+        drafting, rest (`float`): Seconds of this drafter's calls for it, and of all else in these steps, other drafters
+            aside.
+    """
+
+    drafter: str
+    kind: str
+    tokens: int
+    steps: int
+    drafting: float
+    rest: float
+
+
+class _Arms:
+    """Decayed counts, means and spreads of what drafters' requests yielded in the time of an ordinary step."""
+
+    def __init__(self, num: int):
+        self.counts, self.sums, self.squares = np.zeros(num), np.zeros(num), np.zeros(num)
+
+    def add(self, arm: int, value: float, weight: float, decay: float) -> None:
+        for sums, one in ((self.counts, 1.0), (self.sums, value), (self.squares, value**2)):
+            sums *= decay
+            sums[arm] += weight * one
+
+    def means(self, priors: np.ndarray, strength: float) -> np.ndarray:
+        return (self.sums + strength * priors) / (self.counts + strength)
+
+    def spreads(self, means: np.ndarray, strength: float) -> np.ndarray:
+        """Standard deviations of the means, from what requests differ by."""
+        own = np.maximum(self.squares - 2 * means * self.sums + means**2 * self.counts, 0.0)
+        variance = (own + _SPREAD_STRENGTH * (_SPREAD * means) ** 2) / (self.counts + _SPREAD_STRENGTH)
+        return np.sqrt(variance / (self.counts + strength))
+
+
+class DrafterBandit:
+    """
+    Thompson sampling over drafters, apart for every kind of text. What counts is goodput as it would be if all requests
+    had this drafter: tokens by the seconds of its own calls and of the rest of the step. Seconds are taken in units of
+    an ordinary step's rest, so that load, which all drafters suffer from alike, does not speak for or against one. A
+    kind of text of which little is known is drawn to what drafters yield on all texts.
+
+    Counts decay, those of drafters that are not chosen as well: they are tried again some time, and so drafters that
+    learn, or texts that change, are noticed.
+
+    Args:
+        names (sequence of `str`): Of the drafters.
+        half_life (`float`): Requests of a kind after which one counts half.
+        seed (`int`): Of the draws.
+    """
+
+    def __init__(self, names: Sequence[str], half_life: float = 200.0, seed: int = 0):
+        if not half_life > 0:
+            raise ValueError(f"`half_life` must be positive, got {half_life!r}.")
+        self.names, self.half_life = list(names), half_life
+        self._rng = np.random.default_rng(seed)
+        self._general = _Arms(len(self.names))
+        self._kinds: OrderedDict[str, _Arms] = OrderedDict()  # the latest used last
+        self._unit = 0.0  # seconds of an ordinary step, drafting aside
+        self._num = 0
+
+    def choose(self, kind: str = "") -> str:
+        """The drafter for a request."""
+        means, spreads = self._judged(kind)
+        return self.names[int(np.argmax(means + spreads * self._rng.standard_normal(len(means))))]
+
+    def update(self, outcome: Outcome) -> None:
+        """A request has ended. Those without a measured step teach nothing."""
+        seconds = outcome.drafting + outcome.rest
+        if outcome.steps < 1 or not seconds > 0:
+            return
+        self._num += 1
+        share = max(_UNIT_SHARE, 1 / self._num)
+        self._unit += share * (outcome.rest / outcome.steps - self._unit)
+        value = outcome.tokens * self._unit / seconds
+        weight, decay = outcome.steps / (outcome.steps + _TYPICAL_STEPS), 0.5 ** (1 / self.half_life)
+        for arms in (self._general, self._of(outcome.kind)):
+            arms.add(self.names.index(outcome.drafter), value, weight, decay)
+
+    def goodput(self, kind: str = "") -> dict[str, float]:
+        """By drafter, tokens per second of a row of this kind of text: estimates; 0 before anything is known."""
+        means, _ = self._judged(kind)
+        return {name: float(mean / self._unit) if self._unit else 0.0 for name, mean in zip(self.names, means)}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of text, that it has met."""
+        return list(self._kinds)
+
+    def _judged(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """Means and their standard deviations, of each drafter."""
+        known, total = self._general.sums.sum(), self._general.counts.sum()
+        average = np.full(len(self.names), known / total if total > 0 else 1.0)
+        general = self._general.means(average, _KIND_STRENGTH)
+        arms = self._kinds.get(kind, _Arms(len(self.names)))
+        means = arms.means(general, _KIND_STRENGTH)
+        return means, arms.spreads(means, _KIND_STRENGTH)
+
+    def _of(self, kind: str) -> _Arms:
+        if kind not in self._kinds:
+            while len(self._kinds) >= _MOST_KINDS:
+                self._kinds.popitem(last=False)
+            self._kinds[kind] = _Arms(len(self.names))
+        self._kinds.move_to_end(kind)
+        return self._kinds[kind]

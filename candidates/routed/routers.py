@@ -1,0 +1,73 @@
+"""What tells kinds of text apart: a function, a pipeline of transformers, or a classifier that learns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import Pipeline, PreTrainedTokenizerBase
+
+from .classifier import Text, TextClassifier
+
+_MOST_TOKENS = 1024  # of a prompt that is read: half of them its first, half its last
+
+
+class Router(Protocol):
+    """Says of prompts what kind of text they are: a drafter's name, any other label, or None."""
+
+    def predict(self, texts: Sequence[Text]) -> list[str | None]: ...
+
+
+class FunctionRouter:
+    """Any function of one prompt."""
+
+    def __init__(self, function: Callable[[Any], str | None]):
+        self.function = function
+
+    def predict(self, texts: Sequence[Text]) -> list[str | None]:
+        return [self.function(text) for text in texts]
+
+
+class PipelineRouter:
+    """A pipeline of transformers whose results have a label, such as "text-classification", in one batch."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline = pipeline
+
+    def predict(self, texts: Sequence[Text]) -> list[str | None]:
+        results = self.pipeline(list(texts), truncation=True, top_k=1, batch_size=len(texts))
+        return [(result[0] if isinstance(result, list) else result)["label"] for result in results]
+
+
+def router_of(router: Any, tokenizer: PreTrainedTokenizerBase | None) -> Router | None:
+    """
+    A `Router` from what a caller may pass for one.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a pipeline that does not classify texts, or has no texts to classify.
+    """
+    if router is None or isinstance(router, TextClassifier):
+        return router
+    if isinstance(router, Pipeline):
+        if router.task not in ("text-classification", "sentiment-analysis"):
+            raise ValueError(f"`router` must be a pipeline for 'text-classification', got one for {router.task!r}.")
+        if tokenizer is None:
+            raise ValueError("A pipeline reads text: pass the target's `tokenizer` as well.")
+        return PipelineRouter(router)
+    if callable(router):
+        return FunctionRouter(router)
+    raise TypeError(
+        "`router` must be a function of a prompt, a text-classification pipeline of transformers or a TextClassifier, "
+        f"got {type(router).__name__}."
+    )
+
+
+def readable(prompt: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    """A prompt (int64 `[prompt_len]`) as routers read it: as text where there is a tokenizer, else as token ids."""
+    if len(prompt) > _MOST_TOKENS:
+        prompt = np.concatenate([prompt[: _MOST_TOKENS // 2], prompt[-_MOST_TOKENS // 2 :]])
+    if tokenizer is None:
+        return prompt
+    text = tokenizer.decode(prompt, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text

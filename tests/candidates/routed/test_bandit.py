@@ -1,0 +1,142 @@
+"""The bandit finds, and follows, the drafter with the highest goodput, apart for every kind of text."""
+
+import numpy as np
+import pytest
+
+from hf_smartspec import RoutedCandidates, SmartSpecConfig, TreeCandidateGenerator, enable
+from hf_smartspec.candidates.routed.bandit import DrafterBandit, Outcome
+
+from ...generate.helpers import Oracle, prompts, tiny_llama
+
+REST = 0.01  # seconds of a step beside drafting
+
+
+class World:
+    """Drafters' tokens per step and drafting seconds, by kind of text; requests of 8 to 64 steps."""
+
+    def __init__(self, seed=0):
+        self.rng, self.load = np.random.default_rng(seed), 1.0
+
+    def serve(self, bandit, kind, lengths, drafting):
+        """The drafter that was chosen, after it has served."""
+        name = bandit.choose(kind)
+        steps = int(self.rng.integers(8, 65))
+        tokens = round(steps * lengths[name] * self.rng.normal(1.0, 0.15))
+        bandit.update(Outcome(name, kind, tokens, steps, steps * drafting[name], steps * REST * self.load))
+        return name
+
+
+def share(world, bandit, name, num=100, kind="", lengths=None, drafting=None):
+    found = [world.serve(bandit, kind, lengths, drafting or dict.fromkeys(lengths, 0.002)) for _ in range(num)]
+    return found.count(name) / num
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_better_of_two_drafters_is_found(seed):
+    world, bandit = World(seed), DrafterBandit(["poor", "good"], seed=seed)
+    lengths = {"poor": 2.0, "good": 2.6}
+    share(world, bandit, "good", 60, lengths=lengths)
+    assert share(world, bandit, "good", lengths=lengths) > 0.85
+    goodput = bandit.goodput()
+    assert goodput["good"] == pytest.approx(2.6 / 0.012, rel=0.1)
+    assert goodput["poor"] < goodput["good"]
+
+
+def test_what_counts_is_time():
+    """More tokens per step, and twice the step's time."""
+    world, bandit = World(), DrafterBandit(["slow", "quick"])
+    lengths, drafting = {"slow": 3.0, "quick": 2.0}, {"slow": 0.01, "quick": 0.0005}
+    share(world, bandit, "quick", 60, lengths=lengths, drafting=drafting)
+    assert share(world, bandit, "quick", lengths=lengths, drafting=drafting) > 0.85
+
+
+def test_kinds_of_text_are_told_apart():
+    world, bandit = World(), DrafterBandit(["ja", "code"])
+    of_kind = {"ja": {"ja": 3.0, "code": 1.5}, "code": {"ja": 1.6, "code": 3.2}}
+    for _ in range(60):
+        for kind, lengths in of_kind.items():
+            share(world, bandit, kind, 1, kind, lengths)
+    assert all(share(world, bandit, kind, 100, kind, lengths) > 0.9 for kind, lengths in of_kind.items())
+    assert bandit.kinds == ["ja", "code"] and bandit.goodput("ja")["ja"] > 1.4 * bandit.goodput("ja")["code"]
+
+
+def test_drafters_that_get_better_are_noticed():
+    world, bandit = World(), DrafterBandit(["old", "learning"], half_life=100)
+    share(world, bandit, "old", 200, lengths={"old": 2.5, "learning": 1.5})
+    assert share(world, bandit, "old", lengths={"old": 2.5, "learning": 1.5}) > 0.85
+    later = {"old": 2.5, "learning": 3.5}
+    share(world, bandit, "learning", 400, lengths=later)
+    assert share(world, bandit, "learning", lengths=later) > 0.85
+
+
+def test_load_speaks_for_no_drafter():
+    """While steps become ten times as slow, the better drafter stays the better one."""
+    world, bandit = World(), DrafterBandit(["poor", "good"])
+    lengths = {"poor": 2.0, "good": 2.8}
+    share(world, bandit, "good", 60, lengths=lengths)
+    world.load = 10.0
+    assert share(world, bandit, "good", lengths=lengths) > 0.85
+
+
+def test_what_teaches_nothing_is_left_out_and_kinds_are_bounded():
+    bandit = DrafterBandit(["a", "b"])
+    bandit.update(Outcome("a", "", 0, 0, 0.1, 0.0))
+    assert bandit.goodput() == {"a": 0.0, "b": 0.0} and bandit.kinds == []
+    for number in range(300):
+        bandit.update(Outcome("a", f"kind {number}", 20, 10, 0.1, 0.1))
+    assert len(bandit.kinds) == 256 and "kind 0" not in bandit.kinds and "kind 299" in bandit.kinds
+    assert {bandit.choose("new") for _ in range(50)} == {"a", "b"}
+
+
+class Timed(TreeCandidateGenerator):
+    """An oracle that takes its time, on a clock of its own."""
+
+    default_num_nodes = 4
+
+    def __init__(self, oracle, clock, seconds):
+        self.oracle, self.clock, self.seconds = oracle, clock, seconds
+
+    def start(self, request_id, prompt):
+        self.oracle.start(request_id, prompt)
+
+    def propose(self, request_ids, max_nodes):
+        self.clock.now += self.seconds
+        return self.oracle.propose(request_ids, max_nodes)
+
+    def observe(self, request_id, tokens):
+        self.oracle.observe(request_id, tokens)
+
+    def stop(self, request_id):
+        self.oracle.stop(request_id)
+
+
+class Clock:
+    """Every look takes a millisecond."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 0.001
+        return self.now
+
+
+@pytest.mark.parametrize("costly", [False, True])
+def test_in_generate_the_better_drafter_serves_after_a_while(costly):
+    """One drafter is always right, the other never: unless the first takes so long that it is not worth it."""
+    model = enable(tiny_llama(eos_token_id=None))
+    inputs, clock = prompts([6, 8]), Clock()
+    plain = model.generate(**inputs, max_new_tokens=40)
+    oracles = [Oracle(plain, inputs["attention_mask"], is_right) for is_right in (True, False)]
+    drafters = {"right": Timed(oracles[0], clock, 1.0 if costly else 0.002), "wrong": Timed(oracles[1], clock, 0.002)}
+    routed = RoutedCandidates(drafters, clock=clock)
+    config = SmartSpecConfig(routed, num_nodes=4)
+    for _ in range(12):
+        assert model.generate(**inputs, max_new_tokens=40, assistant=config).tolist() == plain.tolist()
+    before = routed.statistics()
+    for _ in range(20):
+        model.generate(**inputs, max_new_tokens=40, assistant=config)
+    better = "wrong" if costly else "right"
+    assert routed.statistics()[better].requests - before[better].requests >= 36
+    found = routed.statistics()
+    assert found["right"].mean_accepted_length > 4 and found["wrong"].mean_accepted_length == 1
+    assert found[better].goodput == max(item.goodput for item in found.values())
