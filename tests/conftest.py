@@ -22,6 +22,10 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error::DeprecationWarning:hf_smartspec")
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 class _NoDeprecations(logging.Handler):
     """transformers logs most of its deprecations instead of warning."""
 

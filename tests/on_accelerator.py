@@ -4,6 +4,7 @@ and times that the host waits for it. `test_accelerator.py` runs this file in a 
 """
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -53,13 +54,8 @@ SOURCES = {
 }
 # Forwards of the draft model, at most.
 LEVELS = {"chain": CHAIN, "tree": TREE // WIDTH + 1, "two": CHAIN, "priced": TREE, "rejection": CHAIN}
-MOVES = {
-    "suffix": 1,
-    "auto": 1,
-    "two": 1,
-    "tree": 2,
-    "priced": 2,
-}  # of accepted nodes, in the target's memory and the draft's
+# Of accepted nodes, in the target's memory and the draft's.
+MOVES = {"suffix": 1, "auto": 1, "two": 1, "tree": 2, "priced": 2}
 SAMPLING = {"do_sample": True, "seed": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -71,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalty, sampled": SAMPLING | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
     "scores": {"suppress_tokens": [5, 6], "output_scores": True},
 }
+FEW = [*product(["suffix", "auto", "two"], ["greedy", "warped", "penalty, sampled"])]
 AT_ONCE = ("greedy", "stop strings", "sampled", "warped")
 # What is sent for the picks behind some nodes: keys of their noise, texts for processors.
 SENT_TO_PICK = {"sampled": 1, "warped": 1, "penalty": 1, "penalty, sampled": 2}
@@ -180,8 +177,7 @@ def check_counts(steps: list[Counter], source: str, name: str, dispatched: int =
     assert sum(counts["waits"] for counts in steps) >= len(steps), "nothing was counted"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("source", [source for source in SOURCES if source != "rejection"])
+@pytest.mark.parametrize(("source", "name"), [*product(["none", "lookup", "chain", "tree", "priced"], OPTIONS), *FEW])
 def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, source, name):
     output = generate(on_device, source, OPTIONS[name])
     assert output.sequences.device.type == DEVICE
@@ -196,9 +192,9 @@ def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, sou
 
 
 @pytest.mark.parametrize("source", ["none", "lookup", "chain", "tree", "priced"])
-@pytest.mark.parametrize("name", ["greedy", "warped"])
-def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, source, name):
+def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, source):
     """Of a single row, whose forwards have few shapes; what else a step has to do is as before."""
+    name = "warped" if source in ("lookup", "priced") else "greedy"
     expected = tokens_of(generate(on_cpu, "none", OPTIONS[name], lengths=(9,)))
     dispatched, recorded = [], []
     for _ in range(5):
@@ -212,9 +208,8 @@ def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, sou
 
 
 @pytest.mark.parametrize("source", ["suffix", "lookup", "chain", "tree", "priced", "rejection"])
-@pytest.mark.parametrize("name", ["sampled", "penalty"])
-def test_recorded_forwards_of_many_rows(on_cpu, on_device, recorders, accelerator, source, name):
-    options = OPTIONS[name] | {"max_new_tokens": 30}
+def test_recorded_forwards_of_many_rows(on_cpu, on_device, recorders, accelerator, source):
+    options = OPTIONS["penalty" if source in ("lookup", "priced") else "sampled"] | {"max_new_tokens": 30}
     expected = generate(on_cpu, source, options)
     for _ in range(2):
         assert tokens_of(generate(on_device, source, options)) == tokens_of(expected)
@@ -308,22 +303,26 @@ def test_memory_and_buffers_stay_where_they_are(on_device, expected, accelerator
 
 def test_rows_that_move_draft_the_same(on_cpu, on_device, accelerator):
     """Contexts outgrow what drafts have room for, each at its own time."""
-    outputs = []
-    for models in (on_cpu, on_device):
-        outputs.append(generate(models, "chain", OPTIONS["greedy"], lengths=(300, 5, 252, 90)))
+    outputs = [generate(models, "chain", {}, lengths=(300, 5, 252, 90)) for models in (on_cpu, on_device)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1])
     assert outputs[0].statistics.accepted_tokens == outputs[1].statistics.accepted_tokens > 0
 
 
+@pytest.fixture(scope="module")
+def eagle(on_cpu, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eagle")
+    trained_eagle(on_cpu[0], texts_of(on_cpu[0], prompts(LENGTHS), NUM_TOKENS), steps=40).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, tmp_path, name, width):
+def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, eagle, name, width):
     """EAGLE's, whose levels take what those above have left: the same trees, and one wait for all of a draft."""
     inputs = prompts(LENGTHS)
-    trained_eagle(on_cpu[0], texts_of(on_cpu[0], inputs, NUM_TOKENS), steps=40).save_pretrained(tmp_path)
     found = []
     for target in (on_cpu[0], on_device[0]):
-        heads = EagleHeads.from_pretrained(tmp_path, target)
+        heads = EagleHeads.from_pretrained(eagle, target)
         assert heads.device == target.device
         config = SmartSpecConfig(FeatureCandidates(heads, width=width), num_nodes=CHAIN * width)
         steps.clear()

@@ -14,6 +14,7 @@ from torch.utils import backend_registration
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch has no Python backends"
 )

@@ -111,6 +111,7 @@ def test_docstrings_cite_sections_that_exist():
     assert not [path for path in sources if re.search(r"DESIGN \d|design, section", path.read_text())]
 
 
+@pytest.mark.long
 def test_the_examples_of_the_pages_run(tmp_path):
     """One behind the other in one process: the README's say what `model` and `draft` are."""
     (tmp_path / "demos").symlink_to(REPOSITORY / "demos")

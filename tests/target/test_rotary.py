@@ -76,7 +76,8 @@ def test_texts_cross_the_border_with_the_plain_tokens(name, lengths):
     model, prompts = model_of(name), prompts_of(lengths)
     inputs = left_padded(prompts)
     expected = plain(model, inputs)
-    for kind, source in SOURCES.items():
+    for kind in SOURCES if len(lengths) > 1 else ("lookup", "tree"):
+        source = SOURCES[kind]
         output = speculate(model, inputs, source(texts_of(expected, prompts)))
         assert torch.equal(output.sequences, expected), kind
         if kind in ("chain", "tree"):

@@ -106,15 +106,15 @@ def test_virtual_sweeps_are_reproducible_with_a_profile(folder, tmp_path, monkey
     monkeypatch.setattr(load_bench, "serve", lambda *_: served.append(None))
     results = []
     for _ in range(2):
-        assert call("load", folder / "other.jsonl", *models(folder), *asked) in (0, 1)
+        assert call("load", *models(folder), *asked) in (0, 1)
         results.append(json.loads(out.read_text())["results"])
         monkeypatch.setattr(load_bench, "calibrate", lambda *_: pytest.fail("the profile has it all"))
     assert results[0] == results[1] and not served
-    assert len(results[0]) == 2 * len(SOURCES) * 5
-    latency = {(row["data_set"], row["source"], row["policy"]): row["mean_latency"] for row in results[0]}
-    for data_set, source, name in latency:
+    assert len(results[0]) == len(SOURCES) * 5
+    latency = {(row["source"], row["policy"]): row["mean_latency"] for row in results[0]}
+    for source, name in latency:
         if source == "prompt_lookup":
-            assert latency[data_set, source, "oracle"] <= 1.01 * latency[data_set, source, name]
+            assert latency[source, "oracle"] <= 1.01 * latency[source, name]
     assert "virtual time" in capsys.readouterr().out
 
 
