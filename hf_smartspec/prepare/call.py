@@ -17,7 +17,8 @@ from ..decoding.request import Request
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
-from ..target.compat import renewal_length
+from ..target.compat import num_positions, renewal_length
+from ..target.encoded import EncodedForward, masks_encoder
 from ..target.kept_memory import lend
 from ..target.packed import PackedForward
 from ..target.rowwise import RowwiseForward
@@ -32,7 +33,7 @@ from .route import Route, route_of
 
 def model_limits(model: PreTrainedModel) -> ModelLimits:
     config = model.config.get_text_config(decoder=True)
-    return ModelLimits(config.vocab_size, getattr(config, "max_position_embeddings", None))
+    return ModelLimits(config.vocab_size, num_positions(config))
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +186,9 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = packed_forward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
     lend(forward)
+    if isinstance(forward, EncodedForward):
+        _encode(forward, requests, prepared)
+        return forward
     if prepared.route.reads_media:
         read_media(forward, requests, prepared)
         return forward
@@ -197,3 +201,12 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
             request.row = forward.add()
         forward.cache.load(cache, [item.cache_row for item in requests], [item.mask[:length] for item in requests])
     return forward
+
+
+def _encode(forward: EncodedForward, requests: list[Request], prepared: PreparedCall) -> None:
+    """Gives every request a row that sees its encoder's outputs."""
+    kwargs = prepared.model_kwargs
+    mask = kwargs.get("attention_mask") if masks_encoder(prepared.model) else None
+    keep = bool(prepared.generation_config.return_dict_in_generate)
+    for request, row in zip(requests, forward.encode(kwargs["encoder_outputs"], mask, keep=keep)):
+        request.row = row

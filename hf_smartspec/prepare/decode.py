@@ -21,6 +21,7 @@ from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
 from ..target.compat import is_synchronized
+from ..target.encoded import EncodedForward
 from ..target.kept_memory import take_back
 from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
@@ -193,6 +194,8 @@ def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
     if isinstance(call.forward, RowwiseForward):
         return call.forward.export(rows)
     columns = [request.columns(total_length) for request in call.batch.requests]
+    if isinstance(call.forward, EncodedForward):
+        return call.forward.export(rows, columns, total_length)
     assert isinstance(call.forward, PackedForward)
     if prepared is None or prepared.get_seq_length() > 0:
         prepared = DynamicCache(config=call.forward.model.config.get_text_config(decoder=True))

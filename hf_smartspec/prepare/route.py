@@ -9,12 +9,16 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..target.compat import is_checkpointing, is_stateful, renewal_length
 from ..target.dropout import is_random
 from ..target.rotary import border, lengthwise_modules
+from ..target.encoded import masks_encoder
 from ..target.support import WINDOWS, packing_obstacle, prepares_own_inputs, rowwise_obstacle
 from ..target.wrappers import has_adapters_by_row
 from .media import ends_in_text, media_kwargs, position_offsets, without_empty_media
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
 _PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+# Likewise in decoders behind an encoder.
+_ENCODED_KWARGS = {"encoder_outputs", "decoder_attention_mask"}
 
 
 class Route(NamedTuple):
@@ -47,7 +51,8 @@ def route_of(
     if reason is not None:
         return Route("plain", reason)
     cache = kwargs.get("past_key_values")
-    if _is_given(cache) and (obstacle is not None or media or not _can_load(cache, input_ids, config, kwargs)):
+    cannot_load = obstacle is not None or media or model.config.is_encoder_decoder
+    if _is_given(cache) and (cannot_load or not _can_load(cache, input_ids, config, kwargs)):
         return Route("plain", f"the given `past_key_values` ({type(cache).__name__}) cannot be taken over")
     if obstacle is None:
         return Route("packed", reads_media=bool(media))
@@ -120,6 +125,8 @@ def _packing_obstacle(
     Why the packed forward does not serve this model with these arguments, of which `media` are read by a forward of the
     model's own; None if it does.
     """
+    if model.config.is_encoder_decoder:
+        return packing_obstacle(model) or _encoded_obstacle(model, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     if reason := packing_obstacle(model, is_padded=mask is not None and not bool(mask.all())):
         return reason
@@ -135,6 +142,24 @@ def _packing_obstacle(
         return "the given `position_ids` do not count the tokens"
     if _has_holes_in_windows(model, model_kwargs.get("attention_mask")):
         return "`attention_mask` has holes, which count in sliding windows"
+    return None
+
+
+def _encoded_obstacle(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> str | None:
+    """The same for the arguments of a decoder behind an encoder."""
+    if extra := _extra_kwargs(model_kwargs) - _ENCODED_KWARGS:
+        return f"the model arguments {sorted(extra)} cannot be packed"
+    outputs, mask = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
+    if outputs is None:
+        return "`encoder_outputs` are not there"
+    of_decoder = model_kwargs.get("decoder_attention_mask")
+    if of_decoder is not None and not bool(of_decoder.all()):
+        return "`decoder_attention_mask` masks tokens of the decoder's prompt"
+    if masks_encoder(model) and mask is not None:
+        if mask.shape != outputs[0].shape[:2]:
+            return "`attention_mask` is not of the shape of the encoder's outputs"
+        if not bool((mask != 0).any(dim=1).all()):
+            return "`attention_mask` masks some texts wholly"
     return None
 
 

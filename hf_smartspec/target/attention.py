@@ -57,13 +57,19 @@ def tree_attention(
         function = _plain_function(module, replaces)
         kwargs |= {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
         return function(module, query, key, value, attention_mask, **kwargs)
+    encoded = layout.encoded
+    position_bias = None if encoded is None else kwargs.pop("position_bias", None)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported:
         raise NotImplementedError(f"Tree attention does not know the attention arguments {unsupported}.")
 
-    window = layer_window(module, sliding_window)
-    packed, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    output = packed_attention(packed, key, value, layout, window, scaling, softcap, dropout)
+    options: dict[str, Any] = {
+        "window": layer_window(module, sliding_window), "scaling": scaling, "softcap": softcap, "dropout": dropout,
+    }  # fmt: skip
+    packed = query[0].transpose(0, 1)
+    if encoded is not None:
+        return encoded.attend(module, packed, key, value, layout, position_bias, **options)[None], None
+    output = packed_attention(packed, key[0].transpose(0, 1), value[0].transpose(0, 1), layout, **options)
     return output[None], None
 
 
@@ -76,19 +82,22 @@ def packed_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    bias: Callable[[PaddedPart], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """
     Args:
         packed (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries of all rows.
         key, value (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): As `SlotLayer.write` returns them.
         window (`int`, *optional*): Of sliding attention.
+        bias (`Callable`, *optional*): What is added to a part's scores, `[R, heads, S, K]`.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
     """
-    kind = None if softcap is not None or dropout else kind_of(packed, key, layout, window)
+    is_plain = softcap is None and bias is None and not dropout
+    kind = kind_of(packed, key, layout, window) if is_plain else None
     if kind is None:
-        return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout)
+        return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout, bias)
     trusted = is_trusted(kind)
     if trusted:
         return varlen_attention(packed, key, value, layout, window, scaling)
@@ -107,30 +116,54 @@ def _masked_attention(
     scaling: float | None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    bias: Callable[[PaddedPart], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The same, by rectangles and masks."""
-    num_heads, kv_heads = packed.shape[1], key.shape[1]
-    groups = num_heads // kv_heads
     outputs = []
     for part in layout.parts:
-        num_rows, width = part.num_rows, part.width
-        padded = _pad(packed if len(layout.parts) == 1 else packed[part.tokens], part)
-        if width == 1:
-            folded = padded.view(num_rows, kv_heads, groups, -1)
-        else:
-            # Grouped heads become further queries of their key/value head: nothing is repeated.
-            folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
-            folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
-        keys, values = part.view(key), part.view(value)
-        mask = part.mask(window, groups, packed.dtype)
-        if softcap is None:
-            output = _attention(folded, keys, values, mask, dropout, scaling)
-        else:
-            output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
-        if width > 1:
-            output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
-        outputs.append(_unpad(output.reshape(num_rows * width, num_heads, -1), part))
+        own = packed if len(layout.parts) == 1 else packed[part.tokens]
+        added = None if bias is None else bias(part)
+        outputs.append(_unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_part(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: PaddedPart,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    One part's attention, from packed queries of which it gathers its own: `[R * S, heads, head_dim]`. A `bias`
+    `[R, heads, S, K]` goes with heads that are not grouped.
+    """
+    num_heads, kv_heads = packed.shape[1], key.shape[1]
+    groups = num_heads // kv_heads
+    num_rows, width = part.num_rows, part.width
+    padded = _pad(packed, part)
+    if width == 1:
+        folded = padded.view(num_rows, kv_heads, groups, -1)
+    else:
+        # Grouped heads become further queries of their key/value head: nothing is repeated.
+        folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
+        folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
+    keys, values = part.view(key), part.view(value)
+    mask = part.mask(window, groups, packed.dtype)
+    if bias is not None:
+        assert groups == 1, "biases of grouped heads"
+        mask = bias if mask is None else bias + mask
+    if softcap is None:
+        output = _attention(folded, keys, values, mask, dropout, scaling)
+    else:
+        output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
+    if width > 1:
+        output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
+    return output.reshape(num_rows * width, num_heads, -1)
 
 
 def _attention(

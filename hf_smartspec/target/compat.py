@@ -29,6 +29,9 @@ TESTED_MODEL_TYPES = frozenset(
     "nemotron persimmon exaone4 ernie4_5 seed_oss biogpt".split()
 )
 
+# Likewise for decoders behind an encoder.
+TESTED_ENCODED_TYPES = frozenset("t5 mt5 umt5 bart mbart whisper".split())
+
 # Likewise for those that run row by row. Models of other types are probed (`support.rowwise_obstacle`).
 TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm gpt_oss llama4_text t5 bart".split())
 
@@ -47,6 +50,12 @@ def shared_value(config: PreTrainedConfig, name: str) -> Any:
         return getattr(config, name, None)
     except RuntimeError:
         return None
+
+
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a decoder knows, for its config; None where there is no end to them."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return getattr(config, "max_target_positions", None) if positions is None else positions
 
 
 def is_checkpointing(model: PreTrainedModel) -> bool:

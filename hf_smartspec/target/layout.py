@@ -12,6 +12,8 @@ from ..device import Wire
 from .rows import RowInput
 
 if TYPE_CHECKING:
+    from .encoded.cross import CrossLayout
+    from .encoded.step import EncodedStep
     from .varlen import Spans
 
 
@@ -31,6 +33,7 @@ class StepLayout:
         kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
         spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
         is_padded (`bool`): Behind its tokens, the last one comes again and again (`graphs.padding`).
+        encoded (`EncodedStep`, *optional*): What the rows see of an encoder's outputs, where there is one.
     """
 
     sent: ClassVar = ("tokens", "positions", "lines", "kept")
@@ -43,6 +46,12 @@ class StepLayout:
     kept: torch.Tensor | None = None
     spans: "Spans | None" = None
     is_padded: bool = False
+    encoded: "EncodedStep | None" = None
+
+    def owners(self) -> "list[StepLayout | PaddedPart | Spans | CrossLayout]":
+        """All that has tensors to be sent."""
+        cross = [] if self.encoded is None else [self.encoded.cross_layout, *self.encoded.cross_layout.parts]
+        return [self, *self.parts, *([] if self.spans is None else [self.spans]), *cross]
 
 
 @dataclass(eq=False)
@@ -104,6 +113,20 @@ class PaddedPart:
             self._masks[key] = self._build_mask(window, num_groups, dtype)
         return self._masks[key]
 
+    def distances(self) -> torch.Tensor:
+        """By how many positions every column's token stands before each query, `[R, S, K]`; 0 for those behind it."""
+        columns = torch.arange(self.num_columns, device=self.limits.device)
+        if self.nodes is None or self.query_positions is None:
+            return (self.limits[:, :, None] - 1 - columns).clamp(min=0)
+        return (self.query_positions[:, :, None] - self._column_positions(columns)[:, None, :]).clamp(min=0)
+
+    def _column_positions(self, columns: torch.Tensor) -> torch.Tensor:
+        """Of the tokens in all columns, `[R, K]`, where there are trees."""
+        assert self.nodes is not None, "chains' tokens stand in the column of their position"
+        positions = columns.repeat(self.num_rows, 1)
+        positions.view(-1)[self.nodes[0]] = self.nodes[1]
+        return positions
+
     def _build_mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
         columns = torch.arange(self.num_columns, device=self.limits.device)
         visible = columns < self.limits[:, :, None]
@@ -113,8 +136,7 @@ class PaddedPart:
             if self.nodes is None or self.query_positions is None:
                 visible &= columns >= self.limits[:, :, None] - window
             else:
-                positions = columns.repeat(self.num_rows, 1)
-                positions.view(-1)[self.nodes[0]] = self.nodes[1]
+                positions = self._column_positions(columns)
                 visible &= positions[:, None, :] > self.query_positions[:, :, None] - window
         if num_groups > 1:
             visible = visible.repeat_interleave(num_groups, dim=1)
@@ -146,9 +168,7 @@ def send(
     """
     if device.type == "cpu":
         return list(more)
-    owners: list[StepLayout | PaddedPart | Spans] = []
-    for layout in layouts:
-        owners += [layout, *layout.parts, *([] if layout.spans is None else [layout.spans])]
+    owners = [owner for layout in layouts for owner in layout.owners()]
     places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
     tensors = wire.send([*more, *[getattr(owner, name) for owner, name in places]], device)
     for (owner, name), tensor in zip(places, tensors[len(more) :]):

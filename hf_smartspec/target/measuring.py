@@ -13,6 +13,7 @@ from transformers.utils.logging import tqdm
 
 from ..drafts.tree import DraftTree
 from ..goodput.cost import CostPoint
+from .compat import num_positions
 from .packed import PackedForward
 from .rows import CacheRow, RowInput
 from .written import packed_forward
@@ -96,7 +97,7 @@ def measure(
         ValueError: if the model has too few positions for any of them.
     """
     config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None) or float("inf")
+    longest = num_positions(config) or float("inf")
     designs, held_out = (
         [item for item in items if item.context + item.width <= longest] for items in (designs, held_out)
     )

@@ -13,6 +13,7 @@ from .attention import attention_configs, tree_attention_step
 from .graphs import recordings_for
 from .graphs.padding import MOST_TOKENS, ROUNDING, pad
 from .hidden_states import HiddenStateTaps
+from .layout import StepLayout
 from .ragged import PlannedForward, RaggedForward
 from .rotary import LengthwiseRotary, seen_lengths
 from .rows import RowInput
@@ -87,17 +88,21 @@ class PackedForward(RaggedForward):
         if decoder is not None:
             return self._run_written(decoder, planned)
         with tree_attention_step(self._configs, layout), self._lengths_step(planned), self.taps.installed():
-            kwargs = {"logits_to_keep": 0 if layout.kept is None else layout.kept} if self._selects_logits else {}
-            # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
-            output = self.model(
-                input_ids=layout.tokens,
-                position_ids=layout.positions,
-                attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **kwargs,
-            )
+            return self._compute(layout)
+
+    def _compute(self, layout: StepLayout) -> torch.Tensor:
+        """The model's own forward."""
+        kwargs = {"logits_to_keep": 0 if layout.kept is None else layout.kept} if self._selects_logits else {}
+        # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
+        output = self.model(
+            input_ids=layout.tokens,
+            position_ids=layout.positions,
+            attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **kwargs,
+        )
         logits = output.logits[0]
         return logits if layout.kept is None or self._selects_logits else logits[layout.kept]
 

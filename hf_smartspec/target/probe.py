@@ -12,6 +12,7 @@ from transformers.generation import GenerationMode
 
 from ..drafts.tree import DraftTree
 from .compat import renewal_length
+from .encoded import EncodedForward
 from .packed import PackedForward
 from .quantized import rounds_coarsely
 from .rotary import forget_lengths
@@ -142,28 +143,37 @@ def _draft(tokens: np.ndarray, is_tree: bool) -> DraftTree:
 
 
 @torch.no_grad()
-def agrees_behind_encoder(model: PreTrainedModel) -> bool:
-    """Whether chains in a decoder behind an encoder, accepted in part, whole and not at all, give the plain logits."""
+def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | type[RowwiseForward]) -> bool:
+    """
+    Whether chains in a decoder behind an encoder, or every second node of a tree, accepted in part, whole and not at
+    all, give the plain logits.
+    """
     size = model.config.get_text_config(decoder=True).vocab_size
     text = (torch.arange(3, 14, device=model.device) * 7 % size)[None]
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         encoded = model.get_encoder()(input_ids=text[:, :4], return_dict=True)
-        rowwise = RowwiseForward(
-            model, text[:, :5], {"use_cache": True, "encoder_outputs": encoded}, GenerationConfig()
-        )
-        row, start, tokens = rowwise.add(), 0, text[0].cpu().numpy()
+        forward: Forward
+        if way is PackedForward:
+            forward = EncodedForward(model)
+            (row,) = forward.encode(encoded)
+        else:
+            kwargs = {"use_cache": True, "encoder_outputs": encoded}
+            forward = RowwiseForward(model, text[:, :5], kwargs, GenerationConfig())
+            row = forward.add()
+        start, tokens = 0, text[0].cpu().numpy()
         # Tokens to feed, to draft, and of these to accept.
         for num_fed, num_drafted, num_accepted in ((5, 3, 1), (1, 2, 2), (1, 1, 0)):
             end = start + num_fed
-            chain = DraftTree.chain(tokens[end : end + num_drafted])
-            logits, _ = rowwise.forward([RowInput(row, tokens[start:end], chain)])
-            for line, length in zip(logits, range(end, end + num_drafted + 1)):
+            draft = _draft(tokens[end : end + num_drafted], forward.trees)
+            logits, _ = forward.forward([RowInput(row, tokens[start:end], draft)])
+            path = list(range(1, 2 * num_drafted, 2)) if forward.trees else list(range(num_drafted))
+            for line, length in zip(logits[[0, *[1 + node for node in path]]], range(end, end + num_drafted + 1)):
                 output = model(encoder_outputs=encoded, decoder_input_ids=text[:, :length], return_dict=True)
                 if not alike(line, output.logits[0, -1], rounds_coarsely(model)):
                     return False
-            rowwise.commit([row], [range(num_accepted)])
+            forward.commit([row], [path[:num_accepted]])
             start = end + num_accepted
         return True
     except Exception:  # likewise

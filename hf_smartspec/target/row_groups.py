@@ -43,7 +43,7 @@ def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
         return [list(rows)]
     rows = sorted(rows, key=_line_of_row)
     columns = [item.row.length + item.first_node + item.num_tokens for item in rows]
-    runs = _runs([item.row for item in rows], columns, [item.num_tokens for item in rows], call)
+    runs = runs_of([item.row for item in rows], columns, [item.num_tokens for item in rows], call)
     return [rows[run] for run in runs]
 
 
@@ -58,12 +58,12 @@ def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
         return rows[0].length
     rows = sorted(rows, key=_line)
     lengths = [row.length for row in rows]
-    runs = _runs(rows, [length + 1 for length in lengths], [1] * len(rows), call)
+    runs = runs_of(rows, [length + 1 for length in lengths], [1] * len(rows), call)
     context = sum([(rows[run.stop - 1].slot - rows[run.start].slot + 1) * max(lengths[run]) for run in runs])
     return context + call * (len(runs) - 1)
 
 
-def _runs(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
+def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
     """As `split`, for rows in the order of their lines: those of a slab by themselves."""
     slots = [row.slot for row in rows]
     if rows[0].origin == rows[-1].origin:

@@ -359,7 +359,8 @@ class SlotCache(Cache):
         for index, source in enumerate(cache.layers):
             assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None
             layer = self.layer(index)
-            layer.lazy_initialization(source.keys, source.values)
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
             for number, (row, mask) in enumerate(zip(rows, columns)):
                 missing = len(mask) - source.keys.shape[2]
                 positions = mask.cumsum(0)[missing:][mask[missing:]] - 1

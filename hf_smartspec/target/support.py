@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from .compat import TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, shared_value
+from .compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, shared_value
 from .packed import PackedForward
 from .probe import Probe, agrees_behind_encoder
 from .rowwise import RowwiseForward
@@ -49,14 +49,25 @@ def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | N
     Args:
         is_padded (`bool`): Whether plain decoding would pad rows of different lengths.
     """
-    if model.config.is_encoder_decoder or prepares_own_inputs(model):
+    if prepares_own_inputs(model):
         return f"the attention of {type(model).__name__} cannot be packed"
     if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
         return "the model is spread over devices or offloaded"  # one step's indices and masks lie on one device
+    if model.config.is_encoder_decoder:
+        return _encoded_obstacle(model)
     if model.config.model_type in TESTED_MODEL_TYPES and _is_usual(model):
         return None
     reason = _probed(model, PackedForward, is_padded=False)
     return reason or (_probed(model, PackedForward, is_padded=True) if is_padded else None)
+
+
+def _encoded_obstacle(model: PreTrainedModel) -> str | None:
+    """The same for a decoder behind an encoder, whose rows are padded with care by whoever calls `generate`."""
+    if model.config.model_type in TESTED_ENCODED_TYPES and _is_usual(model):
+        return None
+    if model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
+        return f"the decoder of {type(model).__name__} has not been tried out"
+    return _probed(model, PackedForward, is_padded=False)
 
 
 def rowwise_obstacle(model: PreTrainedModel) -> str | None:
@@ -95,7 +106,9 @@ def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     name = type(model).__name__
     cannot = f"{name} cannot run several tokens at once and take them back"
     if model.config.is_encoder_decoder:
-        return None if agrees_behind_encoder(model) else cannot
+        if way is PackedForward:
+            return None if agrees_behind_encoder(model, way) else f"the attention of {name} cannot be packed"
+        return None if agrees_behind_encoder(model, way) else cannot
     found = borders(model.config.get_text_config(decoder=True))
     near = {key: value for key, value in found.items() if value <= _NEAR}
     prompt_lens = (4, 7) if is_padded else (7,)

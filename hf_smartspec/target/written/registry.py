@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...log import get_logger
+from ..encoded import EncodedForward
 from ..packed import PackedForward
 from .decoder import WrittenDecoder
 from .plan import UnknownStructureError, make_plan
@@ -80,7 +81,12 @@ def _is_switched_on() -> bool:
 def packed_forward(
     model: PreTrainedModel, num_rows: int = 1, capacity: int = 256, prefill_chunk: int = 512
 ) -> PackedForward:
-    """A packed forward that computes with the model's written-out decoder wherever there is one."""
+    """
+    A packed forward that computes with the model's written-out decoder wherever there is one; one that knows encoder
+    outputs, for decoders that attend to such.
+    """
+    if model.config.is_encoder_decoder:
+        return EncodedForward(model, num_rows, capacity, prefill_chunk)
     written_decoder(model, thoroughly=True)
     return PackedForward(model, num_rows, capacity, prefill_chunk, partial(written_decoder, model))
 

@@ -1,0 +1,5 @@
+"""Decoders that attend to an encoder's outputs too, packed: T5, BART, Whisper and their relatives."""
+
+from .forward import EncodedForward, masks_encoder
+
+__all__ = ["EncodedForward", "masks_encoder"]
