@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from transformers.generation import CandidateGenerator
 
 from ..drafts.tree import DraftTree
 from .committed import HIDDEN_STATES, LAST, SCORES, Committed, Likeliest
+
+if TYPE_CHECKING:
+    from .encoded import EncoderInputs
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
@@ -107,6 +110,13 @@ class TreeCandidateGenerator(CandidateGenerator):
             reads (sequence of `Hashable`): Further namespaces that it drafts from.
             references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as
                 a file to be edited, a predicted output or retrieved passages. They feed this request only.
+        """
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: "EncoderInputs") -> None:
+        """
+        Says, before `start` and only where the target has an encoder, what that has read for all rows of a call, and
+        which of them some requests are. What it has read of tokens comes as `references` too (`assign`). By default,
+        nothing happens.
         """
 
     @abstractmethod

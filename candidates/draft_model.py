@@ -1,7 +1,7 @@
 """Drafting with a smaller model of the same tokenizer."""
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 import torch
@@ -10,25 +10,29 @@ from transformers import PreTrainedModel
 from ..drafts.tree import DraftTree
 from ..sampling.noise import NoiseKeys
 from ..target.chains import ChainForward
+from ..target.compat import num_positions
+from ..target.encoded import EncodedForward
 from ..target.kept_memory import lend, take_back
 from ..target.packed import PackedForward
 from ..target.rows import CacheRow
 from ..target.support import can_pack
 from ..target.written import packed_forward
 from .draft_growth import DraftState, Growth
+from .encoded import EncodedRows, EncoderInputs, reads_encoder
 from .growing import GrowingCandidates
 from .vocabulary import SharedVocabulary
 
 
 class DraftModelCandidates(GrowingCandidates):
     """
-    Drafts with a smaller causal language model.
+    Drafts with a smaller language model. Behind an encoder, it is one of the same kind: with an encoder of its own,
+    which reads what the target's reads, or a decoder that looks at the outputs of the target's.
 
     The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
     verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row.
 
     Args:
-        model (`PreTrainedModel`): A causal LM whose tokenizer is the target's.
+        model (`PreTrainedModel`): A model whose tokenizer is the target's.
         num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
         vocabulary (`SharedVocabulary`, *optional*): Where the target's vocabulary is of another size; found out where
             the source is an `assistant=`.
@@ -53,12 +57,12 @@ class DraftModelCandidates(GrowingCandidates):
             raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
         self._draws_trees = can_pack(model)
         config = model.config.get_text_config(decoder=True)
-        num_positions = getattr(config, "max_position_embeddings", None)
-        super().__init__(num_nodes, width, confidence_threshold, samples, self._draws_trees, num_positions)
+        super().__init__(num_nodes, width, confidence_threshold, samples, self._draws_trees, num_positions(config))
         if self.width > 1 and not self._draws_trees:
             raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
         self.model, self.vocabulary = model, vocabulary
         self._cached_version = self.weights_version  # what the cache was computed with
+        self._encoded = EncodedRows(model) if reads_encoder(model) else None
 
     def serve(self, vocabulary: SharedVocabulary | None) -> None:
         """
@@ -79,9 +83,24 @@ class DraftModelCandidates(GrowingCandidates):
     def _new_forward(self) -> PackedForward | ChainForward:
         if not self._draws_trees:
             return ChainForward(self.model)
-        forward = packed_forward(self.model)
+        looks_back = self._encoded is not None and self._encoded.is_told
+        forward = EncodedForward(self.model) if looks_back else packed_forward(self.model)
         lend(forward)
         return forward
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        if self._encoded is not None:
+            self._encoded.tell(rows, inputs)
+
+    def _new_row(self, request_id: Hashable) -> CacheRow:
+        if self._encoded is not None and isinstance(self._forward, EncodedForward):
+            return self._encoded.row(request_id, self._forward)
+        return super()._new_row(request_id)
+
+    def stop(self, request_id: Hashable) -> None:
+        if self._encoded is not None:
+            self._encoded.stop(request_id, self._forward if isinstance(self._forward, EncodedForward) else None)
+        super().stop(request_id)
 
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
         return DraftState(row, self._known(prompt) or [0])  # there must be something to draft behind
@@ -120,8 +139,10 @@ class DraftModelCandidates(GrowingCandidates):
             return
         self._cached_version = self.weights_version
         self._forward = self._new_forward()  # dtype or device may be others now, too
-        for state in self._states.values():
-            state.row, state.nodes, state.accepted = self._forward.add(), DraftTree.empty(), None
+        if self._encoded is not None:
+            self._encoded.renew()
+        for name, state in self._states.items():
+            state.row, state.nodes, state.accepted = self._new_row(name), DraftTree.empty(), None
 
     def _commit(self) -> None:
         """Keeps the keys and values of what was accepted since the last draft, of all requests together."""

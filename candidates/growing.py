@@ -88,6 +88,11 @@ class GrowingCandidates(TreeCandidateGenerator):
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
         return DraftState(row, prompt.tolist())
 
+    def _new_row(self, request_id: Hashable) -> CacheRow:
+        """The request's row, which holds nothing yet."""
+        assert self._forward is not None
+        return self._forward.add()
+
     @property
     def _token_ids(self) -> torch.Tensor | None:
         """The target's token that each score `[vocab_size]` stands for, where these are not its tokens in order."""
@@ -112,7 +117,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         processing, seed = self._coupling.pop(request_id, (ScoreProcessing(), None))
         if seed is None:
             processing = ScoreProcessing()  # the arg max does not change
-        state = self._new_state(self._forward.add(), prompt)
+        state = self._new_state(self._new_row(request_id), prompt)
         state.outlook, state.processing, state.seed = self._outlook.of_another(), processing, seed
         self._states[request_id] = state
 

@@ -11,6 +11,7 @@ from ..drafts.tree import DraftTree, check_trees
 from ..log import get_logger
 from .base import TreeCandidateGenerator, common_reuse
 from .committed import HIDDEN_STATES, Committed, Likeliest
+from .encoded import EncoderInputs
 
 logger = get_logger(__name__)
 
@@ -72,6 +73,13 @@ class MemberCandidates(TreeCandidateGenerator):
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         for source in self.sources:
             self._tell(source, request_id, source.couple, processors, seed)
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        for source in self.sources:
+            try:
+                source.encode(rows, inputs)
+            except Exception as error:
+                self._drop(source, list(rows), error)
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         for source in self.sources:

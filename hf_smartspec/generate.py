@@ -294,7 +294,7 @@ def _route(
                 raise
             warn_once(model, f"The default assistant cannot draft for {type(model).__name__}: {error}")
             return _undrafted(model, original, args, kwargs, seed)
-        return arguments.run(decode_prepared, original, resolved, choice.is_default)
+        return arguments.run(model, decode_prepared, original, resolved, choice.is_default)
 
 
 def _undrafted(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], seed: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..candidates.base import TreeCandidateGenerator
+from ..candidates.encoded import EncoderInputs
 from ..drafts.tree import DraftTree
 from ..goodput.policy import StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
@@ -55,6 +56,7 @@ class DecodingCall:
         max_nodes (`int`): Draft nodes per row and step, at most.
         keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
         assignment (`dict`): What its rows draw on: arguments of `source.assign`.
+        encoder_inputs (`EncoderInputs`, *optional*): What the target's encoder has read, where it has one.
         renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
             length.
     """
@@ -67,6 +69,7 @@ class DecodingCall:
     max_nodes: int
     keeps_cache: bool = False
     assignment: dict[str, Any] = field(default_factory=dict)
+    encoder_inputs: EncoderInputs | None = None
     renewal: int | None = None
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
@@ -74,6 +77,7 @@ class DecodingCall:
         self.line = SourceLine.of(self.source.stages)  # of requests for which no other sources are chosen
         for request in self.batch.requests:
             request.call, request.line = self, self.line
+        self._texts = None if self.encoder_inputs is None else self.encoder_inputs.texts()
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
             not self.picker.processors
@@ -86,6 +90,13 @@ class DecodingCall:
         self.picks_like: Hashable = id(self)
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
+
+    def assignment_of(self, request: Request) -> dict[str, Any]:
+        """What the request draws on: arguments of `source.assign`. What its encoder has read, answers repeat."""
+        if self._texts is None:
+            return self.assignment
+        references = [*self.assignment.get("references", ()), self._texts[request.index]]
+        return self.assignment | {"references": references}
 
     def set_lengths(self, request: Request) -> None:
         """Tells the request's row where it stands in the padded batch."""

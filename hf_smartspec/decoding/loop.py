@@ -62,6 +62,8 @@ class DecodingLoop:
         """A call joins; its rows that have no place in the cache yet get one."""
         self.calls.append(call)
         self.drafting.sources.choose(call)
+        if call.encoder_inputs is not None:
+            self.drafting.sources.encode(call)
         for request in call.requests:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)

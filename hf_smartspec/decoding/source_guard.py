@@ -68,6 +68,20 @@ class GuardedSources:
             logger.warning_once(f"{type(source).__name__} failed to choose and drafts itself: {error!r}")
             return [source] * len(requests)
 
+    def encode(self, call: DecodingCall) -> None:
+        """What the encoder of the call's target has read, before its requests start: of all together, to each source."""
+        assert call.encoder_inputs is not None
+        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
+        for request in call.requests:
+            for position, source in enumerate(request.line.sources):
+                by_source.setdefault(source, {})[request] = position
+        for source, rows in by_source.items():
+            try:
+                source.encode({request.request_id: request.index for request in rows}, call.encoder_inputs)
+            except Exception as error:
+                for request, position in rows.items():
+                    self._drop(request, position, error)
+
     def start(self, request: Request) -> None:
         """A request begins; without a draft model, where that is hardly ever asked for a draft any more."""
         drafter = request.line.drafter
@@ -232,8 +246,8 @@ def _sealed(tree: DraftTree) -> DraftTree:
 
 def _start(request: Request, source: TreeCandidateGenerator) -> None:
     call = request.call
-    if call.assignment:
-        source.assign(request.request_id, **call.assignment)
+    if assignment := call.assignment_of(request):
+        source.assign(request.request_id, **assignment)
     source.couple(request.request_id, call.picker.processors, request.seed)
     source.start(request.request_id, request.prompt)
 

@@ -22,6 +22,7 @@ from ..validate import check_seed
 from .call import PreparedCall, prepare_call
 from .checks import check_mask, check_settings, check_source_options, check_token_ids
 from .config import SmartSpecConfig
+from .encoders import watch_encoder
 from .resolve import Assistant, Drafters, resolve
 
 logger = get_logger(__name__)
@@ -43,7 +44,12 @@ class CheckedArguments(NamedTuple):
     seed: int | Sequence[int] | None = None
 
     def run(
-        self, method: Callable[[PreparedCall], Any], original: Callable, resolved: Assistant, gives_way: bool = False
+        self,
+        model: PreTrainedModel,
+        method: Callable[[PreparedCall], Any],
+        original: Callable,
+        resolved: Assistant,
+        gives_way: bool = False,
     ) -> Any:
         """
         What `method` makes of the call, once `original`, transformers' own `generate`, has prepared it.
@@ -55,7 +61,10 @@ class CheckedArguments(NamedTuple):
 
         def custom_generate(model: Any, input_ids: torch.LongTensor, **prepared: Any) -> Any:
             try:
-                call = prepare_call(model, input_ids, assistant=resolved, seed=self.seed, streamer=streamer, **prepared)
+                call = prepare_call(
+                    model, input_ids, assistant=resolved, seed=self.seed, streamer=streamer, encoder_arguments=seen,
+                    **prepared,
+                )  # fmt: skip
             except (TypeError, ValueError) as error:
                 if not gives_way or self.seed is not None:  # which transformers would know nothing of
                     raise
@@ -63,7 +72,8 @@ class CheckedArguments(NamedTuple):
                 return model._sample(input_ids, streamer=streamer, **prepared)
             return method(call)
 
-        return original(**self.kwargs | {"custom_generate": custom_generate})
+        with watch_encoder(model) as seen:
+            return original(**self.kwargs | {"custom_generate": custom_generate})
 
 
 def run_with(
@@ -80,7 +90,7 @@ def run_with(
     `drafters`.
     """
     arguments = check_arguments(model, kwargs, assistant, seed)
-    return arguments.run(method, original, resolve(arguments.assistant, model, drafters))
+    return arguments.run(model, method, original, resolve(arguments.assistant, model, drafters))
 
 
 def by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

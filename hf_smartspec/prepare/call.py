@@ -1,7 +1,7 @@
 """What `generate` has prepared, made ready for the decoding loop."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..target.rowwise import RowwiseForward
 from ..target.written import packed_forward
 from ..validate import check_seed
 from .checks import check_mask, check_settings, check_token_ids
+from .encoders import check_encoder_arguments, encoder_inputs, known_arguments
 from .media import read_media, without_empty_media
 from .model_state import warn_once
 from .resolve import Assistant, resolve
@@ -47,6 +48,7 @@ class PreparedCall:
         seeds (sequence of `int`): One per row; None where the most probable token is taken.
         tags (sequence of `str`): One per row; None where nothing is said of its text.
         model_kwargs (`dict`): Arguments of the model's forward: masks, positions, caches, images, ...
+        encoder_arguments (`dict`): Those of its encoder's forward, where it has one and they are known.
     """
 
     model: PreTrainedModel
@@ -59,6 +61,7 @@ class PreparedCall:
     tags: Sequence[str | None]
     streamer: BaseStreamer | None
     model_kwargs: dict[str, Any]
+    encoder_arguments: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def route(self) -> Route:
@@ -81,10 +84,12 @@ def prepare_call(
     seed: int | Sequence[int] | None = None,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
+    encoder_arguments: dict[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> PreparedCall:
     """
-    The arguments of a decoding method, checked, as one value; `assistant` as in `resolve`.
+    The arguments of a decoding method, checked, as one value; `assistant` as in `resolve`, `encoder_arguments` as
+    `watch_encoder` has seen them.
 
     Raises:
         ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
@@ -99,9 +104,11 @@ def prepare_call(
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
+    arguments = known_arguments(encoder_arguments or {}, len(input_ids))
+    check_encoder_arguments(resolved.source, arguments)
     return PreparedCall(
         model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, tags, streamer,
-        model_kwargs,
+        model_kwargs, arguments,
     )  # fmt: skip
 
 
@@ -139,6 +146,7 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
         source,
         config.max_nodes_for(source),
         assignment=config.assignment,
+        encoder_inputs=encoder_inputs(prepared.model_kwargs, prepared.encoder_arguments),
         renewal=renewal,
     )
 

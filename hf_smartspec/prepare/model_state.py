@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
 
 from ..candidates import SuffixTreeCandidates
 from ..candidates.heads.kinds import load
@@ -103,12 +109,19 @@ def _load(name: str, target: PreTrainedModel) -> Drafter:
     if (learned := load(name, target)) is not None:
         return learned
     try:
-        draft: Any = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
+        draft: Any = _class_of(name, target).from_pretrained(name, dtype=target.dtype)
     except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones
         raise ValueError(
             f"`assistant={name!r}` is no preset, and no draft model that can be loaded: {error}"
         ) from error
     return draft.to(target.device).eval()
+
+
+def _class_of(name: str, target: PreTrainedModel) -> Any:
+    """What loads a draft model: one with an encoder of its own, if the target has one too."""
+    if not target.config.is_encoder_decoder or not AutoConfig.from_pretrained(name).is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if target.main_input_name == "input_ids" else AutoModelForSpeechSeq2Seq
 
 
 @dataclass

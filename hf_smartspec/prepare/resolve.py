@@ -26,6 +26,7 @@ from ..candidates import (
     WrappedCandidates,
 )
 from ..candidates.base import NoCandidates
+from ..candidates.encoded import reads_encoder
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.heads.mtp import MTP
@@ -375,8 +376,12 @@ def check_draft_model(
 
     vocabulary = vocabulary_between(draft, target, tokenizers)
     obstacle = None
-    if draft.config.is_encoder_decoder or is_stateful(draft):
-        obstacle = "it is no decoder by itself, or keeps a state that cannot be taken back"
+    if is_stateful(draft):
+        obstacle = "it keeps a state that cannot be taken back"
+    elif target.config.is_encoder_decoder and reads_encoder(draft):
+        obstacle = _obstacle_behind_encoder(draft, target, vocabulary)
+    elif draft.config.is_encoder_decoder:
+        obstacle = "it has an encoder, and the target has none whose inputs it could read"
     elif not can_pack(draft):
         obstacle = rowwise_obstacle(draft)
     if obstacle is not None:
@@ -385,3 +390,28 @@ def check_draft_model(
             "`assistant='prompt_lookup'`, which needs none."
         )
     return vocabulary
+
+
+def _obstacle_behind_encoder(
+    draft: PreTrainedModel, target: PreTrainedModel, vocabulary: SharedVocabulary | Translation | None
+) -> str | None:
+    """Why a draft model cannot read what the target's encoder has read, or left behind; None if it can."""
+    from ..target.support import packing_obstacle
+
+    if isinstance(vocabulary, Translation):
+        return "it reads other tokens than the target's encoder"
+    if not draft.config.is_encoder_decoder:
+        sizes = [model.config.get_text_config(encoder=True).hidden_size for model in (draft, target)]
+        if sizes[0] != sizes[1]:
+            return f"it reads encoder outputs of {sizes[0]} dimensions, and those of the target have {sizes[1]}"
+    elif draft.main_input_name != target.main_input_name:
+        return f"its encoder reads `{draft.main_input_name}`, and the target's `{target.main_input_name}`"
+    elif (bins := _mel_bins(draft)) != _mel_bins(target):
+        return f"its encoder reads features of {bins} mel bins, and the target's of {_mel_bins(target)}"
+    elif vocabulary is not None and vocabulary.draft_size < vocabulary.target_size and _mel_bins(draft) is None:
+        return "its encoder does not know all tokens that the target's reads"
+    return packing_obstacle(draft)
+
+
+def _mel_bins(model: PreTrainedModel) -> int | None:
+    return getattr(model.config, "num_mel_bins", None)

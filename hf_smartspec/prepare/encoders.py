@@ -1,0 +1,62 @@
+"""Encoders in front of decoders: what they read, for those who draft."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..candidates import DraftModelCandidates, TreeCandidateGenerator
+from ..candidates.encoded import EncoderInputs
+from ..candidates.members import MemberCandidates
+
+
+@contextmanager
+def watch_encoder(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """
+    Within the context, the dictionary holds the tensors that the model's encoder was given latest, in this thread:
+    `generate` runs it and keeps its outputs only. Whisper's runs it for every segment.
+    """
+    seen: dict[str, Any] = {}
+    if not model.config.is_encoder_decoder:
+        yield seen
+        return
+    thread = threading.get_ident()
+
+    def note(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            seen.clear()
+            named = kwargs | ({model.main_input_name: args[0]} if args else {})
+            seen.update((name, item) for name, item in named.items() if isinstance(item, torch.Tensor))
+
+    handle = model.get_encoder().register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def known_arguments(seen: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """What an encoder was given, if it can have been for this call of so many rows: as many, or one for several."""
+    sizes = {len(item) for item in seen.values() if item.dim()}
+    return dict(seen) if len(sizes) == 1 and num_rows % sizes.pop() == 0 else {}
+
+
+def encoder_inputs(model_kwargs: dict[str, Any], arguments: dict[str, Any]) -> EncoderInputs | None:
+    """What drafts are told of a prepared call's encoder; None where it has none."""
+    outputs = model_kwargs.get("encoder_outputs")
+    return None if outputs is None else EncoderInputs(outputs, model_kwargs.get("attention_mask"), arguments)
+
+
+def check_encoder_arguments(source: TreeCandidateGenerator, arguments: dict[str, Any]) -> None:
+    """Raises `ValueError` if some draft model has an encoder that there is nothing to read for."""
+    for stage in source.stages:
+        for member in stage.sources if isinstance(stage, MemberCandidates) else ():
+            check_encoder_arguments(member, arguments)
+        if isinstance(stage, DraftModelCandidates) and stage.model.config.is_encoder_decoder and not arguments:
+            raise ValueError(
+                f"{type(stage.model).__name__} drafts by what its own encoder reads, and this call brings none of it: "
+                "pass the encoder's inputs in place of `encoder_outputs`, to `generate` of an enabled model."
+            )
