@@ -5,7 +5,13 @@ from functools import cache
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE = 97
 WINDOW = 5  # of sliding layers: shorter than nearly every text in the tests
@@ -145,21 +151,40 @@ ROWWISE = {
     ),
 }
 
+_T5 = (
+    _TOKENS
+    | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    | {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0}
+)
+_BEHIND_ENCODER = (
+    _TOKENS
+    | {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2}
+    | {"forced_eos_token_id": None, "max_position_embeddings": 1024}
+)
+
+# Decoders behind an encoder that reads tokens: these are packed.
 ENCODER_DECODER = {
-    "t5": (
-        "T5Config",
-        _TOKENS
-        | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-        | {"decoder_start_token_id": 0},
-    ),
-    "bart": (
-        "BartConfig",
-        _TOKENS
-        | {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2}
-        | {"forced_eos_token_id": None, "max_position_embeddings": 1024},
+    "t5": ("T5Config", _T5),
+    "t5_gated": ("T5Config", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5Config", _T5),
+    "umt5": ("UMT5Config", _T5),
+    "bart": ("BartConfig", _BEHIND_ENCODER),
+    "mbart": ("MBartConfig", _BEHIND_ENCODER),
+}
+
+# Behind an encoder that hears: 20 frames of 8 mel bins.
+SPEECH = {
+    "whisper": (
+        "WhisperConfig",
+        _BEHIND_ENCODER
+        | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96, "decoder_start_token_id": 3}
+        | {"suppress_tokens": None, "begin_suppress_tokens": None},
     ),
 }
+
+# Decoders behind an encoder that cannot be packed.
+ENCODER_DECODER_ROWWISE = {"m2m_100": ("M2M100Config", _BEHIND_ENCODER)}
 
 # Models that cannot take tokens back, or run several at once: these are decoded plainly.
 PLAIN = {
@@ -189,7 +214,7 @@ PLAIN = {
     ),
 }
 
-CONFIGS = PACKED | ROWWISE | ENCODER_DECODER | PLAIN
+CONFIGS = PACKED | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
 
 
 def new_model(
@@ -198,8 +223,7 @@ def new_model(
     """A model of its own, which the caller may change. Weights are N(0, std): large enough that texts vary."""
     class_name, arguments = CONFIGS[architecture]
     config = getattr(transformers, class_name)(**copy.deepcopy(arguments) | changes)
-    auto = AutoModelForSeq2SeqLM if architecture in ENCODER_DECODER else AutoModelForCausalLM
-    model = auto.from_config(config).eval()
+    model = _auto_class(architecture).from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -208,6 +232,13 @@ def new_model(
         pad_token_id=0, bos_token_id=1, decoder_start_token_id=arguments.get("decoder_start_token_id")
     )
     return (in_float64(model) if dtype == torch.float64 else model.to(dtype)).requires_grad_(False)
+
+
+def _auto_class(architecture: str) -> type:
+    if architecture in SPEECH:
+        return AutoModelForSpeechSeq2Seq
+    behind_encoder = architecture in ENCODER_DECODER | ENCODER_DECODER_ROWWISE
+    return AutoModelForSeq2SeqLM if behind_encoder else AutoModelForCausalLM
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:

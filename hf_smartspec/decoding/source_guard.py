@@ -69,7 +69,7 @@ class GuardedSources:
             return [source] * len(requests)
 
     def encode(self, call: DecodingCall) -> None:
-        """What the encoder of the call's target has read, before its requests start: of all together, to each source."""
+        """Tells sources what the encoder of the call's target has read, before its requests start."""
         assert call.encoder_inputs is not None
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request in call.requests:

@@ -104,7 +104,7 @@ def prepare_call(
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
-    arguments = known_arguments(encoder_arguments or {}, len(input_ids))
+    arguments = known_arguments(model, encoder_arguments or {}, len(input_ids))
     check_encoder_arguments(resolved.source, arguments)
     return PreparedCall(
         model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, tags, streamer,

@@ -38,10 +38,13 @@ def watch_encoder(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         handle.remove()
 
 
-def known_arguments(seen: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """What an encoder was given, if it can have been for this call of so many rows: as many, or one for several."""
-    sizes = {len(item) for item in seen.values() if item.dim()}
-    return dict(seen) if len(sizes) == 1 and num_rows % sizes.pop() == 0 else {}
+def known_arguments(model: PreTrainedModel, seen: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """What the encoder was given, if it can have been for this call of so many rows: as many, or one for several."""
+    main = seen.get(model.main_input_name)
+    if main is None or num_rows % len(main):
+        return {}
+    # Whisper hands on the masks of rows that have ended, too, and does not look at any.
+    return {name: item for name, item in seen.items() if item.shape[:1] == main.shape[:1]}
 
 
 def encoder_inputs(model_kwargs: dict[str, Any], arguments: dict[str, Any]) -> EncoderInputs | None:

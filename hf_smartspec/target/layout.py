@@ -50,8 +50,12 @@ class StepLayout:
 
     def owners(self) -> "list[StepLayout | PaddedPart | Spans | CrossLayout]":
         """All that has tensors to be sent."""
-        cross = [] if self.encoded is None else [self.encoded.cross_layout, *self.encoded.cross_layout.parts]
-        return [self, *self.parts, *([] if self.spans is None else [self.spans]), *cross]
+        owners: list[StepLayout | PaddedPart | Spans | CrossLayout] = [self, *self.parts]
+        if self.spans is not None:
+            owners.append(self.spans)
+        if self.encoded is not None:
+            owners += [self.encoded.cross_layout, *self.encoded.cross_layout.parts]
+        return owners
 
 
 @dataclass(eq=False)

@@ -146,34 +146,35 @@ def _draft(tokens: np.ndarray, is_tree: bool) -> DraftTree:
 def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | type[RowwiseForward]) -> bool:
     """
     Whether chains in a decoder behind an encoder, or every second node of a tree, accepted in part, whole and not at
-    all, give the plain logits.
+    all, give the plain logits: behind a text and behind a shorter one, which is padded.
     """
     size = model.config.get_text_config(decoder=True).vocab_size
-    text = (torch.arange(3, 14, device=model.device) * 7 % size)[None]
+    text = (torch.arange(3, 14, device=model.device) * 7 % size).repeat(2, 1)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=model.device)
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        encoded = model.get_encoder()(input_ids=text[:, :4], return_dict=True)
+        encoded = model.get_encoder()(input_ids=text[:, :4], attention_mask=mask, return_dict=True)
+        kwargs: dict[str, Any] = {"encoder_outputs": encoded, "attention_mask": mask}
         forward: Forward
         if way is PackedForward:
             forward = EncodedForward(model)
-            (row,) = forward.encode(encoded)
+            rows = forward.encode(encoded, mask)
         else:
-            kwargs = {"use_cache": True, "encoder_outputs": encoded}
-            forward = RowwiseForward(model, text[:, :5], kwargs, GenerationConfig())
-            row = forward.add()
+            forward = RowwiseForward(model, text[:, :5], kwargs | {"use_cache": True}, GenerationConfig())
+            rows = [forward.add(), forward.add()]
         start, tokens = 0, text[0].cpu().numpy()
         # Tokens to feed, to draft, and of these to accept.
         for num_fed, num_drafted, num_accepted in ((5, 3, 1), (1, 2, 2), (1, 1, 0)):
             end = start + num_fed
             draft = _draft(tokens[end : end + num_drafted], forward.trees)
-            logits, _ = forward.forward([RowInput(row, tokens[start:end], draft)])
+            logits, offsets = forward.forward([RowInput(row, tokens[start:end], draft) for row in rows])
             path = list(range(1, 2 * num_drafted, 2)) if forward.trees else list(range(num_drafted))
-            for line, length in zip(logits[[0, *[1 + node for node in path]]], range(end, end + num_drafted + 1)):
-                output = model(encoder_outputs=encoded, decoder_input_ids=text[:, :length], return_dict=True)
-                if not alike(line, output.logits[0, -1], rounds_coarsely(model)):
+            for line, length in zip([0, *[1 + node for node in path]], range(end, end + num_drafted + 1)):
+                expected = model(decoder_input_ids=text[:, :length], **kwargs, return_dict=True).logits[:, -1]
+                if not alike(logits[[offset + line for offset in offsets]], expected, rounds_coarsely(model)):
                     return False
-            forward.commit([row], [path[:num_accepted]])
+            forward.commit(rows, [path[:num_accepted]] * 2)
             start = end + num_accepted
         return True
     except Exception:  # likewise
