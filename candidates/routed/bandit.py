@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .neighbours import Neighbours
+
 _KIND_STRENGTH = 1.0  # of how a drafter does on all texts, in requests, where one kind of text is judged
-_SPREAD = 0.5  # of requests' goodput before it is known, relative to it
+_SPREAD = 0.3  # of requests' goodput before it is known, relative to it
 _SPREAD_STRENGTH = 2.0  # of that, in requests
 _TYPICAL_STEPS = 16.0  # of a request that counts half
 _MOST_KINDS = 256  # that are told apart; of more, those unused for longest are forgotten
@@ -24,6 +26,7 @@ class Outcome(NamedTuple):
         tokens, steps (`int`): Committed behind the step that ran the prompt, and in how many steps.
         drafting, rest (`float`): Seconds of this drafter's calls for it, and of all else in these steps, other drafters
             aside.
+        sketch (`np.ndarray` of shape `[1024]`, *optional*): Of its prompt, see `Neighbours`.
     """
 
     drafter: str
@@ -32,6 +35,7 @@ class Outcome(NamedTuple):
     steps: int
     drafting: float
     rest: float
+    sketch: np.ndarray | None = None
 
 
 class _Arms:
@@ -44,6 +48,12 @@ class _Arms:
         for sums, one in ((self.counts, 1.0), (self.sums, value), (self.squares, value**2)):
             sums *= decay
             sums[arm] += weight * one
+
+    def add_all(self, arms: np.ndarray, values: np.ndarray, weights: np.ndarray) -> None:
+        """The same for several at once, which do not age."""
+        self.counts += np.bincount(arms, weights, len(self.counts))
+        self.sums += np.bincount(arms, weights * values, len(self.counts))
+        self.squares += np.bincount(arms, weights * values**2, len(self.counts))
 
     def means(self, priors: np.ndarray, strength: float) -> np.ndarray:
         return (self.sums + strength * priors) / (self.counts + strength)
@@ -60,7 +70,8 @@ class DrafterBandit:
     Thompson sampling over drafters, apart for every kind of text. What counts is goodput as it would be if all requests
     had this drafter: tokens by the seconds of its own calls and of the rest of the step. Seconds are taken in units of
     an ordinary step's rest, so that load, which all drafters suffer from alike, does not speak for or against one. A
-    kind of text of which little is known is drawn to what drafters yield on all texts.
+    kind of text of which little is known is drawn to what drafters yield on all texts. Where a text is of no known
+    kind, those count that resemble it most (see `Neighbours`).
 
     Counts decay, those of drafters that are not chosen as well: they are tried again some time, and so drafters that
     learn, or texts that change, are noticed.
@@ -78,12 +89,13 @@ class DrafterBandit:
         self._rng = np.random.default_rng(seed)
         self._general = _Arms(len(self.names))
         self._kinds: OrderedDict[str, _Arms] = OrderedDict()  # the latest used last
+        self.neighbours = Neighbours()
         self._unit = 0.0  # seconds of an ordinary step, drafting aside
         self._num = 0
 
-    def choose(self, kind: str = "") -> str:
-        """The drafter for a request."""
-        means, spreads = self._judged(kind)
+    def choose(self, kind: str = "", sketch: np.ndarray | None = None) -> str:
+        """The drafter for a request of this kind, or if that is unknown (""), with a prompt of this sketch."""
+        means, spreads = self._judged(kind, sketch)
         return self.names[int(np.argmax(means + spreads * self._rng.standard_normal(len(means))))]
 
     def update(self, outcome: Outcome) -> None:
@@ -96,8 +108,11 @@ class DrafterBandit:
         self._unit += share * (outcome.rest / outcome.steps - self._unit)
         value = outcome.tokens * self._unit / seconds
         weight, decay = outcome.steps / (outcome.steps + _TYPICAL_STEPS), 0.5 ** (1 / self.half_life)
+        arm = self.names.index(outcome.drafter)
         for arms in (self._general, self._of(outcome.kind)):
-            arms.add(self.names.index(outcome.drafter), value, weight, decay)
+            arms.add(arm, value, weight, decay)
+        if outcome.sketch is not None:
+            self.neighbours.add(outcome.sketch, arm, value, weight)
 
     def goodput(self, kind: str = "") -> dict[str, float]:
         """By drafter, tokens per second of a row of this kind of text: estimates; 0 before anything is known."""
@@ -109,12 +124,20 @@ class DrafterBandit:
         """Of text, that it has met."""
         return list(self._kinds)
 
-    def _judged(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    def num_bytes(self) -> int:
+        """Of what it keeps of texts."""
+        return self.neighbours.num_bytes()
+
+    def _judged(self, kind: str, sketch: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Means and their standard deviations, of each drafter."""
         known, total = self._general.sums.sum(), self._general.counts.sum()
         average = np.full(len(self.names), known / total if total > 0 else 1.0)
         general = self._general.means(average, _KIND_STRENGTH)
-        arms = self._kinds.get(kind, _Arms(len(self.names)))
+        arms = self._kinds.get(kind)
+        if arms is None or (not kind and sketch is not None):
+            arms = _Arms(len(self.names))
+        if not kind and sketch is not None:
+            arms.add_all(*self.neighbours.nearest(sketch))
         means = arms.means(general, _KIND_STRENGTH)
         return means, arms.spreads(means, _KIND_STRENGTH)
 

@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ...validate import check_positive
+from .features import Text, features_of
 
-Text = str | np.ndarray
-
-_LENGTHS_OF_TEXT, _LENGTHS_OF_IDS = range(1, 6), range(1, 4)  # of the strings of bytes, or of tokens, that are counted
-_MOST_UNITS = 4096  # bytes or tokens of a text: half of them its first, half its last
 _SMOOTHING = 0.05  # added to every count
 _FORMAT = 1
 
@@ -67,7 +64,7 @@ class TextClassifier:
             raise ValueError(f"Got {len(texts)} `texts` and {len(labels)} `labels`.")
         for text, label in zip(texts, labels):
             row = self._row(label)
-            self._counts[row, self._features(text)] += self._weight
+            self._counts[row, features_of(text, self.num_features)] += self._weight
             self._num_texts[row] += self._weight
             self._weight *= 2 ** (1 / self.half_life)
             if self._weight > 1e6:
@@ -99,7 +96,7 @@ class TextClassifier:
         Of `labels`, float64; 0 for those of which too few texts are known, and all are if none is known well enough.
         As strings overlap, their evidence counts as that of the square root of their number.
         """
-        features = self._features(text)
+        features = features_of(text, self.num_features)
         known = self._num_texts / self._weight > self.min_texts - 0.5
         result = np.zeros(len(self._rows))
         if not known.any() or not len(features):
@@ -112,25 +109,6 @@ class TextClassifier:
         probs = np.exp(scores - scores.max())
         result[known] = probs / probs.sum()
         return result
-
-    def _features(self, text: Text) -> np.ndarray:
-        """Which counts a text has a share in, int64, each once."""
-        if isinstance(text, str):
-            units, lengths = np.frombuffer(text.encode("utf-8", "replace"), np.uint8), _LENGTHS_OF_TEXT
-        else:
-            units, lengths = np.asarray(text), _LENGTHS_OF_IDS
-        if len(units) > _MOST_UNITS:
-            units = np.concatenate([units[: _MOST_UNITS // 2], units[-_MOST_UNITS // 2 :]])
-        values = units.astype(np.uint64) + np.uint64(1)
-        hashed = np.zeros(len(values), np.uint64)
-        found = []
-        for length in lengths:
-            if len(values) < length:
-                break
-            hashed = hashed[: len(values) - length + 1] * np.uint64(0x100000001B3) + values[length - 1 :]
-            mixed = (hashed + np.uint64(length)) * np.uint64(0x9E3779B97F4A7C15)
-            found.append(mixed >> np.uint64(64 - self.num_features.bit_length() + 1))
-        return np.unique(np.concatenate(found)).astype(np.int64) if found else np.zeros(0, np.int64)
 
     # On disk
 

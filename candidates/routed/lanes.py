@@ -20,6 +20,7 @@ class _Running:
 
     drafter: str
     kind: str
+    sketch: np.ndarray | None = None
     counting: "Lane | None" = None  # the stage that counts tokens: the first that is told of some
     tokens: int = 0
     steps: int = 0
@@ -48,8 +49,8 @@ class RequestLog:
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._running
 
-    def begin(self, request_id: Hashable, drafter: str, kind: str) -> None:
-        self._running[request_id] = _Running(drafter, kind)
+    def begin(self, request_id: Hashable, drafter: str, kind: str, sketch: np.ndarray | None) -> None:
+        self._running[request_id] = _Running(drafter, kind, sketch)
 
     def drafted(self, request_ids: Sequence[Hashable], seconds: float) -> None:
         """One call of a drafter, whose time each of its requests is charged with: so much longer the step took."""
@@ -73,7 +74,8 @@ class RequestLog:
         """Unknown ids are ignored."""
         item = self._running.pop(request_id, None)
         if item is not None:
-            self.on_end(Outcome(item.drafter, item.kind, item.tokens, item.steps, item.drafting, item.rest))
+            counted = item.tokens, item.steps, item.drafting, item.rest
+            self.on_end(Outcome(item.drafter, item.kind, *counted, item.sketch))
 
 
 class Lane(TreeCandidateGenerator):

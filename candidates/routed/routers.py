@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import Pipeline, PreTrainedTokenizerBase
 
-from .classifier import Text, TextClassifier
+from .classifier import TextClassifier
+from .features import Text
 
 _MOST_TOKENS = 1024  # of a prompt that is read: half of them its first, half its last
 

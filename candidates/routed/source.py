@@ -16,6 +16,7 @@ from ..base import TreeCandidateGenerator, check_needs
 from ..committed import HIDDEN_STATES, Committed, Likeliest
 from .bandit import DrafterBandit, Outcome
 from .classifier import TextClassifier
+from .features import Text
 from .lanes import Lane, RequestLog
 from .memory import RoutedMemory, memory_of
 from .routers import readable, router_of
@@ -32,7 +33,7 @@ class RoutedCandidates(TreeCandidateGenerator):
        `router`.
     2. Of a kind that a drafter is named for, or that `labels` gives one, this drafter serves it.
     3. Of any other kind, or none, a bandit chooses: the drafter with the highest measured goodput on this kind of text,
-       found out by serving (see `DrafterBandit`).
+       or on texts that resemble this one, found out by serving (see `DrafterBandit`).
 
     Each drafter is asked for all of its rows in one call, and what its drafts cost and are worth is learnt by itself.
 
@@ -148,35 +149,46 @@ class RoutedCandidates(TreeCandidateGenerator):
         if not self._lanes:
             raise ValueError(f"{self.name} must be an `assistant=` before it drafts: its drafters are loaded then.")
         chosen: list[TreeCandidateGenerator] = []
-        for request_id, kind in zip(request_ids, self._kinds(prompts, tags)):
+        texts = [self._read(prompt) for prompt in prompts]
+        for request_id, text, kind in zip(request_ids, texts, self._kinds(texts, tags)):
+            sketch = self.bandit.neighbours.sketch(text) if len(self._lanes) > 1 else None
             drafter = self.labels.get(kind, kind)
             if drafter not in self._lanes:
-                drafter = self.bandit.choose(kind)
-            self._log.begin(request_id, drafter, kind)
+                drafter = self.bandit.choose(kind, sketch)
+            self._log.begin(request_id, drafter, kind, sketch)
             chosen.append(self._lanes[drafter])
         return chosen
 
-    def _kinds(self, prompts: Sequence[np.ndarray], tags: Sequence[str | None]) -> list[str]:
+    def _read(self, prompt: np.ndarray) -> Text:
+        try:
+            return readable(prompt, self.tokenizer)
+        except Exception as error:
+            logger.warning_once(
+                f"The tokenizer of {self.name} cannot read a prompt, of which nothing is known: {error!r}"
+            )
+            return ""
+
+    def _kinds(self, texts: Sequence[Text], tags: Sequence[str | None]) -> list[str]:
         """What kind of text each is; "" where nobody knows."""
         if self.router is None:
             return [tag or "" for tag in tags]
         unknown = [row for row, tag in enumerate(tags) if not tag]
-        found = dict(zip(unknown, self._predicted([prompts[row] for row in unknown])))
+        found = dict(zip(unknown, self._predicted([texts[row] for row in unknown])))
         if isinstance(self.router, TextClassifier):
-            known = [(readable(prompt, self.tokenizer), tag) for prompt, tag in zip(prompts, tags) if tag]
+            known = [(text, tag) for text, tag in zip(texts, tags) if tag]
             self.router.learn([text for text, _ in known], [tag for _, tag in known])
         return [tag or found.get(row) or "" for row, tag in enumerate(tags)]
 
-    def _predicted(self, prompts: Sequence[np.ndarray]) -> Sequence[str | None]:
+    def _predicted(self, texts: Sequence[Text]) -> Sequence[str | None]:
         assert self.router is not None
         try:
-            labels = self.router.predict([readable(prompt, self.tokenizer) for prompt in prompts]) if prompts else []
-            if len(labels) == len(prompts) and all(label is None or isinstance(label, str) for label in labels):
+            labels = self.router.predict(texts) if texts else []
+            if len(labels) == len(texts) and all(label is None or isinstance(label, str) for label in labels):
                 return labels
-            raise TypeError(f"it must say a string or None for each of {len(prompts)} prompts, and said {labels!r}")
+            raise TypeError(f"it must say a string or None for each of {len(texts)} prompts, and said {labels!r}")
         except Exception as error:
             logger.warning_once(f"The router of {self.name} failed, and what is known of drafters decides: {error!r}")
-            return [None] * len(prompts)
+            return [None] * len(texts)
 
     def _learn(self, outcome: Outcome) -> None:
         self.bandit.update(outcome)
@@ -190,7 +202,9 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     def memory(self) -> RoutedMemory:
         """What all drafters take up at present, in bytes, those not in use included."""
-        router = self.router.num_bytes() if isinstance(self.router, TextClassifier) else 0
+        router = self.bandit.num_bytes()
+        if isinstance(self.router, TextClassifier):
+            router += self.router.num_bytes()
         target = None if self._target is None else self._target()
         return memory_of({name: lanes.source for name, lanes in self._lanes.items()}, target, router)
 

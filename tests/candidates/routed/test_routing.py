@@ -117,7 +117,7 @@ def test_a_pipeline_of_transformers_classifies(model, drafters):
     routed = RoutedCandidates(drafters, classify, {"x": "model", "y": "lookup"}, tokenizer)
     counts = {"model": labels.count("x"), "lookup": labels.count("y")}
     check(model, routed, {name: number for name, number in counts.items() if number})
-    assert routed._kinds([np.arange(3, 40).repeat(20)], [None])[0] in ("x", "y"), "long ones are cut"
+    assert routed._kinds(["ab" * 500], [None])[0] in ("x", "y"), "long ones are cut"
     with pytest.raises(ValueError, match="tokenizer"):
         RoutedCandidates(drafters, classify)
     with pytest.raises(ValueError, match="text-classification"):
@@ -137,7 +137,7 @@ def test_a_classifier_learns_from_the_tags_of_some_requests(model, drafters):
     for ids, name in ((low[8:], "model"), (high[8:], "lookup")):
         model.generate(torch.from_numpy(ids), max_new_tokens=2, assistant=routed)
         assert routed.statistics()[name].requests - before[name].requests >= 15
-    assert routed.memory().router == routed.router.num_bytes() > 0
+    assert routed.memory().router > routed.router.num_bytes() > 0
 
 
 @pytest.mark.parametrize("router", [lambda prompt: 1 / 0, lambda prompt: 7, lambda prompt: None, lambda prompt: "?"])

@@ -1,0 +1,63 @@
+"""How drafters fared on texts that resemble another one."""
+
+import numpy as np
+
+from .features import Text, features_of
+
+_NUM_FEATURES, _SIZE = 2**14, 1024  # of texts, and of their sketches
+_MOST_TEXTS = 10_000  # over which it is counted how common a string is, before the earlier ones count half
+
+
+class Neighbours:
+    """
+    The latest outcomes with sketches of their texts: random projections of which strings occur in them, rare ones
+    counting more. So a kind of text that nobody has a name for is one all the same.
+
+    Args:
+        num_kept (`int`): Outcomes, of 4 kB each.
+        num_nearest (`int`): Of these, those that a text is judged by.
+    """
+
+    def __init__(self, num_kept: int = 1024, num_nearest: int = 48):
+        self.num_kept, self.num_nearest = num_kept, num_nearest
+        rng = np.random.default_rng(0)  # the same in all processes
+        self._places, self._signs = rng.integers(0, _SIZE, _NUM_FEATURES), rng.choice([-1.0, 1.0], _NUM_FEATURES)
+        self._num_texts, self._num_with = 0.0, np.zeros(_NUM_FEATURES)
+        self._sketches = np.zeros((0, _SIZE), np.float32)
+        self._arms, self._values, self._weights = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+        self._next = 0  # the line that is written next: the oldest, once all are full
+
+    def num_bytes(self) -> int:
+        return self._sketches.nbytes
+
+    def sketch(self, text: Text) -> np.ndarray:
+        """Of a text, which counts from now on where strings are common or rare: float32 `[1024]`, of length 1 or 0."""
+        features = features_of(text, _NUM_FEATURES)
+        if self._num_texts >= _MOST_TEXTS:
+            self._num_texts, self._num_with = self._num_texts / 2, self._num_with / 2
+        self._num_texts += 1
+        self._num_with[features] += 1
+        rarity = np.log((self._num_texts + 1) / (self._num_with[features] + 0.5))
+        sketch = np.bincount(self._places[features], rarity * self._signs[features], _SIZE)
+        return (sketch / max(float(np.linalg.norm(sketch)), 1e-9)).astype(np.float32)
+
+    def add(self, sketch: np.ndarray, arm: int, value: float, weight: float) -> None:
+        """An outcome: which drafter served, and what came of it."""
+        if self._next == len(self._sketches) < self.num_kept:
+            more = min(max(self._next, 32), self.num_kept - self._next)
+            self._sketches = np.concatenate([self._sketches, np.zeros((more, _SIZE), np.float32)])
+            self._arms = np.append(self._arms, np.zeros(more, np.int64))
+            self._values, self._weights = (np.append(old, np.zeros(more)) for old in (self._values, self._weights))
+        line = self._next
+        self._sketches[line], self._arms[line], self._values[line], self._weights[line] = sketch, arm, value, weight
+        self._next = (line + 1) % self.num_kept
+
+    def nearest(self, sketch: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """
+        Arms, values and weights `[n]` of the outcomes on texts that are most like this one; weights are lower where
+        they are less so.
+        """
+        likeness = np.maximum(self._sketches @ sketch, 0.0) * (self._weights > 0)
+        best = np.argsort(-likeness, kind="stable")[: self.num_nearest]
+        weights = self._weights[best] * likeness[best] / max(float(likeness.max(initial=0.0)), 1e-9)
+        return self._arms[best], self._values[best], weights
