@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hf_smartspec import TreeCandidateGenerator
+from hf_smartspec import RoutedCandidates, TreeCandidateGenerator
 
 from .kinds import KINDS
 from .outcome import Outcome
@@ -29,13 +29,15 @@ class Drafters:
         source = kind.make(architecture, rng)
         if (swap := kind.swap) is None:
             return source
-        propose = source.propose
+        # Routed drafters are asked by themselves: theirs change when requests begin.
+        verb = "choose" if isinstance(source, RoutedCandidates) else "propose"
+        call = getattr(source, verb)
 
         def swapping(*args: Any, **kwargs: Any) -> Any:
             if rng.random() < _SWAP:
                 swap(source, rng)
                 self._outcome.counts["swaps"] += 1
-            return propose(*args, **kwargs)
+            return call(*args, **kwargs)
 
-        source.propose = swapping
+        setattr(source, verb, swapping)
         return source

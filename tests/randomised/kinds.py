@@ -17,6 +17,7 @@ from hf_smartspec import (
     MedusaHeads,
     MtpLayers,
     PromptLookupCandidates,
+    RoutedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
@@ -101,6 +102,19 @@ def swap_heads(source: Any, rng: random.Random) -> None:
     shake(source.heads.parameters(), rng)
 
 
+def routed(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    """Three drafters, of which the prompt's tokens choose one; with a fourth, for which no prompt asks."""
+    makes = {"draft model": draft_model, "eagle": eagle, "suffix": suffix, "medusa": medusa}
+    names = list(makes)
+    sources = {name: make(architecture, rng) for name, make in makes.items()}
+    return RoutedCandidates(sources, lambda prompt: names[int(prompt.sum()) % 3])
+
+
+def swap_routed(source: RoutedCandidates, rng: random.Random) -> None:
+    swap_draft_model(source.drafters["draft model"], rng)
+    swap_heads(source.drafters["eagle"], rng)
+
+
 def suffix(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return SuffixTreeCandidates(max_bytes=2**20, min_probability=0.02)
 
@@ -117,6 +131,7 @@ KINDS = {
     "eagle": Kind(eagle, swap_heads),
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
+    "routed": Kind(routed, swap_routed),
     "suffix": Kind(suffix),
     "prompt lookup": Kind(prompt_lookup),
 }
