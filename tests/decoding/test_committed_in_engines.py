@@ -30,16 +30,23 @@ def known(model, prompts, length=LENGTH) -> TreeCandidateGenerator:
     return WithDecoys(Oracle([prompt + alone(model, prompt, length) for prompt in prompts]), seed=1)
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 2, 8])
-@pytest.mark.parametrize("max_prefill_tokens", [3, 7, 512])
-def test_engines_with_pieces_of_prompts(max_batch_size, max_prefill_tokens):
-    """Requests join and leave; prompts are run in pieces while others decode."""
-    model = shared_model("llama")
+@pytest.fixture(scope="module")
+def nine():
+    """Prompts, and what follows each by itself."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 97, rng.integers(1, 30)).tolist() for _ in range(9)]
-    watching = Watching(known(model, prompts))
+    return prompts, [alone(shared_model("llama"), prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 8])
+@pytest.mark.parametrize("max_prefill_tokens", [3, 7, 512])
+def test_engines_with_pieces_of_prompts(nine, max_batch_size, max_prefill_tokens):
+    """Requests join and leave; prompts are run in pieces while others decode."""
+    model, (prompts, expected) = shared_model("llama"), nine
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, expected)]
+    watching = Watching(WithDecoys(Oracle(texts), seed=1))
     with Engine(model, watching, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens) as engine:
-        assert served(engine, prompts) == [alone(model, prompt) for prompt in prompts]
+        assert served(engine, prompts) == expected
     watching.check(model)
     assert len(watching.ended) == 9 and watching.num_accepted > LENGTH
     if max_prefill_tokens < 30:

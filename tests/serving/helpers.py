@@ -73,12 +73,13 @@ def suffix() -> SuffixTreeCandidates:
     return SuffixTreeCandidates(min_probability=0.02, max_bytes=2**22)
 
 
-def check_all(engine: Engine, model, requests: list[Asked]) -> list:
-    """Adds all requests and compares every output with the request by itself."""
+def check_all(engine: Engine, model, requests: list[Asked], expected: list[list[int]] | None = None) -> list:
+    """Adds all requests and compares every output with the request by itself: what is expected, where that is known."""
+    expected = [asked.alone(model) for asked in requests] if expected is None else expected
     names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests]
     outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
-    for asked, output in zip(requests, outputs):
+    for asked, output, tokens in zip(requests, outputs, expected):
         assert output is not None and output.error is None
-        assert output.generated_tokens == asked.alone(model), asked
+        assert output.generated_tokens == tokens, asked
         assert output.prompt_ids == asked.prompt
     return outputs

@@ -17,12 +17,19 @@ def model():
     return tiny_llama()
 
 
+@pytest.fixture(scope="module")
+def many():
+    """Requests, and what each yields by itself."""
+    requests, model = random_requests(30), tiny_llama()
+    return requests, [asked.alone(model) for asked in requests]
+
+
 @pytest.mark.parametrize("max_prefill_tokens", [3, 512])
 @pytest.mark.parametrize("max_batch_size", [1, 3, 16])
-def test_many_requests_with_their_own_settings(model, max_batch_size, max_prefill_tokens):
+def test_many_requests_with_their_own_settings(model, many, max_batch_size, max_prefill_tokens):
     spy = Spy(suffix())
     with Engine(model, spy, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens) as engine:
-        outputs = check_all(engine, model, random_requests(30))
+        outputs = check_all(engine, model, *many)
     assert spy.drafted > 0 and spy.accepted > 0 and spy.started == spy.stopped == 30
     statistics = engine.statistics
     assert statistics.generated_tokens == sum(len(output.generated_tokens) for output in outputs)
@@ -32,15 +39,16 @@ def test_many_requests_with_their_own_settings(model, max_batch_size, max_prefil
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3_text", "gpt2", "stablelm"])
-@pytest.mark.parametrize("assistant", ["draft", "suffix", "none"])
-def test_architectures_and_sources(architecture, assistant):
+def test_architectures_and_sources(architecture):
     model = set_special_tokens(new_model(architecture), EOS)
-    source = {"draft": noisy_copy(model), "suffix": suffix(), "none": "none"}[assistant]
     long = [Asked([(7 * i) % 30 + 3 for i in range(150)], {"max_new_tokens": 12})]  # a part of its own in attention
-    with Engine(model, source, max_batch_size=4, max_prefill_tokens=64) as engine:
-        check_all(engine, model, [*random_requests(6, seed=3), *long, *random_requests(6, seed=4)])
-    assert (engine.statistics.drafted_tokens > 0) == (assistant != "none")
-    assert engine.statistics.accepted_tokens > 0 or assistant != "draft"
+    requests = [*random_requests(6, seed=3), *long, *random_requests(6, seed=4)]
+    expected = [asked.alone(model) for asked in requests]
+    for name, source in {"draft": noisy_copy(model), "suffix": suffix(), "none": "none"}.items():
+        with Engine(model, source, max_batch_size=4, max_prefill_tokens=64) as engine:
+            check_all(engine, model, requests, expected)
+        assert (engine.statistics.drafted_tokens > 0) == (name != "none"), name
+        assert engine.statistics.accepted_tokens > 0 or name != "draft"
 
 
 def test_a_draft_that_is_always_right_or_never(model):
