@@ -73,6 +73,11 @@ class TreeCandidateGenerator(CandidateGenerator):
         """The sources that it consists of, in the order in which they are asked: most are one."""
         return (self,)
 
+    @property
+    def origin(self) -> "TreeCandidateGenerator":
+        """What drafts, behind a source that does no more than pass everything on: most are it themselves."""
+        return self
+
     def choose(
         self, request_ids: Sequence[Hashable], prompts: Sequence[np.ndarray], tags: Sequence[str | None]
     ) -> Sequence["TreeCandidateGenerator"]:

@@ -12,7 +12,7 @@ from ..sampling.noise import NoiseKeys
 from ..target.chains import ChainForward
 from ..target.compat import num_positions
 from ..target.encoded import EncodedForward
-from ..target.kept_memory import lend, take_back
+from ..target.kept_memory import kept_bytes, lend, take_back
 from ..target.packed import PackedForward
 from ..target.rows import CacheRow
 from ..target.support import can_pack
@@ -114,6 +114,11 @@ class DraftModelCandidates(GrowingCandidates):
         if self.vocabulary is not None:
             logits = self.vocabulary.scores(logits, is_whole=self.samples)
         return super()._best_children(growths, numbers, logits, noise, width)
+
+    def num_bytes(self) -> int | None:
+        """Keys and values, and memory that is kept for those of further requests, in bytes."""
+        own = super().num_bytes()
+        return None if own is None else own + kept_bytes(self.model)
 
     def _give_up_forward(self) -> None:
         if isinstance(self._forward, PackedForward):

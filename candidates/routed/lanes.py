@@ -79,17 +79,27 @@ class RequestLog:
 
 
 class Lane(TreeCandidateGenerator):
-    """A drafter, or a stage of one, as the loop sees it: passes everything on and keeps the log."""
+    """
+    A drafter, or a stage of one, as the loop sees it: passes everything on and keeps the log.
 
-    def __init__(self, source: TreeCandidateGenerator, log: RequestLog):
-        self.source, self.log = source, log
+    Args:
+        route (`str`): The name under which requests go to it. What is learnt of its drafts is learnt under both names:
+            two drafters may be sources of one name.
+    """
+
+    def __init__(self, source: TreeCandidateGenerator, log: RequestLog, route: str):
+        self.source, self.log, self.route = source, log, route
         self.default_num_nodes, self.is_autoregressive = source.default_num_nodes, source.is_autoregressive
         self.width, self.heeds_prices = source.width, source.heeds_prices
         self.needs, self.hidden_layers, self.num_likeliest = source.needs, source.hidden_layers, source.num_likeliest
 
     @property
     def name(self) -> str:
-        return self.source.name
+        return f"{self.route}: {self.source.name}"
+
+    @property
+    def origin(self) -> TreeCandidateGenerator:
+        return self.source.origin
 
     @property
     def most_nodes(self) -> int:

@@ -95,7 +95,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         Makes the drafters sources, once for a target.
 
         Args:
-            settings (`Hashable`): What they depend on beside it.
+            settings (`Hashable`): What they depend on beside it: if that changes, they are made anew.
             make (`Callable`): Gets what was passed for a drafter.
 
         Raises:
@@ -113,7 +113,7 @@ class RoutedCandidates(TreeCandidateGenerator):
             for stage in source.stages:
                 check_needs(stage)
         stages = [stage for source in sources.values() for stage in source.stages]
-        self._lanes = {name: Lanes(source, self._log) for name, source in sources.items()}
+        self._lanes = {name: Lanes(source, self._log, name) for name, source in sources.items()}
         self.needs = frozenset[str]().union(*[stage.needs for stage in stages])
         looking = [stage for stage in stages if HIDDEN_STATES in stage.needs]
         self.hidden_layers = sorted({layer for stage in looking for layer in stage.hidden_layers})
@@ -267,10 +267,10 @@ class RoutedCandidates(TreeCandidateGenerator):
 class Lanes(Lane):
     """A drafter for the requests that go to it, stage by stage where it has several."""
 
-    def __init__(self, source: TreeCandidateGenerator, log: RequestLog):
-        super().__init__(source, log)
-        stages = source.stages
-        self._stages = [self] if len(stages) == 1 and stages[0] is source else [Lane(stage, log) for stage in stages]
+    def __init__(self, source: TreeCandidateGenerator, log: RequestLog, route: str):
+        super().__init__(source, log, route)
+        is_one = list(source.stages) == [source]
+        self._stages = [self] if is_one else [Lane(stage, log, route) for stage in source.stages]
 
     @property
     def stages(self) -> Sequence[TreeCandidateGenerator]:

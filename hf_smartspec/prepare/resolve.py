@@ -236,14 +236,14 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
 def _prepare_drafters(
     routed: RoutedCandidates, config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters
 ) -> None:
-    """Each drafter as a source; options that are draft models' alone are for those."""
+    """Each drafter as a source, by options that all requests have in common."""
 
     def make(item: Any) -> TreeCandidateGenerator:
-        options = _NOT_OF_SOURCES if is_source(item) else {}
-        return _as_source(replace(config, assistant=item, references=(), tag=None, **options), target, drafters)
+        tokenizer = None if is_source(item) else config.tokenizer
+        own = SmartSpecConfig(item, verification=config.verification, tokenizer=tokenizer)
+        return _as_source(own, target, drafters)
 
-    settings = config.width, config.verification == "rejection", id(config.tokenizer)
-    routed.prepare(target, settings, make)
+    routed.prepare(target, config.verification == "rejection", make)
 
 
 def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:

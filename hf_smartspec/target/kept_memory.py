@@ -62,6 +62,13 @@ def forget(model: PreTrainedModel) -> None:
         _kept.pop(model, None)
 
 
+def kept_bytes(model: PreTrainedModel) -> int:
+    """Of keys and values that are kept for a model's next call; 0 while one has them."""
+    with _lock:
+        kept = _kept.get(model)
+    return 0 if kept is None else _bytes(kept.memories)
+
+
 def _bytes(memories: list[torch.Tensor]) -> int:
     return sum(memory.element_size() * memory.numel() for memory in memories)
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_smartspec import Engine, RoutedCandidates, SmartSpecConfig
 
-from ...generate.helpers import noisy_copy, prompts, tiny_llama
+from ...generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from ...serving.helpers import TIMEOUT, Asked, random_requests
 from ..heads.fitted import fitted_eagle, fitted_heads
 
@@ -103,8 +103,18 @@ def test_weights_of_a_drafter_change_while_requests_run(model, drafters):
 
 
 def test_a_request_may_name_the_routed_drafters_itself(model, drafters):
+    """Drafters are made once, whichever options a request has besides."""
     routed = RoutedCandidates({"model": drafters["model"], "lookup": "prompt_lookup"})
     prompt = [3, 4, 5, 3, 4, 5]
+    with Engine(model, routed, tokenizer=tiny_tokenizer()) as engine:
+        engine.add_request(prompt, tag="model", max_new_tokens=200)
+        sources = routed.sources
+        for options in ({"num_nodes": 3}, {"width": 1}, {"namespace": "x"}):
+            config = SmartSpecConfig(routed, tag="model", **options)
+            output = engine.get_result(engine.add_request(prompt, assistant=config, **GREEDY), timeout=TIMEOUT)
+            assert output.generated_tokens == Asked(prompt, GREEDY).alone(model)
+        assert routed.sources == sources
+    routed = RoutedCandidates({"model": drafters["model"], "lookup": "prompt_lookup"})
     with Engine(model, "none") as engine:
         for tag in ("model", "lookup"):
             config = SmartSpecConfig(routed, tag=tag, num_nodes=4)
@@ -129,7 +139,7 @@ def test_what_drafts_are_worth_is_learnt_of_each_drafter(model, drafters):
                  for number in range(6, 10) for tag in ("model", "wrong")]  # fmt: skip
         for name in names:
             assert engine.get_result(name, timeout=TIMEOUT).error is None
-        right, bad = routed.sources
+        right, bad = (f"{name}: {source.name}" for name, source in zip(routed.drafters, routed.sources))
         records = {stage.source: record for stage, record in engine._policy.policy.records.items()}
-    assert {right.name, bad.name} <= set(records)
-    assert records[right.name].acceptance.rate > records[bad.name].acceptance.rate + 0.2
+    assert {right, bad} <= set(records)
+    assert records[right].acceptance.rate > records[bad].acceptance.rate + 0.2

@@ -5,13 +5,21 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, pipeline
+from transformers import BertConfig, BertForSequenceClassification, BloomConfig, BloomForCausalLM, pipeline
 
 import hf_smartspec
-from hf_smartspec import Engine, PromptLookupCandidates, RoutedCandidates, SmartSpecConfig, TextClassifier
+from hf_smartspec import (
+    Engine,
+    PromptLookupCandidates,
+    RoutedCandidates,
+    SmartSpecConfig,
+    SuffixTreeCandidates,
+    TextClassifier,
+)
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
+from hf_smartspec.target.kept_memory import forget
 
-from ...generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, tiny_llama, tiny_tokenizer
+from ...generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, set_special_tokens, tiny_llama, tiny_tokenizer
 from ..heads.fitted import fitted_eagle, fitted_heads
 
 LENGTHS, NEW = [5, 12, 6, 14, 9], 24
@@ -98,6 +106,26 @@ def _by_text(tokenizer, ids):
     return {"model": long, "lookup": len(ids) - long}
 
 
+def test_targets_that_run_row_by_row_are_served_too():
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    target = hf_smartspec.enable(set_special_tokens(BloomForCausalLM(config).eval(), None))
+    routed = RoutedCandidates({"model": noisy_copy(target), "lookup": "prompt_lookup"})
+    tags = ["model", "lookup", None, "model", "lookup"]
+    inputs = prompts(LENGTHS)
+    plain = target.generate(**inputs, max_new_tokens=NEW, assistant="none")
+    fast = target.generate(**inputs, max_new_tokens=NEW, assistant=SmartSpecConfig(routed, tag=tags))
+    assert torch.equal(fast, plain) and routed.statistics()["model"].mean_accepted_length > 2
+
+
+def test_rejection_sampling_takes_drafters_that_sample(model):
+    drafts = {"a": noisy_copy(model), "b": noisy_copy(model, seed=4)}
+    routed = RoutedCandidates(drafts)
+    config = SmartSpecConfig(routed, verification="rejection", tag=["a", "b", "a", "b", "a"])
+    model.generate(**prompts(LENGTHS), max_new_tokens=NEW, do_sample=True, seed=3, assistant=config)
+    assert all(found.mean_accepted_length > 1.3 for found in routed.statistics().values())
+
+
 def test_a_tag_goes_before_the_router(model, drafters):
     routed = RoutedCandidates(drafters, lambda prompt: "lookup")
     check(model, routed, {"eagle": 1, "lookup": 4}, [None, "eagle", None, None, None])
@@ -176,6 +204,17 @@ def test_a_drafter_that_fails_costs_its_requests_only_itself(model, drafters, ca
     assert "Broken failed" in caplog.text
 
 
+def test_drafters_of_one_kind_are_told_apart_and_are_still_themselves(model):
+    """What is learnt of a source is kept under its name."""
+    trees = {"tenant a": SuffixTreeCandidates(), "tenant b": SuffixTreeCandidates()}
+    routed = RoutedCandidates(trees | {"list": StagedCandidates([PromptLookupCandidates(), SuffixTreeCandidates()])})
+    chosen = routed.choose([1, 2, 3], [np.arange(3, 9)] * 3, [*trees, "list"])
+    stages = [stage for source in chosen for stage in source.stages]
+    assert len({stage.name for stage in stages}) == len(stages) == 4
+    assert [stage.origin for stage in stages[:2]] == list(trees.values())
+    assert [stage.origin for stage in stages[2:]] == routed.drafters["list"].sources
+
+
 # By itself, where nobody asks who drafts
 
 
@@ -221,7 +260,9 @@ def test_memory_is_that_of_all_drafters(model, drafters):
             if len(output.generated_tokens) > 2 and not output.is_finished():
                 assert routed.memory().drafters["model"].state > 0
                 engine.cancel_request(name)
-    assert routed.memory().drafters["model"].state == 0, "given back"
+    assert routed.memory().drafters["model"].state > 0, "kept for the next one"
+    forget(drafters["model"])
+    assert routed.memory().drafters["model"].state == 0
 
 
 # Refusals
