@@ -280,7 +280,7 @@ def _route(
         if choice.assistant is None:
             return _undrafted(model, original, args, kwargs, seed)
         try:
-            named = without_assistant(by_name(args, kwargs))
+            named = without_assistant(by_name(original, args, kwargs))
             arguments = check_arguments(model, named, choice.assistant, seed)
         except (TypeError, ValueError) as error:
             if not choice.is_default:
@@ -301,6 +301,6 @@ def _undrafted(model: PreTrainedModel, original: Callable, args: tuple, kwargs: 
     if seed is None:
         return original(*args, **kwargs)
     try:
-        return run_with(decode_undrafted, model, original, by_name(args, kwargs), "none", seed)
+        return run_with(decode_undrafted, model, original, by_name(original, args, kwargs), "none", seed)
     except ValueError as error:
         raise ValueError(str(error).replace("`assistant`", "`seed`")) from error  # it is served in the same calls

@@ -232,6 +232,22 @@ def test_sliding_windows_are_no_reason_to_wait(accelerator, steps, architecture)
         check_counts(steps, source, "greedy", dispatched=220)  # two kinds of layers have two masks
 
 
+@pytest.mark.parametrize("architecture", ["t5", "umt5", "bart"])
+def test_encoders_are_no_reason_to_wait(accelerator, steps, architecture):
+    """Biases of positions, and who sees which encoder outputs, the device works out, or is sent with the layout."""
+    models = new_model(architecture), new_model(architecture)
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.02)
+    for name, source in product(("greedy", "sampled"), ("lookup", "tree", "chain")):
+        expected = tokens_of(generate(models, "none", OPTIONS[name]))
+        on_device = [noisy_copy(model, 0.0).to(DEVICE) for model in models]
+        steps.clear()
+        output = generate(on_device, source, OPTIONS[name])
+        assert tokens_of(output) == expected and output.statistics.drafted_tokens > 0
+        check_counts(steps, source, name, dispatched=310)
+
+
 @pytest.mark.parametrize("width", [1, WIDTH])
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_translated_drafts_are_waited_for_no_more_than_others(on_cpu, on_device, expected, steps, width, name):

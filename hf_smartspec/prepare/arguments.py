@@ -93,11 +93,14 @@ def run_with(
     return arguments.run(model, method, original, resolve(arguments.assistant, model, drafters))
 
 
-def by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of `generate` under their names."""
-    if len(args) > len(PARAMETERS):
-        raise TypeError(f"generate() takes at most {len(PARAMETERS)} positional arguments, got {len(args)}.")
-    named = dict(zip(PARAMETERS, args))
+def by_name(generate: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a model's own `generate` under their names: Whisper's begin with `input_features`."""
+    parameters = inspect.signature(generate).parameters.values()
+    is_open = any(item.kind is item.VAR_POSITIONAL for item in parameters)
+    names = PARAMETERS if is_open else [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise TypeError(f"generate() takes at most {len(names)} positional arguments, got {len(args)}.")
+    named = dict(zip(names, args))
     for name in named.keys() & kwargs.keys():
         raise TypeError(f"generate() got multiple values for argument '{name}'.")
     return kwargs | named

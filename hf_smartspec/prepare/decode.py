@@ -20,7 +20,7 @@ from ..decoding.statistics import GenerationStatistics
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
-from ..target.compat import is_synchronized
+from ..target.compat import is_synchronized, takes_outputs_apart
 from ..target.encoded import EncodedForward
 from ..target.kept_memory import take_back
 from ..target.packed import PackedForward
@@ -131,7 +131,7 @@ def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOn
     forget_lengths(prepared.model)
     output, statistics = decode_plainly(prepared)
     record(prepared.model, statistics)
-    return output if isinstance(output, torch.Tensor) else _with_statistics(output, statistics)
+    return output if isinstance(output, torch.Tensor) else _with_statistics(prepared.model, output, statistics)
 
 
 def _report(prepared: PreparedCall, statistics: GenerationStatistics, policy: LengthPolicy) -> None:
@@ -209,7 +209,7 @@ def _output(
     sequences: torch.Tensor,
     cache: Any,
     generation_config: GenerationConfig,
-) -> torch.Tensor | SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     if not generation_config.return_dict_in_generate:
         return sequences
     batch = call.batch
@@ -221,12 +221,16 @@ def _output(
         "past_key_values": cache,
     }
     plain = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-    return _with_statistics(plain(**fields), statistics)
+    return _with_statistics(model, plain(**fields), statistics)
 
 
 def _with_statistics(
-    output: GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput, statistics: GenerationStatistics
-) -> SpeculativeDecoderOnlyOutput | SpeculativeEncoderDecoderOutput:
+    model: PreTrainedModel,
+    output: GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput,
+    statistics: GenerationStatistics,
+) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    if takes_outputs_apart(model):
+        return output
     if isinstance(output, GenerateEncoderDecoderOutput):
         return SpeculativeEncoderDecoderOutput(**output, statistics=statistics)
     return SpeculativeDecoderOnlyOutput(**output, statistics=statistics)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..target.compat import hands_arguments_on
 from .resolve import check_assistant
 
 _is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)
@@ -40,7 +41,7 @@ def choose(model: PreTrainedModel, assistant: Any, config: Any, own: Default | N
     model's own `generation_config`, the default of all models.
 
     Defaults are for calls of the user's: not for those that transformers makes within one (of a draft model), nor for
-    models with a `generate` of their own, which prepares more than one call.
+    models with a `generate` of their own, which prepares more than one call; except Whisper, whose calls are all alike.
 
     Args:
         config (`GenerationConfig`, *optional*): That of the call.
@@ -52,7 +53,7 @@ def choose(model: PreTrainedModel, assistant: Any, config: Any, own: Default | N
     if assistant is not None:
         return Choice(assistant)
     has_own = getattr(type(model), "generate", None) is not GenerationMixin.generate
-    if has_own or _is_serving.get() or getattr(config, "is_assistant", False):
+    if (has_own and not hands_arguments_on(model)) or _is_serving.get() or getattr(config, "is_assistant", False):
         return Choice(None)
     of_model, of_call = _of_model(model), asked_by(config, model)
     if of_call is not None:

@@ -88,6 +88,11 @@ class Engine:
         self.model: PreTrainedModel = target
         config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(self.model).__name__} has an encoder, and requests of an engine bring nothing for it to read: "
+                "use `model.generate(assistant=...)`, with a batch of any size."
+            )
         if not can_pack(self.model):
             raise ValueError(
                 f"{type(self.model).__name__} cannot be packed, which an engine needs: `model.generate(assistant=...)` "

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -62,6 +62,21 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
     """Whether activations are recomputed in training."""
     # 5.23 deprecates `model.is_gradient_checkpointing`, and older versions know no other name for it.
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def takes_outputs_apart(model: PreTrainedModel) -> bool:
+    """
+    Whether a `generate` of the model's class looks at what that of all models returns: Whisper's splits every entry by
+    rows, and knows no others than transformers has.
+    """
+    own = type(model).__mro__[: type(model).__mro__.index(GenerationMixin)]
+    return any("generate" in vars(item) and item.__module__.startswith("transformers.") for item in own)
+
+
+def hands_arguments_on(model: PreTrainedModel) -> bool:
+    """Whether the `generate` of the model's class is that of all models, called with all arguments, clip by clip."""
+    modules = [item.__module__ for item in type(model).__mro__ if "generate" in vars(item)]
+    return modules[:1] == ["transformers.models.whisper.generation_whisper"]
 
 
 def is_synchronized(model: PreTrainedModel) -> bool:

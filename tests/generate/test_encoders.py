@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, WhisperForCausalLM
+from transformers.generation import BaseStreamer
 
 import hf_smartspec
-from hf_smartspec import SmartSpecConfig
+from hf_smartspec import PromptLookupCandidates, SmartSpecConfig
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target.encoded import EncodedForward
 
 from ..models import ENCODER_DECODER, SPEECH, VOCAB_SIZE, new_model, noisy_model, shared_model
+from ..sources import Oracle as Known
+from ..sources import WithDecoys
 from ..target.encoded.helpers import encoder_inputs
+from ..watching import Watching
 from .helpers import Oracle, Spy, noisy_copy
 
 FAMILIES = [*ENCODER_DECODER, *SPEECH]
@@ -157,6 +161,46 @@ def test_padded_prompts_of_the_decoder():
     assert torch.equal(plain, output)
 
 
+def test_without_enabling_the_model():
+    """Nobody knows then what the encoder has read; drafts come from the decoder's text."""
+    model, kwargs = shared_model("bart"), batch("bart", 4, 3) | {"max_new_tokens": 30}
+    output = model.generate(**kwargs, custom_generate=hf_smartspec.decode, assistant="prompt_lookup")
+    assert torch.equal(output, model.generate(**kwargs))
+
+
+def test_columns_are_streamed_as_ever():
+    class Columns(BaseStreamer):
+        def __init__(self):
+            self.columns = []
+
+        def put(self, value):
+            self.columns.append(value.tolist())
+
+        def end(self):
+            self.columns.append("end")
+
+    model, kwargs = shared_model("t5"), batch("t5", 4, 1) | {"max_new_tokens": 12}
+    plain, ours = Columns(), Columns()
+    model.generate(**kwargs, streamer=plain)
+    with hf_smartspec.enabled(model):
+        model.generate(**kwargs, streamer=ours, assistant=noisy_model("t5"))
+    assert ours.columns == plain.columns and ours.columns[-1] == "end"
+
+
+@pytest.mark.parametrize("architecture", ["t5", "bart"])
+def test_sources_see_the_decoders_hidden_states_and_scores(architecture):
+    model = shared_model(architecture)
+    ids = torch.tensor([[9, 8, 7, 6, 5]] * 3)
+    prompts = {"decoder_input_ids": torch.tensor([[0, 5, 6], [0, 7, 8], [0, 9, 10]])}
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **prompts}
+    plain = model.generate(**kwargs)
+    watching = Watching(WithDecoys(Known(plain.tolist()), seed=1), layers=(-1, 0, 1))
+    _, output = both(model, watching, **kwargs)
+    assert torch.equal(plain, output) and watching.num_accepted > 12
+    with torch.no_grad():
+        watching.check(model, encoder_outputs=model.get_encoder()(input_ids=ids[:1], return_dict=True))
+
+
 # --- What drafts read -------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +325,65 @@ def test_whispers_own_loop(num_frames, with_draft):
     with hf_smartspec.enabled(model):
         model.generate(**kwargs, assistant=assistant)
         assert model.smartspec_statistics.total.accepted_tokens > 0
+
+
+RECORDING = {"attention_mask": torch.ones(3, 100, dtype=torch.long), "return_timestamps": True}
+FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -0.1, "compression_ratio_threshold": 1.2}
+WAYS = {
+    "temperature fallback": (100, RECORDING | FALLBACK),
+    "no speech": (100, RECORDING | FALLBACK | {"temperature": (0.0,), "no_speech_threshold": 0.2}),
+    "text before": (100, RECORDING | {"condition_on_prev_tokens": True}),
+    "segments": (100, RECORDING | {"return_segments": True}),
+    "scores": (40, {"return_dict_in_generate": True, "output_scores": True}),
+    "prompt": (40, {"prompt_ids": torch.tensor([10, 11, 12])}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_whispers_own_loop_looks_at(way):
+    """It takes outputs apart entry by entry, and samples where the likeliest text is not good enough."""
+    model, (num_frames, kwargs) = speaking(new_model("whisper")), WAYS[way]
+    features = torch.randn(3, 8, num_frames, generator=torch.Generator().manual_seed(2))
+    with hf_smartspec.enabled(model):
+        plain = model.generate(features, **kwargs, seed=3)
+        output = model.generate(features, **kwargs, seed=3, assistant=SmartSpecConfig("prompt_lookup", num_nodes=4))
+    assert type(output) is type(plain)
+    found = [list(tensors_of(item)) for item in (plain, output)]
+    assert len(found[0]) == len(found[1]) > 0
+    for ours, theirs in zip(found[1], found[0]):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_whisper_with_a_default():
+    """As pipelines need it, which name no assistant."""
+    model = speaking(new_model("whisper"))
+    features = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(2))
+    kwargs = {"attention_mask": torch.ones(2, 100, dtype=torch.long), "return_timestamps": True}
+    plain = model.generate(features, **kwargs)
+    with hf_smartspec.enabled(model, noisy_model("whisper")):
+        assert torch.equal(model.generate(features, **kwargs), plain)
+        assert model.smartspec_statistics.total.accepted_tokens > 0
+        assert model.smartspec_statistics.num_calls > 1
+
+
+@pytest.mark.parametrize("as_default", [False, True])
+def test_whisper_where_all_models_are_enabled(as_default):
+    """Its own `generate` is called first, and hands the assistant on."""
+    model = speaking(new_model("whisper"))
+    features = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(2))
+    plain = model.generate(features)
+    spy = Spy(PromptLookupCandidates(max_ngram=1))
+    with hf_smartspec.enabled(assistant=spy if as_default else None):
+        output = model.generate(features, **({} if as_default else {"assistant": spy}))
+    assert torch.equal(plain, output) and spy.drafted > 0
+
+
+def tensors_of(output):
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict | list | tuple):
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from tensors_of(item)
 
 
 # --- What cannot be ---------------------------------------------------------------------------------------------------

@@ -203,6 +203,8 @@ def test_bad_engines_are_refused(model):
                 Engine(model, **{name: value})
     with pytest.raises(ValueError, match="cannot be packed"):
         Engine(new_model("bloom"))
+    with pytest.raises(ValueError, match=r"has an encoder.*use `model.generate"):
+        Engine(new_model("t5"))
 
 
 def test_report_says_where_the_time_went(model):
