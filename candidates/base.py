@@ -196,6 +196,12 @@ class TreeCandidateGenerator(CandidateGenerator):
         """What it keeps of texts at present (keys and values, trees, ...), weights aside; None where nobody knows."""
         return None
 
+    def weights_changed(self) -> None:
+        """
+        Comes between two steps, where what it drafts with has learnt: what was computed with the old weights counts no
+        more. By default, nothing happens.
+        """
+
     # transformers' own contract, for use in its assisted decoding: the best chain for one sequence.
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, None]:  # type: ignore[override]

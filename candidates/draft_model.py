@@ -134,6 +134,9 @@ class DraftModelCandidates(GrowingCandidates):
         state.tokens += self._known(tokens)
         state.num_generated += len(tokens)
 
+    def weights_changed(self) -> None:
+        self.weights_version += 1
+
     def _prepare(self) -> None:
         self._drop_outdated()
         self._commit()

@@ -21,6 +21,7 @@ from .decoding.statistics import GenerationStatistics
 from .drafts.tree import DraftTree
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
+from .online.distillation import OnlineDistillation
 from .prepare.config import SmartSpecConfig
 from .prepare.decode import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput, decode
 from .prepare.resolve import suffix_trees
@@ -50,6 +51,7 @@ __all__ = [
     "MedusaHeads",
     "MtpLayers",
     "NoSpeculation",
+    "OnlineDistillation",
     "PromptLookupCandidates",
     "RoutedCandidates",
     "SeededGumbelLogitsProcessor",

@@ -15,6 +15,7 @@ from ..sampling.top import Top
 from ..target.hidden_states import HiddenStateTaps
 from ..target.rows import CacheRow, RowInput
 from .batch import DecodingBatch
+from .learning import Learning
 from .line import SourceLine
 from .request import Request
 from .statistics import GenerationStatistics
@@ -59,6 +60,7 @@ class DecodingCall:
         encoder_inputs (`EncoderInputs`, *optional*): What the target's encoder has read, where it has one.
         renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
             length.
+        learning (`Learning`, *optional*): Drafters that learn from it.
     """
 
     forward: ModelForward
@@ -71,10 +73,11 @@ class DecodingCall:
     assignment: dict[str, Any] = field(default_factory=dict)
     encoder_inputs: EncoderInputs | None = None
     renewal: int | None = None
+    learning: Learning | None = None
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def __post_init__(self) -> None:
-        self.line = SourceLine.of(self.source.stages)  # of requests for which no other sources are chosen
+        self.line = self.line_of(self.source.stages)  # of requests for which no other sources are chosen
         for request in self.batch.requests:
             request.call, request.line = self, self.line
         self._texts = None if self.encoder_inputs is None else self.encoder_inputs.texts()
@@ -97,6 +100,10 @@ class DecodingCall:
             return self.assignment
         references = [*self.assignment.get("references", ()), self._texts[request.index]]
         return self.assignment | {"references": references}
+
+    def line_of(self, sources: Sequence[TreeCandidateGenerator]) -> SourceLine:
+        """Sources in line, and what learns from the requests that they draft for."""
+        return SourceLine.of(sources, () if self.learning is None else self.learning.recorders(sources))
 
     def set_lengths(self, request: Request) -> None:
         """Tells the request's row where it stands in the padded batch."""

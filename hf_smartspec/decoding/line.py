@@ -7,6 +7,7 @@ from functools import lru_cache
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import HIDDEN_STATES, SCORES
 from ..goodput.policy import DraftCost
+from .learning import GuardedRecorders, Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +19,7 @@ class SourceLine:
         watching (tuple of pairs): Position and source of those that see tokens alone.
         hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What they need beside tokens.
         num_likeliest (`int`): See `TreeCandidateGenerator`.
+        recorders (`GuardedRecorders`): What learns from the request; it is shown all that sources are shown.
     """
 
     sources: tuple[TreeCandidateGenerator, ...]
@@ -27,18 +29,21 @@ class SourceLine:
     needs_scores: bool
     needs_more: bool
     num_likeliest: int
+    recorders: GuardedRecorders
 
     @classmethod
-    def of(cls, sources: Sequence[TreeCandidateGenerator]) -> "SourceLine":
-        looking = [source for source in sources if HIDDEN_STATES in source.needs]
+    def of(cls, sources: Sequence[TreeCandidateGenerator], recorders: Sequence[Recorder] = ()) -> "SourceLine":
+        looking: list[TreeCandidateGenerator | Recorder] = [item for item in sources if HIDDEN_STATES in item.needs]
+        looking += recorders
         return cls(
             sources=tuple(sources),
             costs=_shared(tuple(map(draft_cost, sources))),
             watching=tuple(item for item in enumerate(sources) if not item[1].needs),
             hidden_layers=frozenset(layer for source in looking for layer in source.hidden_layers),
-            needs_scores=any(SCORES in source.needs for source in sources),
-            needs_more=any(source.needs for source in sources),
+            needs_scores=any(SCORES in source.needs for source in sources) or bool(recorders),
+            needs_more=any(source.needs for source in sources) or bool(recorders),
             num_likeliest=max(source.num_likeliest for source in sources),
+            recorders=GuardedRecorders(recorders),
         )
 
     @property

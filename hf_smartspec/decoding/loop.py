@@ -14,6 +14,7 @@ from ..target.rows import RowInput
 from .call import DecodingCall, ModelForward, ModelLimits, StepDrafts, alike, by_forward
 from .committed import committed_steps, run_forward
 from .drafting import Drafting
+from .learning import Learning
 from .request import Request
 from .statistics import GenerationStatistics, Timed
 from .verify import Place, accepted_paths, pick_ahead, picks_ahead
@@ -54,6 +55,7 @@ class DecodingLoop:
         self.running: list[Request] = []  # rows that need further tokens
         self._is_compact = True
         self._shows_more = False  # whether some source needs more than tokens
+        self._learning: set[Learning] = set()
         self.num_waiting = 0
         self.statistics = GenerationStatistics()
         self.drafting = Drafting(policy, limits, self.statistics, clock)
@@ -68,6 +70,7 @@ class DecodingLoop:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)
             self.drafting.sources.start(request)
+            request.line.recorders.start(request.request_id, request.prompt, request.seed is None)
             self.drafting.sources.resume(request)
         self._find_running()
 
@@ -98,8 +101,11 @@ class DecodingLoop:
     def _find_running(self) -> None:
         """After calls or rows have come or gone."""
         self.running = [request for call in self.calls for request in call.batch.active]
+        before, self._learning = self._learning, {call.learning for call in self.calls if call.learning is not None}
+        for learning in before - self._learning:
+            learning.between_steps(self, 0, self.num_waiting)
         self._is_compact = False
-        self._shows_more = any(call.line.needs_more for call in self.calls)
+        self._shows_more = any(request.line.needs_more for request in self.running)
 
     def step(self) -> list[DecodingCall]:
         """
@@ -108,6 +114,8 @@ class DecodingLoop:
         """
         with self._timed("seconds_total"):
             start = self.clock()
+            for learning in self._learning:
+                learning.between_steps(self, len(self.running), self.num_waiting)
             self._compact()
             feeds = self.feed()
             step = self.drafting.draft(feeds, self.num_waiting)
@@ -287,10 +295,11 @@ class DecodingLoop:
 
     def _show(self, committed: dict[Request, np.ndarray]) -> None:
         """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
-        asking = [request for request in self.running if request.line.needs_more and request.is_drafting]
+        asking = [request for request in self.running if request.is_shown]
         told = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
         for request, step in committed_steps(told, committed).items():
             self.drafting.sources.show(request, step)
+            request.line.recorders.show(request.request_id, step)
 
     # 6. report
 
@@ -326,6 +335,7 @@ class DecodingLoop:
             request.row = None
 
     def _forget(self, request: Request) -> None:
+        request.line.recorders.stop(request.request_id)
         if request.is_known_to_source:
             self.drafting.sources.stop(request)
             self.policy.forget(request.request_id)

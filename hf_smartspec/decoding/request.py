@@ -102,6 +102,11 @@ class Request:
         return None if self.max_new_tokens is None else self.max_new_tokens - len(self.tokens)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether anybody is to be shown more than its tokens."""
+        return self.line.needs_more and (self.is_drafting or bool(self.line.recorders.recorders))
+
+    @property
     def is_verifying(self) -> bool:
         return self.tree is not None
 

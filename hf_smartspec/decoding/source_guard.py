@@ -52,7 +52,7 @@ class GuardedSources:
                 found = [source.stages if source != old else [source] for source, old in zip(chosen, own)]
                 stages = tuple(stage for sources in found for stage in sources)
                 if stages not in lines:
-                    lines[stages] = SourceLine.of(stages)
+                    lines[stages] = call.line_of(stages)
                 request.line = lines[stages]
                 request.is_known_to_source = True
 

@@ -148,6 +148,7 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
         assignment=config.assignment,
         encoder_inputs=encoder_inputs(prepared.model_kwargs, prepared.encoder_arguments),
         renewal=renewal,
+        learning=config.online,
     )
 
 

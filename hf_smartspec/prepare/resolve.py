@@ -105,6 +105,8 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
         return _with_tag_checked(assistant)
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
     source = _as_source(config, target, Drafters() if drafters is None else drafters)
+    if config.online is not None:
+        config.online.check(source)
     if config.verification == "rejection" and not getattr(source, "samples", False):
         raise ValueError(
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "

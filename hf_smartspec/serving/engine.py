@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.utils.logging import tqdm
 
 from ..decoding.call import DecodingCall
+from ..decoding.learning import Learning
 from ..decoding.statistics import GenerationStatistics
 from ..generate import generating
 from ..goodput import GoodputAuction
@@ -52,6 +54,7 @@ class Engine:
             other requests go on decoding.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of a draft model that has another one.
+        online (`OnlineDistillation`, *optional*): Draft models and heads learn from what the engine serves.
 
     `stop()` it, or use it in a `with` block. An engine that nobody refers to any more stops by itself; what still runs
     then is cancelled.
@@ -76,6 +79,7 @@ class Engine:
         max_prefill_tokens: int = 512,
         tokenizer: PreTrainedTokenizerBase | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        online: Learning | None = None,
     ):
         for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
             check_positive(name, value)
@@ -87,6 +91,7 @@ class Engine:
         target: Any = generating(model)
         self.model: PreTrainedModel = target
         config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+        config = config if online is None else replace(config, online=online)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
         if self.model.config.is_encoder_decoder:
             raise ValueError(

@@ -86,6 +86,77 @@ def frequent_tokens(texts: Sequence[Text], num: int, vocab_size: int) -> torch.T
     return torch.from_numpy(np.sort(best))
 
 
+class EagleDrafts:
+    """
+    What heads draft behind every token of texts, with gradients.
+
+    Args:
+        heads (`EagleHeads`): Of EAGLE-3.
+        num_steps (`int`): Tokens behind each.
+    """
+
+    def __init__(self, heads: EagleHeads, num_steps: int):
+        self.heads, self.num_steps, self._rotary = heads, num_steps, heads.rotary()
+
+    def __call__(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, states: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """
+        Args:
+            input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
+            states (`torch.Tensor` of shape `[rows, length, layers * hidden]`): The target's.
+
+        Yields:
+            Of every step, the logits `[n, own vocab]` of what is learnt from, and where that is, in the text without its
+        first `step + 1` tokens: bool `[rows, length - step - 1]`. In step k, position i has token i + k + 1, and what
+        the step before has left there.
+        """
+        heads, length = self.heads, input_ids.shape[1]
+        features, first = heads.combine(states), 0
+        begin = max(int((labels != IGNORED).any(0).int().argmax()) - 2, 0)  # of what is learnt from
+        memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(min(self.num_steps, length - 2)):
+            end = length - step - 1
+            positions = torch.arange(first + step, end + step, device=input_ids.device)[None]
+            x, residual = heads.inputs(heads.embed(input_ids[:, first + step + 1 :]), features[:, : end - first])
+            features = heads.layer_output(residual + self._attend(x, positions, first, memory))
+            where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
+            # All of a draft lies in the response, whatever the other texts' prompts are.
+            where[:, :-1] = (labels[:, 2 : end + 1] != IGNORED) & (labels[:, step + 2 :] != IGNORED)
+            yield heads.logits(features[where[:, first:]], is_learnt=True), where
+            if step == 0:  # further steps are for what is learnt from only
+                first, features = begin, features[:, begin:]
+
+    def _attend(
+        self, x: torch.Tensor, positions: torch.Tensor, first: int, memory: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """
+        Attention `[rows, n, hidden]` to the text so far, which the first step has seen, and, of what later steps have
+        seen, to this position's own; n positions from `first` on.
+        """
+        query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        if "q_norm" in self.heads.parts:
+            query, key = self.heads.parts["q_norm"](query), self.heads.parts["k_norm"](key)
+        query, key = apply_rotary_pos_emb(query, key, *self._rotary(x, positions))
+        groups, num = query.shape[1] // key.shape[1], x.shape[1]
+        memory.append((repeat_kv(key, groups), repeat_kv(value, groups)))
+        (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in memory[1:]]
+        total = first + num
+        scores = query @ keys[:, :, :total].transpose(2, 3)
+        is_later = torch.ones(num, total, dtype=torch.bool, device=x.device).triu(first + 1)
+        scores = scores.masked_fill(is_later, -torch.inf)
+        scores = torch.cat([scores, *[(query * keys).sum(-1, keepdim=True) for keys, _ in own]], dim=-1)
+        weights = (scores.float() * query.shape[-1] ** -0.5).softmax(dim=-1).to(values.dtype)
+        output = weights[..., :total] @ values[:, :, :total]
+        for index, (_, values) in enumerate(own):
+            output = output + weights[..., total + index, None] * values
+        return self.heads.parts["o_proj"](output.transpose(1, 2).flatten(2))
+
+    def _split(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, heads, n, head_dim]`"""
+        return self.heads.parts[name](x).unflatten(2, (-1, self.heads.config.head_dim)).transpose(1, 2)
+
+
 class EagleTraining(nn.Module):
     """
     The loss of heads that go on from their own features for some steps. Only the heads are parameters: the target is
@@ -107,7 +178,8 @@ class EagleTraining(nn.Module):
             raise ValueError(f"Heads that look at layers {heads.hidden_layers} of {num_layers} cannot be trained.")
         self.parts = heads.parts.requires_grad_(True)
         self.num_steps = num_steps
-        self._others = target.eval().requires_grad_(False), heads, heads.rotary()
+        self._others = target.eval().requires_grad_(False), heads
+        self._drafts = EagleDrafts(heads, num_steps)
 
     @property
     def target(self) -> PreTrainedModel:
@@ -152,59 +224,6 @@ class EagleTraining(nn.Module):
         output: Any = self.target.get_output_embeddings()
         probs, ids = output(hidden).float().softmax(dim=-1), self.heads.token_ids
         return probs if ids is None else probs.index_select(-1, ids)
-
-    def _drafts(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, states: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """
-        Of every step, the logits `[n, own vocab]` of what is learnt from, and where that is, in the text without its
-        first `step + 1` tokens: bool `[rows, length - step - 1]`. In step k, position i has token i + k + 1, and what
-        the step before has left there.
-        """
-        heads, length = self.heads, input_ids.shape[1]
-        features, first = heads.combine(states), 0
-        begin = max(int((labels != IGNORED).any(0).int().argmax()) - 2, 0)  # of what is learnt from
-        memory: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for step in range(min(self.num_steps, length - 2)):
-            end = length - step - 1
-            positions = torch.arange(first + step, end + step, device=input_ids.device)[None]
-            x, residual = heads.inputs(heads.embed(input_ids[:, first + step + 1 :]), features[:, : end - first])
-            features = heads.layer_output(residual + self._attend(x, positions, first, memory))
-            where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
-            # All of a draft lies in the response, whatever the other texts' prompts are.
-            where[:, :-1] = (labels[:, 2 : end + 1] != IGNORED) & (labels[:, step + 2 :] != IGNORED)
-            yield heads.logits(features[where[:, first:]], is_learnt=True), where
-            if step == 0:  # further steps are for what is learnt from only
-                first, features = begin, features[:, begin:]
-
-    def _attend(
-        self, x: torch.Tensor, positions: torch.Tensor, first: int, memory: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
-        """
-        Attention `[rows, n, hidden]` to the text so far, which the first step has seen, and, of what later steps have
-        seen, to this position's own; n positions from `first` on.
-        """
-        query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
-        if "q_norm" in self.parts:
-            query, key = self.parts["q_norm"](query), self.parts["k_norm"](key)
-        query, key = apply_rotary_pos_emb(query, key, *self._others[2](x, positions))
-        groups, num = query.shape[1] // key.shape[1], x.shape[1]
-        memory.append((repeat_kv(key, groups), repeat_kv(value, groups)))
-        (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in memory[1:]]
-        total = first + num
-        scores = query @ keys[:, :, :total].transpose(2, 3)
-        is_later = torch.ones(num, total, dtype=torch.bool, device=x.device).triu(first + 1)
-        scores = scores.masked_fill(is_later, -torch.inf)
-        scores = torch.cat([scores, *[(query * keys).sum(-1, keepdim=True) for keys, _ in own]], dim=-1)
-        weights = (scores.float() * query.shape[-1] ** -0.5).softmax(dim=-1).to(values.dtype)
-        output = weights[..., :total] @ values[:, :, :total]
-        for index, (_, values) in enumerate(own):
-            output = output + weights[..., total + index, None] * values
-        return self.parts["o_proj"](output.transpose(1, 2).flatten(2))
-
-    def _split(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, heads, n, head_dim]`"""
-        return self.parts[name](x).unflatten(2, (-1, self.heads.config.head_dim)).transpose(1, 2)
 
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """

@@ -60,11 +60,8 @@ class MedusaTraining(nn.Module):
 
     def _learnt(self, states: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each head, the states `[n, hidden]` that it learns from, and the tokens `[n]` that it should say."""
-        for head in range(self.heads.num_heads):
-            ahead = head + 2  # the target itself says the next one
-            later = labels[:, ahead:]
-            # It is asked behind tokens of the response, and behind the prompt's last one.
-            is_learnt = (labels[:, 1 : later.shape[1] + 1] != IGNORED) & (later != IGNORED)
+        for head, is_learnt in enumerate(learnt(labels, self.heads.num_heads)):
+            later = labels[:, head + 2 :]
             yield states[:, : later.shape[1]][is_learnt], later[is_learnt]
 
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
@@ -75,6 +72,17 @@ class MedusaTraining(nn.Module):
     def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for head, (x, wanted) in enumerate(self._learnt(last_hidden_states(self.target, ids), labels)):
             yield likeliest(self.heads.logits_of(head, x)), wanted
+
+
+def learnt(labels: torch.Tensor, num_heads: int) -> Iterator[torch.Tensor]:
+    """
+    For each head, of which tokens it learns (bool `[rows, length - head - 2]`, without those that none comes before):
+    the target itself says the next one.
+    """
+    for head in range(num_heads):
+        later = labels[:, head + 2 :]
+        # It is asked behind tokens of the response, and behind the prompt's last one.
+        yield (labels[:, 1 : later.shape[1] + 1] != IGNORED) & (later != IGNORED)
 
 
 def _zeros(size: int) -> tuple[torch.Tensor, torch.Tensor | None]:

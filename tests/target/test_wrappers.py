@@ -51,6 +51,7 @@ def test_rows_with_adapters_of_their_own_are_decoded_plainly(caplog):
     assert model.smartspec_statistics.last.drafted_tokens > 0, "packed again"
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 def test_peft_adapters_per_row():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model, options = tiny_llama(), {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}

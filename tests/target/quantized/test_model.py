@@ -235,6 +235,7 @@ def test_cpus_without_exact_products_are_refused(monkeypatch):
         quantize(new_model("llama"))
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 def test_adapters_are_refused():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     wrapped = peft.get_peft_model(

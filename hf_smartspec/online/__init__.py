@@ -1,0 +1,1 @@
+"""Drafters that learn from what they are asked to draft for (Online Speculative Decoding)."""

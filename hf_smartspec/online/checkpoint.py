@@ -1,0 +1,77 @@
+"""What a drafter has learnt, on disk: whole, or not at all."""
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..log import get_logger
+
+logger = get_logger(__name__)
+
+_FORMAT = 1
+
+
+@dataclass
+class Found:
+    """The contents of a checkpoint."""
+
+    weights: list[torch.Tensor]
+    optimizer: dict[str, Any]
+    statistics: dict[str, Any]
+
+
+class Checkpoint:
+    """
+    A file that is replaced as a whole, so that whoever reads it finds the old or the new one.
+
+    Args:
+        path (`Path`): Of the file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def save(
+        self, weights: Sequence[torch.Tensor], optimizer: Mapping[str, Any], statistics: Mapping[str, Any]
+    ) -> None:
+        """A file that cannot be written is reported; nothing else is lost by it."""
+        content = {
+            "format": _FORMAT,
+            "weights": [item.cpu() for item in weights],
+            "optimizer": dict(optimizer),
+            "statistics": dict(statistics),
+        }
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(new, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self.path)
+        except OSError as error:
+            logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")
+        finally:
+            with suppress(OSError):
+                new.unlink()
+
+    def load(self, shapes: Sequence[tuple[int, ...]]) -> Found | None:
+        """What was kept; None, with a warning where there is a file, unless it is of weights of these shapes."""
+        if not self.path.exists():
+            return None
+        try:
+            content = torch.load(self.path, map_location="cpu", weights_only=True)
+            fits = content["format"] == _FORMAT and [tuple(item.shape) for item in content["weights"]] == list(shapes)
+            if fits and all(bool(item.isfinite().all()) for item in content["weights"]):
+                return Found(content["weights"], content["optimizer"], content["statistics"])
+            reason = "is of another drafter"
+        except (OSError, EOFError, KeyError, TypeError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            reason = f"cannot be read: {error}"
+        logger.warning(f"{self.path} {reason}; the drafter begins as it is.")
+        return None

@@ -1,0 +1,262 @@
+"""One drafter that learns (Online Speculative Decoding, algorithm 1)."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from ..candidates.base import TreeCandidateGenerator
+from ..log import get_logger
+from .buffer import ReplayBuffer
+from .checkpoint import Checkpoint
+from .losses import divergence, overlap
+from .options import LearningOptions
+from .recorder import SampleRecorder
+from .samples import Batch, Sample, in_batches
+from .students import Predictions, Student
+
+logger = get_logger(__name__)
+
+_WARM_UP = 10  # optimizer steps until the learning rate is reached
+_MAX_NORM = 1.0
+_HELD_OUT = 4  # every so many-th sample is for shadow drafting first
+
+
+@dataclass
+class LearningStatistics:
+    """
+    What a drafter has learnt. `acceptance` is how often shadow drafts of the weights that draft were right, on fresh
+    texts, at the latest update; `acceptance_before`, of those that they replaced, on the same texts.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    updates: int = 0
+    steps: int = 0
+    swaps: int = 0
+    rollbacks: int = 0
+    seconds: float = 0.0
+    loss: float = float("nan")
+    acceptance_before: float = float("nan")
+    acceptance: float = float("nan")
+    buffer_bytes: int = 0
+
+
+class Interrupted(Exception):
+    """Learning has to end."""
+
+
+class Learner:
+    """
+    Args:
+        student (`Student`): The drafter.
+        options (`LearningOptions`): How it learns.
+        checkpoint (`Checkpoint`, *optional*): Where what it has learnt is kept, and found.
+    """
+
+    def __init__(self, student: Student, options: LearningOptions, checkpoint: Checkpoint | None = None):
+        self.student, self.options, self.checkpoint = student, options, checkpoint
+        self.recorder = SampleRecorder(self._keep, options.top_k, student.hidden_layers)
+        self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # that draft with it
+        self._buffer = ReplayBuffer(options.max_bytes, options.eviction)
+        self._fresh: list[Sample] = []  # that nothing has been learnt from
+        self._lock = threading.Lock()  # of the buffer and what counts it
+        self._statistics = LearningStatistics()
+        self._since_update = [0, 0]  # requests, tokens
+        self._updated_at = time.monotonic()
+        self._pending: list[torch.Tensor] | None = None
+        self._optimizer = options.new_optimizer([item for _, item in student.parameters])
+        self._generator = np.random.default_rng(options.seed)
+        if checkpoint is not None:
+            self._resume(checkpoint)
+
+    # From the threads that serve
+
+    def _keep(self, sample: Sample) -> None:
+        sample = sample.end(self.options.max_length)
+        with self._lock:
+            counts = self._statistics
+            counts.requests += 1
+            counts.tokens += len(sample.response)
+            self._since_update[0] += 1
+            self._since_update[1] += len(sample.response)
+            if self.options.shadow and counts.requests % _HELD_OUT == 0:
+                self._fresh.append(sample)
+                if len(self._fresh) > self.options.shadow:
+                    self._buffer.add(self._fresh.pop(0))
+            else:
+                self._buffer.add(sample)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough has come since the last update."""
+        requests, tokens = self._since_update
+        options, seconds = self.options, time.monotonic() - self._updated_at
+        limits = (options.every_requests, options.every_tokens, options.every_seconds)
+        done = zip((requests, tokens, seconds), limits)
+        return bool(self._buffer.new) and any(limit is not None and value >= limit for value, limit in done)
+
+    @property
+    def has_pending(self) -> bool:
+        return self._pending is not None
+
+    def publish(self) -> None:
+        """What has been learnt drafts from now on; nothing may draft with it meanwhile."""
+        weights, self._pending = self._pending, None
+        if weights is None:
+            return
+        self.student.publish(weights)
+        for source in list(self.sources):
+            source.weights_changed()
+        self._statistics.swaps += 1
+
+    @property
+    def statistics(self) -> LearningStatistics:
+        with self._lock:
+            num_bytes = self._buffer.num_bytes + sum(item.num_bytes for item in self._fresh)
+            return replace(self._statistics, buffer_bytes=num_bytes)
+
+    # From the thread that learns
+
+    def update(self, go_on: Callable[[], None] = lambda: None) -> bool:
+        """
+        Learns what has come, and leaves new weights for `publish`.
+
+        Args:
+            go_on (`Callable`): Called before each piece of work; returns when there is capacity for it, and raises
+                `Interrupted` where learning has to end.
+
+        Returns:
+            Whether there are new weights: not where they draft worse.
+        """
+        with self._lock:
+            new, replayed = self._buffer.take(self._num_replayed(), self._generator)
+            fresh = list(self._fresh)
+            self._since_update, self._updated_at = [0, 0], time.monotonic()
+        if not new:
+            return False
+        before = self._pending or self.student.live_weights()
+        start = time.perf_counter()
+        try:
+            self.student.take(before)
+            self._learn([*new, *replayed], go_on)
+            is_better = self._judge(before, fresh or new, go_on)
+        except BaseException:
+            with self._lock:
+                self._buffer.return_new(new)
+            raise
+        with self._lock:
+            self._buffer.put_back(new)
+            counts = self._statistics
+            counts.updates += 1
+            counts.seconds += time.perf_counter() - start
+            if is_better:
+                self._pending = self.student.weights()
+            else:
+                counts.rollbacks += 1
+                self._optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
+        if is_better and self.checkpoint is not None:
+            self.checkpoint.save(self.student.weights(), self._optimizer.state_dict(), vars(self.statistics))
+        return is_better
+
+    def _num_replayed(self) -> int:
+        return round(self.options.replay * len(self._buffer.new))
+
+    @torch.enable_grad()
+    def _learn(self, samples: Sequence[Sample], go_on: Callable[[], None]) -> None:
+        options = self.options
+        total = num = 0.0
+        for _ in range(options.passes):
+            batches = in_batches(samples, options.batch_tokens)
+            for index in self._generator.permutation(len(batches)):
+                go_on()
+                batch = Batch.of(batches[index], self.student.device, options.positions == "errors")
+                loss = self._loss(batch)
+                if loss is None:
+                    continue
+                loss.backward()
+                self._step()
+                total, num = total + float(loss.detach()), num + 1
+        if num:
+            self._statistics.loss = total / num
+
+    def _loss(self, batch: Batch) -> torch.Tensor | None:
+        losses = [self._distance(item, batch) * item.weight for item in self._predictions(batch) if len(item.logits)]
+        return torch.stack(losses).sum() if losses else None
+
+    def _predictions(self, batch: Batch) -> list[Predictions]:
+        student = self.student
+        # What drafts in half precision learns in it: several times as fast.
+        with torch.autocast(student.device.type, student.dtype, enabled=student.dtype.itemsize == 2):
+            return list(student.predictions(batch))
+
+    def _distance(self, item: Predictions, batch: Batch) -> torch.Tensor:
+        own, options = self.student.own, self.options
+        ids, probs, tokens = own(batch.top_ids[item.where]), batch.top_probs[item.where], own(batch.ids[item.where])
+        return divergence(item.logits, ids, probs, tokens, options.loss, options.beta, options.temperature).mean()
+
+    def _step(self) -> None:
+        parameters = [item for _, item in self.student.parameters]
+        torch.nn.utils.clip_grad_norm_(parameters, _MAX_NORM)
+        warmth = min(1.0, (self._statistics.steps + 1) / _WARM_UP)
+        for group in self._optimizer.param_groups:
+            group["lr"] = warmth * self.options.learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._statistics.steps += 1
+
+    def _judge(self, before: Sequence[torch.Tensor], samples: Sequence[Sample], go_on: Callable[[], None]) -> bool:
+        """Shadow drafting: whether texts that were not learnt are drafted no worse than before."""
+        if not self.options.shadow:
+            return True
+        after = self.student.weights()
+        new = self.acceptance(samples, go_on)
+        self.student.take(before)
+        try:
+            old = self.acceptance(samples, go_on)
+        finally:
+            self.student.take(after)
+        counts = self._statistics
+        is_better = new >= old - self.options.tolerance and np.isfinite(new)
+        counts.acceptance_before, counts.acceptance = old, new if is_better else old
+        return bool(is_better)
+
+    @torch.no_grad()
+    def acceptance(self, samples: Sequence[Sample], go_on: Callable[[], None] = lambda: None) -> float:
+        """
+        How often its first tokens (of heads: all tokens, weighted as in the loss) are right: what the target chose,
+        where that was greedy, else as probable as samples are accepted.
+        """
+        right = weights = 0.0
+        for is_greedy in (True, False):
+            for group in in_batches(
+                [item for item in samples if item.is_greedy == is_greedy], self.options.batch_tokens
+            ):
+                go_on()
+                batch = Batch.of(group, self.student.device)
+                for item in self._predictions(batch):
+                    right += item.weight * float(self._rights(item, batch, is_greedy).sum())
+                    weights += item.weight * len(item.logits)
+        return right / weights if weights else float("nan")
+
+    def _rights(self, item: Predictions, batch: Batch, is_greedy: bool) -> torch.Tensor:
+        own = self.student.own
+        if is_greedy:
+            return (item.logits.argmax(dim=-1) == own(batch.ids[item.where])).float()
+        return overlap(item.logits, own(batch.top_ids[item.where]), batch.top_probs[item.where])
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Goes on from what was kept, if it is of this drafter."""
+        shapes = [tuple(item.shape) for _, item in self.student.parameters]
+        found = checkpoint.load(shapes)
+        if found is None:
+            return
+        self._optimizer.load_state_dict(found.optimizer)
+        known = {name: value for name, value in found.statistics.items() if hasattr(self._statistics, name)}
+        self._statistics = replace(self._statistics, **known)
+        self.student.take(found.weights)
+        self._pending = self.student.weights()

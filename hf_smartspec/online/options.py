@@ -1,0 +1,79 @@
+"""How drafters learn while they serve."""
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..validate import check_positive
+from .buffer import EVICTIONS
+from .losses import LOSSES
+
+OPTIMIZERS = ("adamw", "adamw_8bit")
+POSITIONS = ("all", "errors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """See `OnlineDistillation`."""
+
+    every_requests: int | None = 8
+    every_tokens: int | None = None
+    every_seconds: float | None = None
+    loss: str = "kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    positions: str = "all"
+    top_k: int = 64
+    max_bytes: int = 2**28
+    eviction: str = "newest"
+    replay: float = 1.0
+    passes: int = 1
+    batch_tokens: int = 2048
+    max_length: int = 1024
+    learning_rate: float = 5e-4
+    optimizer: str = "adamw"
+    background: bool = True
+    max_running: int = 0
+    shadow: int = 8
+    tolerance: float = 0.005
+    checkpoint: str | Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("every_requests", "every_tokens"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name in ("top_k", "max_bytes", "passes", "batch_tokens", "max_length"):
+            check_positive(name, getattr(self, name))
+        if self.max_length < 2:
+            raise ValueError(f"`max_length` must be at least 2, got {self.max_length!r}.")
+        known = {"loss": LOSSES, "positions": POSITIONS, "eviction": EVICTIONS, "optimizer": OPTIMIZERS}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"`{name}` must be one of {list(values)}, got {getattr(self, name)!r}.")
+        if not any((self.every_requests, self.every_tokens, self.every_seconds)):
+            raise ValueError("One of `every_requests`, `every_tokens` and `every_seconds` must say when to learn.")
+        if not 0 < self.beta < 1:
+            raise ValueError(f"`beta` must lie between 0 and 1, got {self.beta!r}.")
+        for name in ("temperature", "learning_rate", "every_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` must be positive, got {value!r}.")
+        for name in ("replay", "max_running", "shadow", "tolerance"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)!r}.")
+        if self.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError('`optimizer="adamw_8bit"` needs bitsandbytes: pip install "hf-smartspec[quantization]".')
+
+    def new_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit
+
+            found: Any = AdamW8bit(parameters, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+            return found
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

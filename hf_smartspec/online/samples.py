@@ -1,0 +1,129 @@
+"""What is kept of a request to learn from: its tokens, what the target thought of them, and what drafters look at."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """
+    A request that has ended. On the CPU, whatever its target runs on.
+
+    Args:
+        prompt (`np.ndarray` of shape `[p]`, int32): What of it drafters can learn behind: all, or where hidden states
+            of its beginning were not computed again, the rest.
+        response (`np.ndarray` of shape `[n]`, int32): What the target said.
+        top_ids (`torch.Tensor` of shape `[n, k]`, int32): The target's likeliest tokens in the place of each.
+        top_probs (`torch.Tensor` of shape `[n, k]`, float16): Their probabilities, before any processor. What is
+            missing from 1 belongs to all other tokens.
+        errors (`np.ndarray` of shape `[n]`, bool): Where a draft proposed something else.
+        is_greedy (`bool`): Whether the target took the likeliest tokens.
+        hidden (mapping of `int` to `torch.Tensor` of shape `[p + n - 1, hidden_size]`): By layer; of all tokens but the
+            last. Empty where the drafter looks at tokens only.
+    """
+
+    prompt: np.ndarray
+    response: np.ndarray
+    top_ids: torch.Tensor
+    top_probs: torch.Tensor
+    errors: np.ndarray
+    is_greedy: bool = True
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = self.prompt.nbytes + self.response.nbytes + self.errors.nbytes
+        return arrays + sum(item.nbytes for item in (self.top_ids, self.top_probs, *self.hidden.values()))
+
+    def end(self, max_length: int) -> "Sample":
+        """Its last tokens, where it has more: of the prompt as few as possible are left out."""
+        if self.num_tokens <= max_length:
+            return self
+        most = min(len(self.response), max_length - 1)  # something stands before the first that is learnt
+        prompt, response = self.prompt[len(self.prompt) - (max_length - most) :], self.response[:most]
+        first = len(self.prompt) - len(prompt)
+        hidden = {layer: states[first : first + max_length - 1] for layer, states in self.hidden.items()}
+        return Sample(
+            prompt, response, self.top_ids[:most], self.top_probs[:most], self.errors[:most], self.is_greedy, hidden
+        )
+
+
+class Batch(NamedTuple):
+    """
+    Samples padded on the right; lines of `rows` and `places` stand for tokens that are learnt.
+
+    Args:
+        ids (`torch.Tensor` of shape `[rows, length]`, int64).
+        is_learnt (`torch.Tensor` of shape `[rows, length]`, bool): Tokens of responses, but for those that are left
+            out.
+        is_response (`torch.Tensor` of shape `[rows, length]`, bool).
+        top_ids, top_probs (`torch.Tensor` of shape `[rows, length, k]`): What stood in place of each token.
+        hidden (mapping of `int` to `torch.Tensor` of shape `[rows, length, hidden_size]`): Zeros behind the ends.
+    """
+
+    ids: torch.Tensor
+    is_learnt: torch.Tensor
+    is_response: torch.Tensor
+    top_ids: torch.Tensor
+    top_probs: torch.Tensor
+    hidden: Mapping[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device, only_errors: bool = False) -> "Batch":
+        """
+        Args:
+            only_errors (`bool`): Learn where drafts were wrong, and nothing of where they were right (algorithm 1).
+        """
+        texts = [np.concatenate([item.prompt, item.response]) for item in samples]
+        learnt = [_behind(item, item.errors if only_errors else np.ones_like(item.errors)) for item in samples]
+        responses = [_behind(item, np.ones_like(item.errors)) for item in samples]
+        tops = [(_shifted(item, item.top_ids), _shifted(item, item.top_probs)) for item in samples]
+        hidden = {
+            layer: pad_sequence([_longer(item.hidden[layer]) for item in samples], batch_first=True).to(device)
+            for layer in samples[0].hidden
+        }
+        return cls(
+            _padded(texts).long().to(device),
+            _padded(learnt).to(device),
+            _padded(responses).to(device),
+            pad_sequence([ids for ids, _ in tops], batch_first=True).long().to(device),
+            pad_sequence([probs for _, probs in tops], batch_first=True).float().to(device),
+            hidden,
+        )
+
+
+def in_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    """Samples of one length together, at most `max_tokens` with padding (or one sample) in each batch."""
+    batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda item: item.num_tokens):
+        if not batches or (len(batches[-1]) + 1) * sample.num_tokens > max_tokens:
+            batches.append([])
+        batches[-1].append(sample)
+    return batches
+
+
+def _padded(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return pad_sequence([torch.from_numpy(item) for item in arrays], batch_first=True)
+
+
+def _behind(sample: Sample, marks: np.ndarray) -> np.ndarray:
+    """Marks of a response as those of the whole text."""
+    return np.concatenate([np.zeros(len(sample.prompt), bool), marks])
+
+
+def _shifted(sample: Sample, of_response: torch.Tensor) -> torch.Tensor:
+    return torch.cat([of_response.new_zeros(len(sample.prompt), of_response.shape[1]), of_response])
+
+
+def _longer(states: torch.Tensor) -> torch.Tensor:
+    """With a line for the last token, whose state is not known."""
+    return torch.cat([states, states.new_zeros(1, states.shape[1])])

@@ -1,0 +1,60 @@
+"""Tiny targets, drafters of every kind that learns, and samples of requests."""
+
+import numpy as np
+import torch
+
+from hf_smartspec import DraftModelCandidates, FeatureCandidates, MedusaCandidates, MedusaHeads
+from hf_smartspec.online.samples import Sample
+from hf_smartspec.training.eagle import new_heads
+
+from ..models import VOCAB_SIZE, new_model
+
+KINDS = ("draft", "medusa", "eagle3")
+
+
+def new_target(seed: int = 0):
+    return new_model("llama", seed=seed)
+
+
+def new_drafter(kind: str, target):
+    """A drafter with random weights."""
+    if kind == "draft":
+        return new_model("llama", seed=1)
+    if kind == "eagle3":
+        return new_heads(target, torch.arange(0, VOCAB_SIZE, 2), seed=1)
+    generator = torch.Generator().manual_seed(1)
+    size = target.config.hidden_size
+    blocks = [[(torch.randn(size, size, generator=generator) * 0.1, torch.zeros(size))] for _ in range(3)]
+    return MedusaHeads(blocks, [target.get_output_embeddings().weight.detach()], shares_output=True)
+
+
+SOURCES = {"draft": DraftModelCandidates, "medusa": MedusaCandidates, "eagle3": FeatureCandidates}
+
+
+@torch.no_grad()
+def sample_of(target, prompt, response, layers=(), top_k=8) -> Sample:
+    """What ought to be kept of a request, from one plain forward over its text."""
+    ids = torch.tensor([[*prompt, *response]])
+    output = target(ids, output_hidden_states=True)
+    states = (*output.hidden_states[:-1], None, target.model(ids).last_hidden_state)
+    best = output.logits[0, len(prompt) - 1 : -1].float().softmax(-1).topk(top_k)
+    return Sample(
+        np.array(prompt, np.int32),
+        np.array(response, np.int32),
+        best.indices.int(),
+        best.values.half(),
+        np.zeros(len(response), bool),
+        True,
+        {layer: states[layer][0, :-1] for layer in layers},
+    )
+
+
+def samples_of(target, num: int, layers=(), seed: int = 0, length: int = 12) -> list[Sample]:
+    """Greedy answers to random prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num):
+        prompt = torch.randint(3, VOCAB_SIZE, (1, 5), generator=generator)
+        text = target.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)[0].tolist()
+        found.append(sample_of(target, text[:5], text[5:], layers))
+    return found

@@ -1,0 +1,209 @@
+"""Updates learn what they should, take nothing over that drafts worse, and lose nothing when they are cut short."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from hf_smartspec.online import checkpoint as checkpoints
+from hf_smartspec.online.checkpoint import Checkpoint
+from hf_smartspec.online.learner import Interrupted, Learner
+from hf_smartspec.online.losses import LOSSES
+from hf_smartspec.online.options import LearningOptions
+from hf_smartspec.online.students import student_of
+
+from .helpers import KINDS, new_drafter, new_target, samples_of
+
+
+@pytest.fixture
+def target():
+    return new_target()
+
+
+def learner_of(target, kind="draft", checkpoint=None, **options):
+    options = {"learning_rate": 3e-3, "every_requests": 4, "shadow": 2, "batch_tokens": 64, "top_k": 8, **options}
+    return Learner(student_of(new_drafter(kind, target)), LearningOptions(**options), checkpoint)
+
+
+def feed(learner, target, num=12, seed=0):
+    for sample in samples_of(target, num, learner.student.hidden_layers, seed):
+        learner._keep(sample)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_learnt_drafts_better_and_only_once_it_is_published(target, kind):
+    learner = learner_of(target, kind, passes=12, tolerance=1.0, learning_rate=3e-2 if kind == "medusa" else 3e-3)
+    feed(learner, target)
+    samples = [*learner._buffer.new]
+    before, live = learner.acceptance(samples), learner.student.live_weights()
+    assert learner.update()
+    assert learner.acceptance(samples) > before + 0.1
+    assert all(torch.equal(*pair) for pair in zip(learner.student.live_weights(), live))
+    learner.publish()
+    assert all(torch.equal(*pair) for pair in zip(learner.student.live_weights(), learner.student.weights()))
+    assert learner.statistics.swaps == learner.statistics.updates == 1 and not learner.has_pending
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_brings_the_drafter_nearer(target, loss):
+    learner = learner_of(target, loss=loss, passes=8, shadow=0)
+    feed(learner, target)
+    samples = [*learner._buffer.new]
+    before = learner.acceptance(samples)
+    learner.update()
+    assert learner.acceptance(samples) > before + 0.05
+
+
+def test_what_drafts_worse_is_given_up(target):
+    learner = learner_of(target, learning_rate=30.0)
+    # A drafter that is always right.
+    learner = Learner(student_of(new_target()), learner.options)
+    feed(learner, target)
+    live = learner.student.live_weights()
+    assert not learner.update()
+    learner.publish()
+    assert all(torch.equal(*pair) for pair in zip(learner.student.live_weights(), live))
+    counts = learner.statistics
+    assert (counts.rollbacks, counts.swaps, counts.acceptance, counts.acceptance_before) == (1, 0, 1.0, 1.0)
+    # It goes on from what drafts.
+    feed(learner, target, seed=1)
+    learner.options.__dict__["learning_rate"] = 0.0  # frozen against accidents
+    assert learner.update()
+    assert all(torch.equal(*pair) for pair in zip(learner.student.weights(), live))
+
+
+def test_shadow_drafts_are_of_texts_that_nothing_was_learnt_from(target, monkeypatch):
+    learner = learner_of(target)
+    learnt, judged = [], []
+    monkeypatch.setattr(learner, "_learn", lambda samples, go_on: learnt.append(list(samples)))
+    monkeypatch.setattr(learner, "acceptance", lambda samples, go_on: judged.append(list(samples)) or 0.0)
+    for seed in range(3):
+        feed(learner, target, 8, seed)
+        learner.update()
+        before = [sample for samples in learnt for sample in samples]
+        assert judged[-1] and not set(judged[-1]) & set(before)
+    everything = {sample for samples in learnt for sample in samples}
+    assert len(everything) == 24 - len(learner._fresh)  # what was fresh is learnt later
+
+
+def test_an_update_that_is_cut_short_loses_nothing_but_itself(target):
+    learner = learner_of(target)
+    feed(learner, target)
+    new, live = [*learner._buffer.new], learner.student.live_weights()
+    calls = []
+
+    def go_on():
+        calls.append(1)
+        if len(calls) == 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        learner.update(go_on)
+    assert learner._buffer.new == new and not learner.has_pending
+    assert learner.update()
+    learner.publish()
+    assert not all(torch.equal(*pair) for pair in zip(learner.student.live_weights(), live))
+
+
+@pytest.mark.parametrize(
+    "limit, is_due", [({"every_requests": 4}, [0, 0, 0, 1]), ({"every_requests": None, "every_tokens": 20}, [0, 1])]
+)
+def test_when_an_update_is_due(target, limit, is_due):
+    learner = learner_of(target, shadow=0, **limit)
+    for sample, due in zip(samples_of(target, 4), is_due):
+        learner._keep(sample)
+        assert learner.is_due == bool(due)
+    learner.update()
+    assert not learner.is_due
+
+
+def test_an_update_is_due_after_a_time_if_there_is_anything_to_learn(target):
+    learner = learner_of(target, shadow=0, every_requests=None, every_seconds=1e-9)
+    assert not learner.is_due
+    feed(learner, target, 1)
+    assert learner.is_due
+
+
+def test_what_was_learnt_is_found_again(target, tmp_path):
+    path = tmp_path / "learnt" / "draft.pt"
+    first = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    feed(first, target)
+    first.update()
+    second = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    assert second.has_pending and second.statistics.updates == 1
+    second.publish()
+    assert all(torch.equal(*pair) for pair in zip(second.student.live_weights(), first.student.weights()))
+    # It goes on as the first would have.
+    for learner in (first, second):
+        learner._generator = np.random.default_rng(5)
+        learner._buffer.old.clear()
+        learner._fresh.clear()
+        feed(learner, target, seed=2)
+        learner.update()
+    assert all(torch.equal(*pair) for pair in zip(first.student.weights(), second.student.weights()))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_checkpoint_that_is_cut_short_leaves_the_one_before(target, tmp_path, monkeypatch, where):
+    path = tmp_path / "draft.pt"
+    learner = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    feed(learner, target)
+    learner.update()
+    kept = path.read_bytes()
+
+    def kill(*args):
+        raise Killed
+
+    monkeypatch.setattr(checkpoints.os, where, kill)
+    feed(learner, target, seed=1)
+    with pytest.raises(Killed):
+        learner.update()
+    monkeypatch.undo()
+    assert path.read_bytes() == kept and os.listdir(tmp_path) == ["draft.pt"]
+    assert learner_of(target, checkpoint=Checkpoint(path)).has_pending
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", "other"])
+def test_checkpoints_that_do_not_fit_are_left_aside(target, tmp_path, content, caplog):
+    path = tmp_path / "draft.pt"
+    if content == "other":
+        heads = learner_of(target, "medusa", checkpoint=Checkpoint(path), tolerance=1.0)
+        feed(heads, target)
+        heads.update()
+    else:
+        path.write_bytes(content)
+    learner = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    assert not learner.has_pending
+    feed(learner, target)
+    learner.update()
+    assert learner_of(target, checkpoint=Checkpoint(path)).has_pending
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_nothing(target, tmp_path):
+    (tmp_path / "file").write_text("")
+    learner = learner_of(target, checkpoint=Checkpoint(tmp_path / "file" / "draft.pt"), tolerance=1.0)
+    feed(learner, target)
+    assert learner.update()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"loss": "tv"}, "`loss` must be one of"),
+        ({"every_requests": None}, "must say when"),
+        ({"every_requests": 0}, "every_requests"),
+        ({"beta": 1.0}, "`beta`"),
+        ({"temperature": 0.0}, "`temperature`"),
+        ({"tolerance": -1.0}, "`tolerance`"),
+        ({"max_length": 1}, "`max_length`"),
+        ({"eviction": "oldest"}, "`eviction` must be one of"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LearningOptions(**options)

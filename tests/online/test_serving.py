@@ -1,0 +1,259 @@
+"""Learning while requests are served: outputs stay, weights change between steps, and only spare capacity is used."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from transformers import GenerationMixin
+from transformers.generation import BaseStreamer
+
+from hf_smartspec import DraftModelCandidates, Engine, OnlineDistillation, SmartSpecConfig, enable
+from hf_smartspec.online.learner import Learner
+
+from ..serving.helpers import check_all, random_requests
+from .helpers import KINDS, new_drafter, new_target
+
+TIMEOUT = 60.0
+EAGER = {"every_requests": 1, "shadow": 0, "tolerance": 1.0, "learning_rate": 3e-3, "batch_tokens": 64}
+
+
+@pytest.fixture
+def target():
+    return enable(new_target())
+
+
+@pytest.fixture
+def swaps(monkeypatch):
+    """Every step begins with other weights, as long as anything has been learnt."""
+    count = []
+    original = OnlineDistillation.between_steps
+
+    def between_steps(self, loop, num_running, num_waiting):
+        for learner in self._learners.values():
+            weights = learner.student.weights()
+            sign = 1 if len(count) % 2 else -1
+            learner._pending = [item * (1 + 0.05 * sign) for item in weights]
+        before = sum(item.swaps for item in self.statistics.values())
+        original(self, loop, num_running, num_waiting)
+        count.append(sum(item.swaps for item in self.statistics.values()) - before)
+
+    monkeypatch.setattr(OnlineDistillation, "between_steps", between_steps)
+    return count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_with_other_weights_at_every_step(target, kind, swaps):
+    online = OnlineDistillation(background=False, **EAGER)
+    assistant = SmartSpecConfig(new_drafter(kind, target), num_nodes=4)
+    with Engine(target, assistant, max_batch_size=4, max_prefill_tokens=8, online=online) as engine:
+        outputs = check_all(engine, target, random_requests(14, seed=3))
+    assert sum(output.statistics.drafted_tokens for output in outputs) > 0
+    assert swaps.count(1) > 20
+    assert sum(item.updates for item in online.statistics.values()) > 0
+
+
+def test_drafts_are_of_the_new_weights(target):
+    """Also what a source has laid out, or computed, of the old ones."""
+    draft = new_drafter("draft", target)
+    online = OnlineDistillation(background=False, **EAGER)
+    online.recorders([source := DraftModelCandidates(draft, num_nodes=4)])
+    prompt = torch.tensor([5, 6, 7]).numpy()
+    source.start("a", prompt)
+    first = source.propose(["a"], [4])[0]
+    (learner,) = online._learners.values()
+    other = new_drafter("draft", target)
+    for item in other.parameters():
+        item.mul_(-1)
+    learner._pending = [dict(other.named_parameters())[name].clone() for name, _ in learner.student.parameters]
+    online.between_steps(object.__new__(_Loop), 1, 0)
+    second = source.propose(["a"], [4])[0]
+    wanted = DraftModelCandidates(other, num_nodes=4)
+    wanted.start("b", prompt)
+    assert second.tokens.tolist() == wanted.propose(["b"], [4])[0].tokens.tolist() != first.tokens.tolist()
+
+
+class _Loop:
+    pass
+
+
+def generate(target, online, drafter, **options):
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    output = target.generate(ids, assistant=SmartSpecConfig(drafter, online=online), max_new_tokens=12, **options)
+    assert torch.equal(output, GenerationMixin.generate(target, ids, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_generate_teach(target, kind):
+    online = OnlineDistillation(background=False, **EAGER)
+    drafter = new_drafter(kind, target)
+    before = [item.clone() for item in drafter.parameters()]
+    for _ in range(3):
+        generate(target, online, drafter)
+    (counts,) = online.statistics.values()
+    assert (counts.requests, counts.tokens, counts.updates, counts.swaps) == (6, 72, 3, 3)
+    assert not all(torch.equal(*pair) for pair in zip(before, drafter.parameters()))
+    assert "6 requests" in online.report()
+
+
+def test_at_the_same_requests_weights_are_the_same(target):
+    found = []
+    for _ in range(2):
+        online, drafter = OnlineDistillation(background=False, **EAGER), new_drafter("draft", target)
+        for _ in range(3):
+            generate(target, online, drafter)
+        found.append([item.clone() for item in drafter.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
+def test_several_drafters_learn_each_by_itself(target):
+    online = OnlineDistillation(background=False, **EAGER)
+    first, second = new_drafter("draft", target), new_drafter("draft", target)
+    generate(target, online, first)
+    generate(target, online, first)
+    generate(target, online, second)
+    assert [item.requests for item in online.statistics.values()] == [4, 2]
+    assert len(online.statistics) == 2
+
+
+def test_in_a_list_the_drafter_learns_from_all_requests(target):
+    online = OnlineDistillation(background=False, **EAGER)
+    generate(target, online, ["suffix", new_drafter("draft", target)])
+    (counts,) = online.statistics.values()
+    assert counts.requests == 2
+
+
+def test_presets_have_nothing_to_learn(target):
+    with pytest.raises(ValueError, match="nothing that can learn"):
+        generate(target, OnlineDistillation(), "suffix")
+    with pytest.raises(ValueError, match="nothing that can learn"):
+        Engine(target, "auto", online=OnlineDistillation())
+    with pytest.raises(TypeError, match="`online` must be an OnlineDistillation"):
+        SmartSpecConfig("suffix", online=True)
+
+
+def test_one_that_fails_to_learn_disturbs_nobody(target, monkeypatch):
+    def fail(self, *args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Learner, "_learn", fail)
+    online = OnlineDistillation(background=False, **EAGER)
+    generate(target, online, new_drafter("draft", target))
+    generate(target, online, new_drafter("draft", target))
+
+
+# In the background
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Semaphores of pieces of work: those that have begun, and those that may."""
+    begun, allowed = threading.Semaphore(0), threading.Semaphore(0)
+    original = Learner._loss
+
+    def loss(self, batch):
+        begun.release()
+        assert allowed.acquire(timeout=TIMEOUT)
+        return original(self, batch)
+
+    monkeypatch.setattr(Learner, "_loss", loss)
+    return begun, allowed
+
+
+class Pausing(BaseStreamer):
+    """Holds the engine up in the middle of a request."""
+
+    def __init__(self):
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+
+        self.is_prompt = True
+
+    def put(self, value):
+        if self.is_prompt:  # comes in the thread that asks
+            self.is_prompt = False
+            return
+        self.has_begun.set()
+        assert self.may_go_on.wait(TIMEOUT)
+
+    def end(self):
+        pass
+
+
+def weights_of(draft):
+    return [item.clone() for item in draft.parameters()]
+
+
+def are_equal(first, second) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second))
+
+
+def test_it_learns_while_nothing_runs(target, work):
+    online, draft = OnlineDistillation(**EAGER), new_drafter("draft", target)
+    before = weights_of(draft)
+    with Engine(target, draft, online=online) as engine:
+        engine.get_result(engine.add_request([5, 6, 7], max_new_tokens=6))
+        assert work[0].acquire(timeout=TIMEOUT)
+        assert are_equal(before, weights_of(draft))
+        work[1].release(100)
+        assert online.wait(TIMEOUT)
+        # Nobody is drafting: the weights are taken over at once.
+        assert not are_equal(before, weights_of(draft))
+    online.close()
+    assert [(item.updates, item.swaps) for item in online.statistics.values()] == [(1, 1)]
+
+
+def test_while_requests_run_nothing_is_learnt(target, work):
+    in_pieces = EAGER | {"every_requests": 3, "batch_tokens": 9}
+    online, draft, streamer = OnlineDistillation(**in_pieces), new_drafter("draft", target), Pausing()
+    with Engine(target, draft, online=online) as engine:
+        engine.generate([[5, 6, 7]] * 3, max_new_tokens=6)
+        assert work[0].acquire(timeout=TIMEOUT)  # an update has begun
+        name = engine.add_request([8, 9], max_new_tokens=6, streamer=streamer)
+        assert streamer.has_begun.wait(TIMEOUT)
+        assert not online.is_idle
+        before = weights_of(draft)
+        work[1].release(100)  # it may come to its end, but for capacity
+        assert not online.wait(0.05)
+        assert not work[0].acquire(blocking=False)
+        streamer.may_go_on.set()
+        engine.get_result(name)
+        assert online.wait(TIMEOUT)
+        assert not are_equal(before, weights_of(draft))
+    online.close()
+
+
+def test_what_was_learnt_is_taken_over_between_steps(target):
+    online, draft, streamer = OnlineDistillation(**EAGER), new_drafter("draft", target), Pausing()
+    with Engine(target, draft, online=online) as engine:
+        name = engine.add_request([8, 9], max_new_tokens=6, streamer=streamer)
+        assert streamer.has_begun.wait(TIMEOUT)
+        (learner,) = online._learners.values()
+        learner._pending = [item + 1 for item in learner.student.weights()]
+        with online._changed:
+            online._publish()
+        assert learner.has_pending  # a loop may be drafting
+        streamer.may_go_on.set()
+        engine.get_result(name)
+    assert learner.statistics.swaps >= 1
+    online.close()
+
+
+def test_learning_that_is_closed_ends(target, work):
+    online = OnlineDistillation(**EAGER)
+    with Engine(target, new_drafter("draft", target), online=online) as engine:
+        engine.get_result(engine.add_request([5, 6, 7], max_new_tokens=6))
+    work[1].release(100)
+    online.close()
+    assert not online._thread.is_alive()
+    generate(target, online, new_drafter("draft", target))
+
+
+def test_nobody_refers_to_it_any_more(target):
+    online = OnlineDistillation(**EAGER)
+    generate(target, online, new_drafter("draft", target))
+    assert online.wait(TIMEOUT)
+    thread = online._thread
+    del online
+    gc.collect()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
