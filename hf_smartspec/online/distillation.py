@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..candidates.base import TreeCandidateGenerator
-from ..candidates.members import MemberCandidates
+from ..candidates.routed.source import RoutedCandidates
 from ..decoding.learning import Learning, Recorder
 from ..log import get_logger
 from .checkpoint import Checkpoint
-from .learner import InterruptedLearning, Learner, LearningStatistics
+from .learner import Learner, LearningEndedError, LearningStatistics
 from .options import LearningOptions
 from .students import module_of, student_of
 
@@ -78,8 +78,7 @@ class OnlineDistillation(Learning):
     # What the decoding loop asks
 
     def check(self, source: TreeCandidateGenerator) -> None:
-        members = source.sources if isinstance(source, MemberCandidates) else ()
-        if all(module_of(item) is None for item in (*source.stages, *members)):
+        if not any(module_of(item) is not None for item in _members(source)):
             raise ValueError(
                 f"`online` is given, and {type(source).__name__} has nothing that can learn: pass a draft model of the "
                 "target's tokenizer, Medusa heads, or heads of EAGLE-3 as `assistant`."
@@ -125,7 +124,7 @@ class OnlineDistillation(Learning):
                 learner = Learner(student_of(module), self.options, self._checkpoint(module))
                 self._learners[module] = learner
                 self._begin()
-            learner.sources.add(source)
+            learner.sources.add(source.origin)
         return learner
 
     def _checkpoint(self, module: Any) -> Checkpoint | None:
@@ -204,6 +203,15 @@ class OnlineDistillation(Learning):
         return "\n".join(lines) or "Nothing has been learnt yet."
 
 
+def _members(source: TreeCandidateGenerator) -> Iterator[TreeCandidateGenerator]:
+    """All sources that draft for some request."""
+    if not isinstance(source, RoutedCandidates):
+        yield from source.stages
+        return
+    for item in source.sources:
+        yield from _members(item)
+
+
 def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Condition) -> None:
     """The thread that learns, as long as anybody can be learnt for."""
     with suppress(AttributeError, OSError):  # of this thread alone, where the system knows that
@@ -224,7 +232,7 @@ def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Cond
                 learner.update(_Turn(online, changed))
                 with changed:
                     online._publish()
-        except InterruptedLearning:
+        except LearningEndedError:
             return
         except Exception as error:
             online._fail(error)
@@ -245,4 +253,4 @@ class _Turn:
         with self.changed:
             self.changed.wait_for(lambda: self.online._is_closed or self.online.is_idle)
         if self.online._is_closed:
-            raise InterruptedLearning
+            raise LearningEndedError

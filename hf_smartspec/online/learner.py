@@ -46,7 +46,7 @@ class LearningStatistics:
     buffer_bytes: int = 0
 
 
-class Interrupted(Exception):
+class LearningEndedError(Exception):
     """Learning has to end."""
 
 
@@ -128,7 +128,7 @@ class Learner:
 
         Args:
             go_on (`Callable`): Called before each piece of work; returns when there is capacity for it, and raises
-                `Interrupted` where learning has to end.
+                `LearningEndedError` where learning has to end.
 
         Returns:
             Whether there are new weights: not where they draft worse.
@@ -233,9 +233,8 @@ class Learner:
         """
         right = weights = 0.0
         for is_greedy in (True, False):
-            for group in in_batches(
-                [item for item in samples if item.is_greedy == is_greedy], self.options.batch_tokens
-            ):
+            alike = [item for item in samples if item.is_greedy == is_greedy]
+            for group in in_batches(alike, self.options.batch_tokens):
                 go_on()
                 batch = Batch.of(group, self.student.device)
                 for item in self._predictions(batch):

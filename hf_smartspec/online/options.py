@@ -1,5 +1,6 @@
 """How drafters learn while they serve."""
 
+import importlib
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -72,8 +73,9 @@ class LearningOptions:
 
     def new_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "adamw_8bit":
-            from bitsandbytes.optim import AdamW8bit
-
-            found: Any = AdamW8bit(parameters, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+            optimizers: Any = importlib.import_module("bitsandbytes.optim")
+            found: torch.optim.Optimizer = optimizers.AdamW8bit(
+                parameters, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            )
             return found
         return torch.optim.AdamW(parameters, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

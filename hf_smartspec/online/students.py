@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -166,7 +166,7 @@ class EagleStudent(Student):
             raise ValueError("Heads of EAGLE-1 and 2 cannot learn while they serve: use such of EAGLE-3.")
         super().__init__(heads, heads._target_parts)
         self.hidden_layers, self.own_ids = heads.hidden_layers, heads.token_ids
-        self._drafts = EagleDrafts(self.copy, num_steps)
+        self._drafts = EagleDrafts(cast(EagleHeads, self.copy), num_steps)
 
     def _learnt(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from (item for item in module.named_parameters() if item[0].startswith("parts."))
@@ -191,6 +191,7 @@ def student_of(module: nn.Module) -> Student:
 
 def module_of(source: TreeCandidateGenerator) -> nn.Module | None:
     """What drafts in a source and can learn, if anything."""
+    source = source.origin
     if isinstance(source, DraftModelCandidates):
         return None if isinstance(source, TranslatedDraftCandidates) else source.model
     heads = getattr(source, "heads", None)

@@ -58,12 +58,9 @@ class SmartSpecConfig:
         references (sequence of sequences of `int`): For suffix trees and prompt lookup: token ids of texts that the
             answers are likely to repeat (a file to be edited, a predicted output, retrieved passages). They feed this
             call only.
-<<<<<<< HEAD
         tag (`str` or sequence of `str`, *optional*): For `RoutedCandidates`: what kind of text the prompts are (a
             drafter's name, a language, a topic, ...), one for all or one for each; None in a sequence: unknown.
-=======
         online (`OnlineDistillation`, *optional*): Draft models and heads learn from the call.
->>>>>>> 2721944 (Online distillation: drafters learn from what they serve, in the background, and are swapped between steps)
     """
 
     assistant: Any = "prompt_lookup"
@@ -76,11 +73,8 @@ class SmartSpecConfig:
     namespace: str = ""
     reads: Sequence[str] = ()
     references: Sequence[Any] = ()
-<<<<<<< HEAD
     tag: str | Sequence[str | None] | None = None
-=======
     online: Learning | None = None
->>>>>>> 2721944 (Online distillation: drafters learn from what they serve, in the background, and are swapped between steps)
 
     def __post_init__(self) -> None:
         if self.verification not in METHODS:
@@ -116,14 +110,11 @@ class SmartSpecConfig:
         for text in self.references:
             if isinstance(text, str) or not all(is_integer(token) and token >= 0 for token in text):
                 raise TypeError("`references` must be lists of token ids: pass `tokenizer(text).input_ids`.")
-<<<<<<< HEAD
         tags = [self.tag] if isinstance(self.tag, str) or self.tag is None else self.tag
         if not isinstance(tags, list | tuple) or not all(tag is None or (isinstance(tag, str) and tag) for tag in tags):
             raise TypeError(f"`tag` must be a string, or a list of strings with one per prompt, got {self.tag!r}.")
-=======
         if self.online is not None and not isinstance(self.online, Learning):
             raise TypeError(f"`online` must be an OnlineDistillation, got {type(self.online).__name__}.")
->>>>>>> 2721944 (Online distillation: drafters learn from what they serve, in the background, and are swapped between steps)
         if isinstance(self.assistant, SmartSpecConfig):
             raise TypeError("`assistant` of a SmartSpecConfig must not be a SmartSpecConfig itself.")
 

@@ -107,9 +107,9 @@ class EagleDrafts:
             states (`torch.Tensor` of shape `[rows, length, layers * hidden]`): The target's.
 
         Yields:
-            Of every step, the logits `[n, own vocab]` of what is learnt from, and where that is, in the text without its
-        first `step + 1` tokens: bool `[rows, length - step - 1]`. In step k, position i has token i + k + 1, and what
-        the step before has left there.
+            Of every step, the logits `[n, own vocab]` of what is learnt from, and where that is, in the text without
+            its first `step + 1` tokens: bool `[rows, length - step - 1]`. In step k, position i has token i + k + 1,
+            and what the step before has left there.
         """
         heads, length = self.heads, input_ids.shape[1]
         features, first = heads.combine(states), 0

@@ -8,7 +8,7 @@ import torch
 
 from hf_smartspec.online import checkpoint as checkpoints
 from hf_smartspec.online.checkpoint import Checkpoint
-from hf_smartspec.online.learner import Interrupted, Learner
+from hf_smartspec.online.learner import Learner, LearningEndedError
 from hf_smartspec.online.losses import LOSSES
 from hf_smartspec.online.options import LearningOptions
 from hf_smartspec.online.students import student_of
@@ -96,9 +96,9 @@ def test_an_update_that_is_cut_short_loses_nothing_but_itself(target):
     def go_on():
         calls.append(1)
         if len(calls) == 3:
-            raise Interrupted
+            raise LearningEndedError
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(LearningEndedError):
         learner.update(go_on)
     assert learner._buffer.new == new and not learner.has_pending
     assert learner.update()

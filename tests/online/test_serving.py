@@ -8,7 +8,14 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation import BaseStreamer
 
-from hf_smartspec import DraftModelCandidates, Engine, OnlineDistillation, SmartSpecConfig, enable
+from hf_smartspec import (
+    DraftModelCandidates,
+    Engine,
+    OnlineDistillation,
+    RoutedCandidates,
+    SmartSpecConfig,
+    enable,
+)
 from hf_smartspec.online.learner import Learner
 
 from ..serving.helpers import check_all, random_requests
@@ -114,6 +121,19 @@ def test_several_drafters_learn_each_by_itself(target):
     generate(target, online, second)
     assert [item.requests for item in online.statistics.values()] == [4, 2]
     assert len(online.statistics) == 2
+
+
+def test_of_routed_requests_each_teaches_the_drafter_that_it_went_to(target):
+    online = OnlineDistillation(background=False, **EAGER)
+    drafters = {"a": new_drafter("draft", target), "b": new_drafter("medusa", target)}
+    routed = RoutedCandidates(drafters)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]])
+    assistant = SmartSpecConfig(routed, tag=["a", "b", "b"], online=online)
+    before = {name: weights_of(drafter) for name, drafter in drafters.items()}
+    output = target.generate(ids, assistant=assistant, max_new_tokens=12)
+    assert torch.equal(output, GenerationMixin.generate(target, ids, max_new_tokens=12))
+    assert sorted(item.requests for item in online.statistics.values()) == [1, 2]
+    assert not any(are_equal(weights_of(drafter), before[name]) for name, drafter in drafters.items())
 
 
 def test_in_a_list_the_drafter_learns_from_all_requests(target):
