@@ -87,7 +87,7 @@ class TreeCandidateGenerator(CandidateGenerator):
         length policy then learns what each is worth by itself.
 
         Args:
-            prompts (sequence of `np.ndarray`): As `start` gets them.
+            prompts (sequence of `np.ndarray`): As `start` gets them; what the target's encoder has read, if it has one.
             tags (sequence of `str`, *optional*): What kind of text callers say it is; None where they say nothing.
         """
         return [self] * len(request_ids)

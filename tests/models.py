@@ -163,6 +163,8 @@ _BEHIND_ENCODER = (
     | {"forced_eos_token_id": None, "max_position_embeddings": 1024}
 )
 
+_GEMMA = _LLAMA | _WINDOWED | {"head_dim": 8}
+
 # Decoders behind an encoder that reads tokens: these are packed.
 ENCODER_DECODER = {
     "t5": ("T5Config", _T5),
@@ -171,6 +173,10 @@ ENCODER_DECODER = {
     "umt5": ("UMT5Config", _T5),
     "bart": ("BartConfig", _BEHIND_ENCODER),
     "mbart": ("MBartConfig", _BEHIND_ENCODER),
+    "t5gemma": (
+        "T5GemmaConfig",
+        {"encoder": _GEMMA, "decoder": _GEMMA, "vocab_size": VOCAB_SIZE, "decoder_start_token_id": 1},
+    ),
 }
 
 # Behind an encoder that hears: 20 frames of 8 mel bins.

@@ -11,6 +11,7 @@ from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ..base import TreeCandidateGenerator
 from ..committed import Committed, Likeliest
+from ..encoded import EncoderInputs
 from .bandit import Outcome
 
 
@@ -110,6 +111,9 @@ class Lane(TreeCandidateGenerator):
 
     def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
         self.source.assign(request_id, *args, **kwargs)
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        self.source.encode(rows, inputs)
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         self.source.start(request_id, prompt)

@@ -14,6 +14,7 @@ from ...drafts.tree import DraftTree
 from ...log import get_logger
 from ..base import TreeCandidateGenerator, check_needs
 from ..committed import HIDDEN_STATES, Committed, Likeliest
+from ..encoded import EncoderInputs
 from .bandit import DrafterBandit, Outcome
 from .classifier import TextClassifier
 from .features import Text
@@ -83,6 +84,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         self._lanes: dict[str, Lanes] = {}
         self._serving: dict[Hashable, TreeCandidateGenerator] = {}  # requests that began without `choose`
         self._told: dict[Hashable, list[tuple[str, tuple]]] = {}  # what came before they began
+        self._encoded: dict[Hashable, tuple[int, EncoderInputs]] = {}
         self._settings: Any = None
         self._target: weakref.ref[nn.Module] | None = None
         if all(isinstance(item, TreeCandidateGenerator) for item in self.drafters.values()):
@@ -216,9 +218,15 @@ class RoutedCandidates(TreeCandidateGenerator):
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         self._told.setdefault(request_id, []).append(("couple", ((processors, seed), {})))
 
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        self._encoded.update((name, (row, inputs)) for name, row in rows.items())
+
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         lanes = self.choose([request_id], [prompt], [None])[0]
         self._serving[request_id] = lanes
+        if request_id in self._encoded:
+            row, inputs = self._encoded.pop(request_id)
+            lanes.encode({request_id: row}, inputs)
         for verb, (args, kwargs) in self._told.pop(request_id, ()):
             getattr(lanes, verb)(request_id, *args, **kwargs)
         lanes.start(request_id, prompt)
@@ -253,6 +261,7 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     def stop(self, request_id: Hashable) -> None:
         self._told.pop(request_id, None)
+        self._encoded.pop(request_id, None)
         lanes = self._serving.pop(request_id, None)
         if lanes is not None:
             lanes.stop(request_id)

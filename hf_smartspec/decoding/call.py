@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ..candidates.base import TreeCandidateGenerator
@@ -93,6 +94,10 @@ class DecodingCall:
         self.picks_like: Hashable = id(self)
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
+
+    def text_of(self, request: Request) -> np.ndarray:
+        """What the request is about: what its encoder has read, or its prompt."""
+        return request.prompt if self._texts is None else self._texts[request.index]
 
     def assignment_of(self, request: Request) -> dict[str, Any]:
         """What the request draws on: arguments of `source.assign`. What its encoder has read, answers repeat."""

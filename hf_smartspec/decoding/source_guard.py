@@ -59,8 +59,8 @@ class GuardedSources:
     def _chosen(self, call: DecodingCall, source: TreeCandidateGenerator) -> Sequence[TreeCandidateGenerator]:
         requests = call.requests
         try:
-            ids, prompts = [item.request_id for item in requests], [item.prompt for item in requests]
-            chosen = source.choose(ids, prompts, [item.tag for item in requests])
+            ids, texts = [item.request_id for item in requests], [call.text_of(item) for item in requests]
+            chosen = source.choose(ids, texts, [item.tag for item in requests])
             if len(chosen) == len(requests):
                 return chosen
             raise ValueError(f"it chose {len(chosen)} sources for {len(requests)} requests")

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import (
     BaseStreamer,
     GenerateDecoderOnlyOutput,
@@ -195,7 +202,8 @@ def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
         return call.forward.export(rows)
     columns = [request.columns(total_length) for request in call.batch.requests]
     if isinstance(call.forward, EncodedForward):
-        return call.forward.export(rows, columns, total_length)
+        own = prepared.self_attention_cache if isinstance(prepared, EncoderDecoderCache) else DynamicCache()
+        return call.forward.export(rows, columns, total_length, own)
     assert isinstance(call.forward, PackedForward)
     if prepared is None or prepared.get_seq_length() > 0:
         prepared = DynamicCache(config=call.forward.model.config.get_text_config(decoder=True))

@@ -398,14 +398,15 @@ def _obstacle_behind_encoder(
     draft: PreTrainedModel, target: PreTrainedModel, vocabulary: SharedVocabulary | Translation | None
 ) -> str | None:
     """Why a draft model cannot read what the target's encoder has read, or left behind; None if it can."""
+    from ..target.encoded import encoder_size
     from ..target.support import packing_obstacle
 
     if isinstance(vocabulary, Translation):
         return "it reads other tokens than the target's encoder"
     if not draft.config.is_encoder_decoder:
-        sizes = [model.config.get_text_config(encoder=True).hidden_size for model in (draft, target)]
-        if sizes[0] != sizes[1]:
-            return f"it reads encoder outputs of {sizes[0]} dimensions, and those of the target have {sizes[1]}"
+        size, others = encoder_size(draft), encoder_size(target)
+        if size != others:
+            return f"it reads encoder outputs of {size} dimensions, and those of the target have {others}"
     elif draft.main_input_name != target.main_input_name:
         return f"its encoder reads `{draft.main_input_name}`, and the target's `{target.main_input_name}`"
     elif (bins := _mel_bins(draft)) != _mel_bins(target):

@@ -30,7 +30,7 @@ TESTED_MODEL_TYPES = frozenset(
 )
 
 # Likewise for decoders behind an encoder.
-TESTED_ENCODED_TYPES = frozenset("t5 mt5 umt5 bart mbart whisper".split())
+TESTED_ENCODED_TYPES = frozenset("t5 mt5 umt5 t5gemma bart mbart whisper".split())
 
 # Likewise for those that run row by row. Models of other types are probed (`support.rowwise_obstacle`).
 TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm gpt_oss llama4_text t5 bart".split())

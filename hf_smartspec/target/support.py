@@ -67,6 +67,8 @@ def _encoded_obstacle(model: PreTrainedModel) -> str | None:
         return None
     if model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
         return f"the decoder of {type(model).__name__} has not been tried out"
+    if found := borders(model.config.get_text_config(decoder=True)):
+        return f"what the decoder of {type(model).__name__} does behind {_names(found)} tokens has not been tried out"
     return _probed(model, PackedForward, is_padded=False)
 
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, WhisperForCausalLM
 from transformers.generation import BaseStreamer
 
 import hf_smartspec
-from hf_smartspec import PromptLookupCandidates, SmartSpecConfig
+from hf_smartspec import PromptLookupCandidates, RoutedCandidates, SmartSpecConfig
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target.encoded import EncodedForward
 
@@ -295,6 +295,25 @@ def test_drafts_of_new_weights_read_anew():
         statistics = model.smartspec_statistics.last
     assert torch.equal(plain, output) and source.weights_version == 1
     assert statistics.accepted_tokens == statistics.drafted_tokens > 0
+
+
+def test_routers_read_what_the_encoder_has_read():
+    """A text's language, or topic, stands there; its drafter reads the rows that go to it."""
+    model, seen = shared_model("t5"), []
+
+    def shorter(ids):
+        seen.append(ids.tolist())
+        return "copy" if len(ids) < 5 else "other"
+
+    source = RoutedCandidates({"copy": copy.deepcopy(model), "other": new_model("t5", seed=3)}, shorter)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 0, 0, 0, 0], [13, 14, 15, 16, 17, 18]])
+    kwargs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "max_new_tokens": 9, "eos_token_id": None}
+    plain, output = both(model, SmartSpecConfig(source, num_nodes=3), **kwargs)
+    assert torch.equal(plain, output)
+    assert seen == [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17, 18]]
+    found = source.statistics()
+    assert found["copy"].requests == 1 and found["other"].requests == 2
+    assert found["copy"].tokens / found["copy"].steps > found["other"].tokens / found["other"].steps
 
 
 # --- Whisper ----------------------------------------------------------------------------------------------------------

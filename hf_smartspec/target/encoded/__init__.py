@@ -1,5 +1,5 @@
 """Decoders that attend to an encoder's outputs too, packed: T5, BART, Whisper and their relatives."""
 
-from .forward import EncodedForward, masks_encoder
+from .forward import EncodedForward, encoder_size, masks_encoder
 
-__all__ = ["EncodedForward", "masks_encoder"]
+__all__ = ["EncodedForward", "encoder_size", "masks_encoder"]

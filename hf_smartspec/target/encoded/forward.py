@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -38,7 +38,7 @@ class EncodedForward(PackedForward):
         self.encoded: Cache | None = None  # what the encoder's outputs became, padded, where `encode` is to keep it
         self._sources: dict[CacheRow, CacheRow] = {}  # where each row's encoder outputs lie
         self._prefix = "decoder_" if model.config.is_encoder_decoder else ""
-        self._hidden_size = model.config.get_text_config(encoder=True).hidden_size
+        self._hidden_size = encoder_size(model)
         if _has_position_biases(model):
             self._takes_spans = False  # flash attention knows no biases
 
@@ -120,14 +120,22 @@ class EncodedForward(PackedForward):
         logits = output.logits[0]
         return logits if layout.kept is None else logits[layout.kept]
 
-    def export(self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int) -> Cache:
-        """As `SlotCache.export`, in a new cache, beside what `encode` has kept."""
+    def export(
+        self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, own: Cache
+    ) -> EncoderDecoderCache:
+        """As `SlotCache.export`, beside what `encode` has kept."""
         assert self.encoded is not None, "`encode` has been told to keep nothing"
-        return EncoderDecoderCache(self.cache.export(rows, columns, total_length, DynamicCache()), self.encoded)
+        return EncoderDecoderCache(self.cache.export(rows, columns, total_length, own), self.encoded)
 
 
 def _has_position_biases(model: PreTrainedModel) -> bool:
     return any(hasattr(module, "compute_bias") for module in model.modules())
+
+
+def encoder_size(model: PreTrainedModel) -> int:
+    """Dimensions of the encoder outputs that the model's decoder looks at."""
+    own = getattr(model.config, "encoder", None)
+    return (own if isinstance(own, PreTrainedConfig) else model.config).hidden_size
 
 
 def masks_encoder(model: PreTrainedModel) -> bool:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target import support
@@ -70,7 +71,8 @@ class Bench:
     def check(self, text: Text, further: list[int], line: torch.Tensor) -> None:
         ids = torch.tensor([text.tokens + further])
         mask = {} if text.mask is None else {"attention_mask": text.mask}
-        output = self.model(encoder_outputs=(text.states,), decoder_input_ids=ids, use_cache=False, **mask)
+        outputs = BaseModelOutput(text.states)
+        output = self.model(encoder_outputs=outputs, decoder_input_ids=ids, use_cache=False, **mask)
         expected = output.logits[0, -1]
         assert torch.allclose(line, expected, atol=1e-4 * float(expected.std()), rtol=1e-4)
 
@@ -135,7 +137,11 @@ def test_listed_types_are_those_under_test():
 @pytest.mark.parametrize("architecture", ENCODER_DECODER)
 def test_the_probe_finds_what_can_be_packed(architecture, monkeypatch):
     monkeypatch.setattr(support, "TESTED_ENCODED_TYPES", frozenset())
-    assert packing_obstacle(new_model(architecture)) is None
+    obstacle = packing_obstacle(new_model(architecture))
+    if architecture == "t5gemma":
+        assert obstacle is not None and "behind `sliding_window=5` tokens has not been tried out" in obstacle
+    else:
+        assert obstacle is None
 
 
 def test_the_probe_finds_positions_that_depend_on_other_tokens(monkeypatch):
