@@ -1,7 +1,7 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..target.written import packed_forward
 from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import Scheduler
+from .weights import WeightsVersion
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
@@ -49,8 +50,8 @@ class EngineMemory:
         self._clear()
         self.prefixes = PrefixRows()
         self.num_reused = 0
-        self._parameters = list(model.parameters())  # walking the modules takes ten times as long as what follows
-        self._version: int | None = weights_version(self._parameters)
+        self._weights = WeightsVersion(model)
+        self._version: int | None = self._weights.number
 
     @torch.no_grad()
     def _measure(self) -> int:
@@ -148,11 +149,11 @@ class EngineMemory:
 
     def expire(self) -> None:
         """The model may have changed in ways that its parameters do not show."""
-        self._version, self._parameters = None, list(self.forward.model.parameters())
+        self._version, self._weights = None, WeightsVersion(self.forward.model)
 
     def check_weights(self, running: list[Request]) -> None:
         """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
-        version = weights_version(self._parameters)
+        version = self._weights.number
         if version == self._version:
             return
         self._version = version
@@ -180,11 +181,6 @@ def _cached(request: Request) -> CachedText:
 def _keeper(request: Request) -> TreeCandidateGenerator | None:
     """The request's source if it may keep something of its own beside keys and values."""
     return request.call.source if request.call.line.hidden_layers else None
-
-
-def weights_version(parameters: Sequence[torch.Tensor]) -> int:
-    """A number that changes with the weights: by optimiser steps, loading, moving, or changes in place."""
-    return hash(tuple((item.data_ptr(), 0 if item.is_inference() else item._version) for item in parameters))
 
 
 def _default_bytes(device: torch.device) -> int:

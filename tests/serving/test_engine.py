@@ -165,11 +165,18 @@ def test_wide_drafts_need_no_more_memory_than_usual_ones(model):
             engine.add_request([3] * 9, max_new_tokens=24)
 
 
-def test_texts_computed_with_other_weights_are_forgotten(model):
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),  # no tensor's version counts it
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_texts_computed_with_other_weights_are_forgotten(model, name):
     asked = Asked(list(range(3, 30)), {"max_new_tokens": 10})
     with Engine(model, suffix()) as engine:
         check_all(engine, model, [asked])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = OPTIMIZERS[name](model.parameters())
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
         optimizer.step()
         reused = engine._runner.memory.num_reused

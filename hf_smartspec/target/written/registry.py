@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...log import get_logger
+from ..compat import is_checkpointing
 from ..encoded import EncodedForward
 from ..packed import PackedForward
 from .decoder import WrittenDecoder
@@ -36,7 +37,7 @@ class _Entry:
         decoder (`WrittenDecoder`, *optional*): None where the model's own forward is to run, whatever happens to it.
         bypassed (sequence of `nn.Module`): The modules that the decoder bypasses.
         is_tried (`bool`): The decoder was found to agree. If not, it waits for an occasion to be tried out: nobody
-            does anything in the model, which is not in training.
+            does anything in the model, and nothing is dropped or recomputed in training.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
         return None
     if entry.is_tried:
         return entry.decoder
-    if entry.watch.is_training():
-        return None  # what is random or recomputed there would interfere
+    if model.training and is_checkpointing(model):
+        return None  # its own forward would do without the cache
     with _lock:
         known: _Entry | None = vars(model).get(_ENTRY)
         if known is not None and known is entry:

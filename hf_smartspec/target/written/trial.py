@@ -21,7 +21,7 @@ _HALF_TOLERANCE = 0.1  # of the logits' spread, where it rounds coarsely, behind
 
 def agrees(model: PreTrainedModel, decoder: WrittenDecoder) -> bool:
     """
-    Compares logits of ragged rows with trees, in a model that is not in training. Models with sliding windows and the
+    Compares logits of ragged rows with trees, in a model that drops nothing. Models with sliding windows and the
     like, and those in half precision or int8, are tried in a small float32 twin too, over every length at which they
     change their ways.
     """

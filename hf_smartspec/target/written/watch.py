@@ -75,9 +75,6 @@ class Watch:
         """The modules below the model that are watched, as far as they live."""
         return [module for reference in self._modules[1:] if (module := reference()) is not None]
 
-    def is_training(self) -> bool:
-        return any([attributes["training"] for attributes in self._attributes])
-
     def is_bypassable(self, thoroughly: bool = False) -> bool:
         """Whether calling the modules would do nothing but compute, now."""
         if torch_modules._has_any_global_hook() or torch.is_autocast_enabled(self._device_type):

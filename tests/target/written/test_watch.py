@@ -157,9 +157,18 @@ def test_a_model_that_cannot_be_tried_yet_is_planned_once(plans):
     handle.remove()
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_written(model)
-    model.train()
+    decoder = model.train().model
+    decoder.gradient_checkpointing = True
     assert not is_written(model)
-    assert is_written(model.eval()) and len(plans) == 1
+    decoder.gradient_checkpointing = False
+    assert is_written(model) and len(plans) == 1
+
+
+def test_a_model_in_training_is_tried_out_unless_something_is_dropped():
+    """Rollouts of reinforcement learning come from models that never leave training mode."""
+    model = new_model("llama", attention_dropout=0.1).train()
+    assert not is_written(model) and is_written(model.eval())
+    assert is_written(new_model("llama").train())
 
 
 def test_a_model_that_is_not_recognised_is_looked_at_once_per_use(monkeypatch):
