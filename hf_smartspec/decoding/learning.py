@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import Committed
@@ -40,8 +41,8 @@ class Learning(ABC):
     """Drafters that learn, and what they have to know of loops that use them."""
 
     @abstractmethod
-    def check(self, source: TreeCandidateGenerator) -> None:
-        """Raises `ValueError` if nothing of it can learn."""
+    def check(self, source: TreeCandidateGenerator, target: nn.Module) -> None:
+        """Raises `ValueError` if nothing of it can learn, or not without the target that it drafts for."""
 
     @abstractmethod
     def recorders(self, sources: Sequence[TreeCandidateGenerator]) -> tuple[Recorder, ...]:

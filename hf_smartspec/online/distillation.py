@@ -19,7 +19,7 @@ from ..log import get_logger
 from .checkpoint import Checkpoint
 from .learner import Learner, LearningEndedError, LearningStatistics
 from .options import LearningOptions
-from .students import module_of, student_of
+from .students import check_student, module_of, student_of
 
 logger = get_logger(__name__)
 
@@ -77,8 +77,11 @@ class OnlineDistillation(Learning):
 
     # What the decoding loop asks
 
-    def check(self, source: TreeCandidateGenerator) -> None:
-        if not any(module_of(item) is not None for item in _members(source)):
+    def check(self, source: TreeCandidateGenerator, target: nn.Module) -> None:
+        modules = [module for item in _members(source) if (module := module_of(item)) is not None]
+        for module in modules:
+            check_student(module, target)
+        if not modules:
             raise ValueError(
                 f"`online` is given, and {type(source).__name__} has nothing that can learn: pass a draft model of the "
                 "target's tokenizer, Medusa heads, or heads of EAGLE-3 as `assistant`."

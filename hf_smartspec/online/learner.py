@@ -133,6 +133,10 @@ class Learner:
         Returns:
             Whether there are new weights: not where they draft worse.
         """
+        with torch.inference_mode(False):  # calls may end there, and nothing can be learnt there
+            return self._update(go_on)
+
+    def _update(self, go_on: Callable[[], None]) -> bool:
         with self._lock:
             new, replayed = self._buffer.take(self._num_replayed(), self._generator)
             fresh = list(self._fresh)
@@ -169,6 +173,7 @@ class Learner:
     @torch.enable_grad()
     def _learn(self, samples: Sequence[Sample], go_on: Callable[[], None]) -> None:
         options = self.options
+        parameters = [item for _, item in self.student.parameters]
         total = num = 0.0
         for _ in range(options.passes):
             batches = in_batches(samples, options.batch_tokens)
@@ -178,7 +183,7 @@ class Learner:
                 loss = self._loss(batch)
                 if loss is None:
                     continue
-                loss.backward()
+                loss.backward(inputs=parameters)  # what it shares with the target gets no gradients
                 self._step()
                 total, num = total + float(loss.detach()), num + 1
         if num:

@@ -2,18 +2,21 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import LAST
 from ..candidates.draft_model import DraftModelCandidates
+from ..candidates.encoded import reads_encoder
 from ..candidates.heads.eagle import EagleHeads
 from ..candidates.heads.medusa import MedusaHeads
 from ..candidates.translated.source import TranslatedDraftCandidates
+from ..target.compat import shared_value
 from ..training.eagle import EagleDrafts
 from ..training.medusa import learnt
 from ..training.texts import IGNORED
@@ -51,22 +54,28 @@ class Student(ABC):
     hidden_layers: tuple[int, ...] = ()
     own_ids: torch.Tensor | None = None
 
+    @torch.inference_mode(False)  # of what is made there, nothing can be learnt
     def __init__(self, module: nn.Module, shared: Sequence[Any] = ()):
         self.module = module
         self.copy = copy.deepcopy(module, {id(item): item for item in shared})
-        learns = {name for name, _ in self._learnt(module)}
+        learns = {name for name, _ in self.learnt(module)}
         for name, parameter in self.copy.named_parameters():
             if name in learns:
                 parameter.data = parameter.data.float()
                 parameter.requires_grad_(True)
         self.parameters = [(name, item) for name, item in self.copy.named_parameters() if name in learns]
-        self._live = dict(self._learnt(module))
+        self._live = dict(self.learnt(module))
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
         """Of every token of a draft that it would make behind each token."""
 
-    def _learnt(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    @classmethod
+    def check(cls, module: nn.Module) -> None:  # noqa: B027 - most can
+        """Raises `ValueError` if it is of a kind that cannot learn."""
+
+    @classmethod
+    def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are to change."""
         yield from module.named_parameters()
 
@@ -93,7 +102,7 @@ class Student(ABC):
         for (_, item), weight in zip(self.parameters, weights):
             item.copy_(weight)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # in which models may have been made, too
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """These are what drafts from now on."""
         for (name, _), weight in zip(self.parameters, weights):
@@ -114,8 +123,14 @@ class DraftStudent(Student):
         super().__init__(module)
         self.copy.eval()  # without dropout: acceptance rates are compared
 
-    def _learnt(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        has_adapters = any("lora_" in name for name, _ in module.named_parameters())
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        if reads_encoder(cast(PreTrainedModel, module)):
+            raise ValueError(f"{type(module).__name__} reads what an encoder has read, and cannot learn yet.")
+
+    @classmethod
+    def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        has_adapters = _has_adapters(module)
         yield from (item for item in module.named_parameters() if not has_adapters or "lora_" in item[0])
 
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
@@ -123,7 +138,16 @@ class DraftStudent(Student):
         states = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
         where = batch.is_learnt.clone()
         where[:, 0] = False
-        yield Predictions(model.get_output_embeddings()(states[:, :-1][where[:, 1:]]), where)
+        yield Predictions(self._logits(states[:, :-1][where[:, 1:]]), where)
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """As the model's own forward makes them of states `[n, hidden_size]`, here of few tokens of every text."""
+        model: Any = self.copy
+        config = model.config.get_text_config(decoder=True)
+        logits: torch.Tensor = model.get_output_embeddings()(states)
+        logits = logits * (getattr(model, "logit_scale", None) or 1.0) / (shared_value(config, "logits_scaling") or 1.0)
+        cap = shared_value(config, "final_logit_softcapping")
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
         model: Any = self.copy
@@ -138,11 +162,16 @@ class MedusaStudent(Student):
     def __init__(self, heads: MedusaHeads):
         super().__init__(heads, list(heads.outputs))
         ids: Any = heads.ids
-        if ids is not None and not bool((ids[1:] > ids[:-1]).all()):
-            raise ValueError("Medusa heads whose `token_map` is not ascending cannot learn.")
         self.own_ids = ids
 
-    def _learnt(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        ids: Any = module.ids
+        if ids is not None and not bool((ids[1:] > ids[:-1]).all()):
+            raise ValueError("Medusa heads whose `token_map` is not ascending cannot learn.")
+
+    @classmethod
+    def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from (item for item in module.named_parameters() if item[0].startswith("blocks."))
 
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
@@ -162,13 +191,17 @@ class EagleStudent(Student):
     """Heads of EAGLE-3, which go on from their own features."""
 
     def __init__(self, heads: EagleHeads, num_steps: int = 3):
-        if not heads.is_third:
-            raise ValueError("Heads of EAGLE-1 and 2 cannot learn while they serve: use such of EAGLE-3.")
         super().__init__(heads, heads._target_parts)
         self.hidden_layers, self.own_ids = heads.hidden_layers, heads.token_ids
         self._drafts = EagleDrafts(cast(EagleHeads, self.copy), num_steps)
 
-    def _learnt(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        if not cast(EagleHeads, module).is_third:
+            raise ValueError("Heads of EAGLE-1 and 2 cannot learn while they serve: use such of EAGLE-3.")
+
+    @classmethod
+    def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from (item for item in module.named_parameters() if item[0].startswith("parts."))
 
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
@@ -184,9 +217,40 @@ class EagleStudent(Student):
 
 def student_of(module: nn.Module) -> Student:
     """What learns of a drafter."""
+    kind: Callable[[Any], Student] = _kind_of(module)
+    return kind(module)
+
+
+def _kind_of(module: nn.Module) -> type["DraftStudent | MedusaStudent | EagleStudent"]:
     if isinstance(module, MedusaHeads):
-        return MedusaStudent(module)
-    return EagleStudent(module) if isinstance(module, EagleHeads) else DraftStudent(module)
+        return MedusaStudent
+    return EagleStudent if isinstance(module, EagleHeads) else DraftStudent
+
+
+def check_student(module: nn.Module, target: nn.Module) -> None:
+    """Raises `ValueError` unless a drafter can learn, and the target stays as it is meanwhile."""
+    kind, name = _kind_of(module), type(module).__name__
+    kind.check(module)
+    if getattr(module, "hf_quantizer", None) is not None and not _has_adapters(module):
+        raise ValueError(f"`online` is given, and {name} is quantized: let it learn before, or give it adapters.")
+    storages = {_address(item) for item in target.parameters() if not item.is_meta}
+    for parameter_name, parameter in kind.learnt(module):
+        if parameter.is_meta or not parameter.is_floating_point():
+            kept = "is offloaded" if parameter.is_meta else f"holds {parameter.dtype}"
+            raise ValueError(f"`online` is given, and `{parameter_name}` of {name} {kept}, which cannot learn.")
+        if _address(parameter) in storages:
+            raise ValueError(
+                f"`online` is given, and `{parameter_name}` of {name} is the target's own, which must stay as it is: "
+                "give the drafter weights of its own, or adapters."
+            )
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return any("lora_" in name for name, _ in module.named_parameters())
+
+
+def _address(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def module_of(source: TreeCandidateGenerator) -> nn.Module | None:

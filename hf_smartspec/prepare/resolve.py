@@ -106,7 +106,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
     source = _as_source(config, target, Drafters() if drafters is None else drafters)
     if config.online is not None:
-        config.online.check(source)
+        config.online.check(source, target)
     if config.verification == "rejection" and not getattr(source, "samples", False):
         raise ValueError(
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "

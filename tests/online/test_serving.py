@@ -152,6 +152,38 @@ def test_presets_have_nothing_to_learn(target):
         SmartSpecConfig("suffix", online=True)
 
 
+def test_a_target_that_drafts_for_itself_is_left_as_it_is(target):
+    before = weights_of(target)
+    with pytest.raises(ValueError, match="is the target's own"):
+        generate(target, OnlineDistillation(background=False, **EAGER), target)
+    with pytest.raises(ValueError, match="is the target's own"):
+        Engine(target, RoutedCandidates({"a": new_drafter("draft", target), "b": target}), online=OnlineDistillation())
+    assert are_equal(weights_of(target), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_get_no_gradients(target, kind):
+    target.requires_grad_(True)
+    online = OnlineDistillation(background=False, **EAGER)
+    generate(target, online, new_drafter(kind, target))
+    assert [item.updates for item in online.statistics.values()] == [1]
+    assert all(item.grad is None for item in target.parameters())
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_in_inference_mode_teach(target, kind, background):
+    online = OnlineDistillation(background=background, **EAGER)
+    drafter = new_drafter(kind, target)
+    for _ in range(2):
+        with torch.inference_mode():
+            generate(target, online, drafter)
+        assert online.wait(TIMEOUT)
+    online.close()
+    (counts,) = online.statistics.values()
+    assert counts.updates >= counts.swaps >= 2
+
+
 def test_one_that_fails_to_learn_disturbs_nobody(target, monkeypatch):
     def fail(self, *args):
         raise RuntimeError("no memory")

@@ -6,8 +6,9 @@ from peft import LoraConfig, get_peft_model
 
 from hf_smartspec.candidates.committed import LAST
 from hf_smartspec.online.samples import Batch
-from hf_smartspec.online.students import DraftStudent, EagleStudent, MedusaStudent, student_of
+from hf_smartspec.online.students import DraftStudent, EagleStudent, MedusaStudent, check_student, student_of
 
+from ..models import VOCAB_SIZE, new_model
 from .helpers import KINDS, new_drafter, new_target, samples_of
 
 CPU = torch.device("cpu")
@@ -113,3 +114,83 @@ def test_drafters_in_half_precision_learn_in_float32(target):
 def test_tokens_of_a_smaller_vocabulary(target):
     student = student_of(new_drafter("eagle3", target))
     assert student.own(torch.tensor([0, 1, 2, 96, 95])).tolist() == [0, -1, 1, 48, -1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 5.0}),
+    ],
+)
+def test_logits_are_scaled_and_capped_as_the_model_does(target, architecture, options):
+    draft = new_model(architecture, **options)
+    student = student_of(draft)
+    batch = batch_of(target, student)
+    (found,) = student.predictions(batch)
+    torch.testing.assert_close(found.logits, draft(batch.ids).logits[:, 4:-1].flatten(0, 1))
+
+
+# What cannot learn is refused before anything begins
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_a_draft_that_shares_weights_with_the_target_is_refused(target):
+    with pytest.raises(ValueError, match=r"`model\.embed_tokens\.weight` of LlamaForCausalLM is the target's own"):
+        check_student(target, target)
+    draft = new_drafter("draft", target)
+    check_student(draft, target)
+    draft.set_output_embeddings(target.get_output_embeddings())
+    with pytest.raises(ValueError, match=r"`lm_head\.weight` of LlamaForCausalLM is the target's own"):
+        check_student(draft, target)
+    # Of what only adapters change, the rest may be shared.
+    draft = get_peft_model(draft, LoraConfig(r=2, target_modules=["q_proj"]))
+    check_student(draft.get_base_model(), target)
+
+
+def test_heads_may_use_the_targets_output(target):
+    for kind in ("medusa", "eagle3"):
+        check_student(new_drafter(kind, target), target)
+
+
+def test_what_is_not_in_floating_numbers_is_refused(target):
+    draft = new_drafter("draft", target)
+    draft.hf_quantizer = object()
+    with pytest.raises(ValueError, match="LlamaForCausalLM is quantized"):
+        check_student(draft, target)
+    draft = new_drafter("draft", target)
+    draft.lm_head.weight = torch.nn.Parameter(draft.lm_head.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"`lm_head\.weight` of LlamaForCausalLM holds torch\.int8"):
+        check_student(draft, target)
+    draft.lm_head.to("meta")
+    with pytest.raises(ValueError, match="is offloaded"):
+        check_student(draft, target)
+
+
+def test_kinds_that_cannot_learn_are_refused(target):
+    heads = new_drafter("medusa", target)
+    heads.ids = torch.arange(VOCAB_SIZE).flip(0)
+    with pytest.raises(ValueError, match="not ascending"):
+        check_student(heads, target)
+    heads = new_drafter("eagle3", target)
+    del heads.parts["hidden_norm"]
+    with pytest.raises(ValueError, match="EAGLE-1 and 2"):
+        check_student(heads, target)
+    with pytest.raises(ValueError, match="reads what an encoder has read"):
+        check_student(new_model("t5"), target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_inference_mode_it_learns_as_elsewhere(target, kind):
+    drafter = new_drafter(kind, target)
+    with torch.inference_mode():
+        student = student_of(drafter)
+    for where in (torch.inference_mode(), torch.no_grad()):
+        with where:
+            student.publish([item + 1 for item in student.live_weights()])
+    assert not any(item.is_inference() for _, item in student.parameters)
+    with torch.inference_mode():
+        made_there = new_drafter(kind, target)
+    student = student_of(made_there)
+    student.publish([item + 1 for item in student.live_weights()])
