@@ -70,8 +70,8 @@ class Student(ABC):
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
         """Of every token of a draft that it would make behind each token."""
 
-    @classmethod
-    def check(cls, module: nn.Module) -> None:  # noqa: B027 - most can
+    @classmethod  # noqa: B027 - most can
+    def check(cls, module: nn.Module) -> None:
         """Raises `ValueError` if it is of a kind that cannot learn."""
 
     @classmethod
