@@ -246,6 +246,14 @@ def test_drafts_read_what_the_target_reads(family):
     assert statistics.accepted_tokens == statistics.drafted_tokens > 0
 
 
+@pytest.mark.parametrize("architecture", ["t5", "whisper"])
+def test_drafts_are_loaded_with_their_encoders(architecture, tmp_path):
+    model = shared_model(architecture)
+    noisy_model(architecture).save_pretrained(tmp_path)
+    plain, output = both(model, str(tmp_path), **batch(architecture, 7, 2), max_new_tokens=6)
+    assert torch.equal(plain, output)
+
+
 def test_the_drafts_encoder_reads_all_rows_at_once(monkeypatch):
     model, draft, sizes = shared_model("bart"), new_model("bart", seed=1), []
     draft.get_encoder().register_forward_hook(lambda module, args, output: sizes.append(len(output[0])))
