@@ -95,9 +95,14 @@ class DecodingCall:
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
 
+    def encoded_text(self, request: Request) -> np.ndarray | None:
+        """The tokens that the target's encoder has read; None where there are none."""
+        return None if self._texts is None else self._texts[request.index]
+
     def text_of(self, request: Request) -> np.ndarray:
-        """What the request is about: what its encoder has read, or its prompt."""
-        return request.prompt if self._texts is None else self._texts[request.index]
+        """What the request is about: what the target's encoder has read, or its prompt."""
+        encoded = self.encoded_text(request)
+        return request.prompt if encoded is None else encoded
 
     def assignment_of(self, request: Request) -> dict[str, Any]:
         """What the request draws on: arguments of `source.assign`. What its encoder has read, answers repeat."""

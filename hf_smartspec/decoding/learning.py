@@ -25,8 +25,13 @@ class Recorder(ABC):
     hidden_layers: Sequence[int] = ()
 
     @abstractmethod
-    def start(self, request_id: Hashable, prompt: np.ndarray, is_greedy: bool) -> None:
-        """A request begins; `prompt` (int64 `[prompt_len]`) stays valid and unchanged."""
+    def start(
+        self, request_id: Hashable, prompt: np.ndarray, is_greedy: bool, encoded: np.ndarray | None = None
+    ) -> None:
+        """
+        A request begins; `prompt` (int64 `[prompt_len]`) stays valid and unchanged, and so does `encoded`, the tokens
+        that the target's encoder has read, if it has one that reads tokens.
+        """
 
     @abstractmethod
     def show(self, request_id: Hashable, step: Committed) -> None:

@@ -70,7 +70,8 @@ class DecodingLoop:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)
             self.drafting.sources.start(request)
-            request.line.recorders.start(request.request_id, request.prompt, request.seed is None)
+            is_greedy, encoded = request.seed is None, call.encoded_text(request)
+            request.line.recorders.start(request.request_id, request.prompt, is_greedy, encoded)
             self.drafting.sources.resume(request)
         self._find_running()
 

@@ -17,6 +17,7 @@ class _Course:
 
     prompt: np.ndarray
     is_greedy: bool
+    encoded: np.ndarray | None = None
     tokens: list[np.ndarray] = field(default_factory=list)
     errors: list[np.ndarray] = field(default_factory=list)
     tops: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -45,8 +46,10 @@ class SampleRecorder(Recorder):
         self._keep, self._top_k, self.hidden_layers = keep, top_k, tuple(dict.fromkeys(hidden_layers))
         self._courses: dict[Hashable, _Course] = {}
 
-    def start(self, request_id: Hashable, prompt: np.ndarray, is_greedy: bool) -> None:
-        self._courses[request_id] = _Course(prompt, is_greedy)
+    def start(
+        self, request_id: Hashable, prompt: np.ndarray, is_greedy: bool, encoded: np.ndarray | None = None
+    ) -> None:
+        self._courses[request_id] = _Course(prompt, is_greedy, encoded)
 
     @torch.no_grad()
     def show(self, request_id: Hashable, step: Committed) -> None:
@@ -112,4 +115,5 @@ class SampleRecorder(Recorder):
             np.concatenate(course.errors),
             course.is_greedy,
             {layer: states[:num] for layer, states in hidden.items()},
+            None if course.encoded is None else course.encoded.astype(np.int32),
         )

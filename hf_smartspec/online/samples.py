@@ -25,6 +25,7 @@ class Sample:
         is_greedy (`bool`): Whether the target took the likeliest tokens.
         hidden (mapping of `int` to `torch.Tensor` of shape `[p + n - 1, hidden_size]`): By layer; of all tokens but the
             last. Empty where the drafter looks at tokens only.
+        encoded (`np.ndarray` of shape `[e]`, int32, *optional*): What the target's encoder has read.
     """
 
     prompt: np.ndarray
@@ -34,6 +35,7 @@ class Sample:
     errors: np.ndarray
     is_greedy: bool = True
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    encoded: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -42,6 +44,7 @@ class Sample:
     @property
     def num_bytes(self) -> int:
         arrays = self.prompt.nbytes + self.response.nbytes + self.errors.nbytes
+        arrays += 0 if self.encoded is None else self.encoded.nbytes
         return arrays + sum(item.nbytes for item in (self.top_ids, self.top_probs, *self.hidden.values()))
 
     def end(self, max_length: int) -> "Sample":
@@ -53,8 +56,9 @@ class Sample:
         first = len(self.prompt) - len(prompt)
         hidden = {layer: states[first : first + max_length - 1] for layer, states in self.hidden.items()}
         return Sample(
-            prompt, response, self.top_ids[:most], self.top_probs[:most], self.errors[:most], self.is_greedy, hidden
-        )
+            prompt, response, self.top_ids[:most], self.top_probs[:most], self.errors[:most], self.is_greedy, hidden,
+            self.encoded,
+        )  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -68,6 +72,8 @@ class Batch(NamedTuple):
         is_response (`torch.Tensor` of shape `[rows, length]`, bool).
         top_ids, top_probs (`torch.Tensor` of shape `[rows, length, k]`): What stood in place of each token.
         hidden (mapping of `int` to `torch.Tensor` of shape `[rows, length, hidden_size]`): Zeros behind the ends.
+        encoded, is_encoded (`torch.Tensor` of shape `[rows, e]`, int64 and bool, *optional*): What encoders have read,
+            and which of it is no padding.
     """
 
     ids: torch.Tensor
@@ -76,6 +82,8 @@ class Batch(NamedTuple):
     top_ids: torch.Tensor
     top_probs: torch.Tensor
     hidden: Mapping[int, torch.Tensor]
+    encoded: torch.Tensor | None = None
+    is_encoded: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device, only_errors: bool = False) -> "Batch":
@@ -91,6 +99,8 @@ class Batch(NamedTuple):
             layer: pad_sequence([_longer(item.hidden[layer]) for item in samples], batch_first=True).to(device)
             for layer in samples[0].hidden
         }
+        read = [item.encoded for item in samples if item.encoded is not None]
+        has_encoder = len(read) == len(samples)
         return cls(
             _padded(texts).long().to(device),
             _padded(learnt).to(device),
@@ -98,6 +108,8 @@ class Batch(NamedTuple):
             pad_sequence([ids for ids, _ in tops], batch_first=True).long().to(device),
             pad_sequence([probs for _, probs in tops], batch_first=True).float().to(device),
             hidden,
+            _padded(read).long().to(device) if has_encoder else None,
+            _padded([np.ones(len(item), bool) for item in read]).to(device) if has_encoder else None,
         )
 
 

@@ -125,8 +125,10 @@ class DraftStudent(Student):
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
-        if reads_encoder(cast(PreTrainedModel, module)):
-            raise ValueError(f"{type(module).__name__} reads what an encoder has read, and cannot learn yet.")
+        model = cast(PreTrainedModel, module)
+        reads_tokens = model.config.is_encoder_decoder and model.main_input_name == "input_ids"
+        if reads_encoder(model) and not reads_tokens:  # samples hold no sounds
+            raise ValueError(f"{type(module).__name__} hears, or looks at the target's encoder, and cannot learn.")
 
     @classmethod
     def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -135,9 +137,14 @@ class DraftStudent(Student):
 
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
         model: Any = self.copy
-        states = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
         where = batch.is_learnt.clone()
         where[:, 0] = False
+        if model.config.is_encoder_decoder:
+            read = {"input_ids": batch.encoded, "attention_mask": batch.is_encoded}
+            logits = model(**read, decoder_input_ids=batch.ids, use_cache=False).logits
+            yield Predictions(logits[:, :-1][where[:, 1:]], where)
+            return
+        states = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
         yield Predictions(self._logits(states[:, :-1][where[:, 1:]]), where)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:

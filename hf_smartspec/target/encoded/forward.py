@@ -61,8 +61,8 @@ class EncodedForward(PackedForward):
 
         Args:
             outputs (`BaseModelOutput`): Its first item is of shape `[rows, length, hidden_size]`.
-            mask (`torch.Tensor` of shape `[rows, length]`, *optional*): 0 where there is padding, which nobody sees. No
-                row may be all padding.
+            mask (`torch.Tensor` of shape `[rows, length]`, *optional*): 0 where there is padding, which nobody sees,
+                unless a row is nothing else.
             num_tokens (`int`, *optional*): That the decoder's rows will have.
             keep (`bool`): Whether the model's own cache of encoder outputs is wanted later, as `encoded`.
         """
@@ -77,6 +77,7 @@ class EncodedForward(PackedForward):
             return_dict=True,
         )
         masks = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
+        masks = masks | ~masks.any(dim=1, keepdim=True)  # a softmax over nothing is NaN
         self.cross.capacity = states.shape[1]
         sources = [self.cross.add(length) for length in masks.sum(dim=1).tolist()]
         self.cross.load(cache.cross_attention_cache, sources, list(masks))
