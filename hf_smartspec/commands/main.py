@@ -27,6 +27,7 @@ COMMANDS = {
     ("datastore", "build"): Command("datastore_build", "build a file of continuations, from texts"),
     ("bench", "generate"): Command("generate.command", "measure `assistant=` against plain `generate`"),
     ("bench", "drafters"): Command("drafters.command", "compare learned drafters: tokens per step, drafting, speed"),
+    ("bench", "online"): Command("online.command", "measure what drafters learn from the requests that they draft for"),
     ("bench", "queue"): Command("queue", "serve a queue of prompts, against transformers' batches"),
     ("bench", "overhead"): Command("overhead.command", "measure what the machinery costs by itself"),
     ("bench", "gpu"): Command("gpu.command", "measure on a GPU: exactness, bandwidth, transformers' own"),

@@ -57,7 +57,7 @@ def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses
         UsageError: if the file cannot be read, or holds no request.
     """
     requests: list[Texts] = []
-    for number, row in enumerate(_rows(path), start=1):
+    for number, row in enumerate(read_rows(path), start=1):
         found = _requests(row, fields, f"{path.name!r}, row {number}", needs_responses)
         requests += [item for item in found if item.response or not needs_responses]
         if limit is not None and len(requests) >= limit:
@@ -67,7 +67,13 @@ def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses
     return requests[:limit]
 
 
-def _rows(path: Path) -> Iterator[Any]:
+def read_rows(path: Path) -> Iterator[Any]:
+    """
+    The rows of a .jsonl or .jsonl.gz file.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
     number = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
