@@ -21,7 +21,8 @@ from ..common.outputs import check_output, replace_json, resumed
 from ..common.recordings import Fields, Texts, read_requests, read_rows
 from ..common.setup import load_target, max_prompt_len
 from ..common.timing import environment
-from .live import LIVE, LIVE_PARTS, RANDOM, SPEED, live, random_drafter, speed
+from .live import LIVE, LIVE_PARTS, LOAD, RANDOM, SPEED, live, random_drafter, speed
+from .load import load
 from .parts import PARTS, Experiments
 from .report import as_markdown, plot, tables
 from .streams import Task, answer, distilled, options_of
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random", choices=RANDOM, default="draft", help="what begins at random in part 'live' (default: draft)"
     )
     parser.add_argument("--seconds", type=positive, default=600, metavar="S", help="of part 'live' (default: 600)")
+    parser.add_argument("--load-requests", type=positive, default=64, metavar="N", help="of part 'load' (default: 64)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables for a page")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
@@ -137,6 +139,8 @@ def _measure(
             report["parts"][part] = speed(larger, _drafters(small, larger, drafter), tasks, args)
         elif part == LIVE:
             report["parts"][part] = live(larger, random_drafter(args.random, larger, draft, args.seed), tasks, args)
+        elif part == LOAD:
+            report["parts"][part] = load(larger, drafter, tasks, args)
         else:
             report["parts"][part] = experiments.run(part)
         if args.json:

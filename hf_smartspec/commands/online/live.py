@@ -21,7 +21,7 @@ from ..common.models import UsageError
 from ..common.progress import track
 from .streams import Replay, Task, judged, options_of
 
-SPEED, LIVE = LIVE_PARTS = ("speed", "live")
+SPEED, LIVE, LOAD = LIVE_PARTS = ("speed", "live", "load")
 RANDOM = ("draft", "medusa", "eagle3")
 _NODES = 5  # the paper's k
 _WINDOWS = 8  # of the live run
@@ -42,8 +42,8 @@ def _generate(model: PreTrainedModel, sample: Sample, num: int, assistant: Any =
 
 def speed(target: PreTrainedModel, drafters: dict[str, nn.Module], tasks: Sequence[Task], args: Any) -> dict[str, Any]:
     """
-    Tables 3 and 4: what each drafter yields before and after it has learnt the stream online, one request at a time, and
-    what Eq. 1 predicts of the acceptance rate.
+    Tables 3 and 4: what each drafter yields before and after it has learnt the stream online, one request at a time,
+    and what Eq. 1 predicts of the acceptance rate.
     """
     rows: dict[str, Any] = {}
     num = args.max_new_tokens

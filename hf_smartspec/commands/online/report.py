@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..common.figures import draw, shared_legend
-from .live import LIVE, SPEED
+from .live import LIVE, LOAD, SPEED
 from .parts import ONLINE, SEVERAL, SHIFT, TABLE
 from .streams import mean
 
@@ -17,7 +17,7 @@ LATEST = 50  # requests that are averaged, as in the paper
 
 def tables(report: dict[str, Any]) -> list[Lines]:
     """Those of the parts that have been measured."""
-    makers = {TABLE: _table, ONLINE: _online, SHIFT: _shift, SEVERAL: _several, SPEED: _speed, LIVE: _live}
+    makers = {TABLE: _table, ONLINE: _online, SHIFT: _shift, SEVERAL: _several, SPEED: _speed, LIVE: _live, LOAD: _load}
     return [lines for part, make in makers.items() if part in report["parts"] for lines in make(report["parts"][part])]
 
 
@@ -145,6 +145,17 @@ def _live(part: dict[str, Any]) -> list[Lines]:
     rows.append([f"all {len(part['requests'])} requests", f"{total:.2f}", ""])
     columns = ["part of the run", "x plain, learning included", "x plain, without"]
     return [(f"From random weights, live: {part['report']}", columns, rows)]
+
+
+def _load(part: dict[str, Any]) -> list[Lines]:
+    rows = []
+    for name, row in part["rows"].items():
+        latencies = {mode: np.array(row[mode]) for mode in ("off", "on")}
+        at = [(np.percentile(latencies["off"], place), np.percentile(latencies["on"], place)) for place in (50, 99)]
+        figures = [text for off, on in at for text in (f"{off:.3f} s", f"{on:.3f} s", f"{on / off:.3f}")]
+        rows.append([name, str(len(row["on"])), str(sum(row["updates"])), *figures])
+    columns = ["load", "requests", "updates", *(f"{p}, {w}" for p in ("p50", "p99") for w in ("off", "on", "ratio"))]
+    return [("Latency beside learning in the background, which changes no drafts here", columns, rows)]
 
 
 def plot(report: dict[str, Any], folder: Path) -> None:

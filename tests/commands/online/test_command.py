@@ -76,6 +76,14 @@ def test_live_parts(folder, tmp_path, kind):
     assert parts["live"]["requests"][-1]["learning"] > 0
 
 
+def test_latency_beside_learning(folder, tmp_path, capsys):
+    out = tmp_path / "results.json"
+    assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "8", "--json", out) == 0
+    rows = json.loads(out.read_text())["parts"]["load"]["rows"]
+    assert all(len(row["on"]) == len(row["off"]) == 24 for row in rows.values())
+    assert "Latency beside learning" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
