@@ -196,6 +196,8 @@ class TreeCandidateGenerator(CandidateGenerator):
         """What it keeps of texts at present (keys and values, trees, ...), weights aside; None where nobody knows."""
         return None
 
+    num_renewals = 0  # how often it has learnt so much that what its drafts were worth before says little
+
     def weights_changed(self) -> None:
         """
         Comes between two steps, where what it drafts with has learnt: what was computed with the old weights counts no

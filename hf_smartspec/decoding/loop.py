@@ -69,11 +69,19 @@ class DecodingLoop:
         for request in call.requests:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)
+            self._renew(request)
             self.drafting.sources.start(request)
             is_greedy, encoded = request.seed is None, call.encoded_text(request)
             request.line.recorders.start(request.request_id, request.prompt, is_greedy, encoded)
             self.drafting.sources.resume(request)
         self._find_running()
+
+    def _renew(self, request: Request) -> None:
+        """Sources that have learnt much since the latest request get another chance."""
+        for source, cost in zip(request.line.sources, request.line.costs):
+            if number := source.origin.num_renewals:
+                self.policy.renew(cost.source, number)
+                self.drafting.sources.renew(cost.source, number)
 
     def remove(self, call: DecodingCall) -> None:
         """A call leaves, finished or not."""

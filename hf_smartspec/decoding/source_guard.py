@@ -41,6 +41,7 @@ class GuardedSources:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.gates: defaultdict[str, PrefillGate] = defaultdict(PrefillGate)  # by draft model
+        self._renewals: dict[str, int] = {}
         self._has_warned = False
 
     def choose(self, call: DecodingCall) -> None:
@@ -81,6 +82,12 @@ class GuardedSources:
             except Exception as error:
                 for request, position in rows.items():
                     self._drop(request, position, error)
+
+    def renew(self, source: str, number: int) -> None:
+        """A source has learnt, for the `number`-th time: no request is begun without it for what was before."""
+        if self._renewals.get(source) != number:
+            self._renewals[source] = number
+            self.gates.pop(source, None)
 
     def start(self, request: Request) -> None:
         """A request begins; without a draft model, where that is hardly ever asked for a draft any more."""

@@ -376,6 +376,11 @@ class GoodputAuction(LengthPolicy):
                 reached = [item.depths_reached(tokens) for item in (before.forest, forest)]
                 record.novelty.update(before.promises, *reached)
 
+    def renew(self, source: str, number: int) -> None:
+        for cost, record in self.records.items():
+            if cost.source == source:
+                record.renew(number)
+
     def forget(self, request_id: Hashable) -> None:
         for record in self.records.values():
             record.forget(request_id)

@@ -100,6 +100,12 @@ class AcceptanceEstimator:
         rate = self.rate
         return float(np.sqrt(rate * (1 - rate) / (self._tried.sum() + _DOUBT)))
 
+    def doubt_all(self) -> None:
+        """What was observed counts little against what will be."""
+        share = min(1.0, self._PRIOR_STRENGTH / max(self._tried.sum(), 1e-9))
+        for counts in (self._tried, self._succeeded, self._request_tried, self._request_succeeded):
+            counts *= share
+
     def by_depth(self, num_depths: int) -> np.ndarray:
         """The rate at depths 1 to `num_depths`, given that the levels above came true; `[num_depths]` float64."""
         rates, rate = [], self.rate

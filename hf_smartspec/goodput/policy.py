@@ -153,6 +153,12 @@ class LengthPolicy(ABC):
                 were not verified teach as well. Without them, only chains do.
         """
 
+    def renew(self, source: str, number: int) -> None:  # noqa: B027
+        """
+        The source of this name has learnt, for the `number`-th time: what its drafts were worth before says little.
+        Comes with every request that it drafts for, mostly with the same number.
+        """
+
     def forget(self, request_id: Hashable) -> None:  # noqa: B027
         """The request has ended. Unknown ids are ignored."""
 

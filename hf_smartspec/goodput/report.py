@@ -118,6 +118,9 @@ class LoggedPolicy(LengthPolicy):
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         return self.policy.select(rows, trees)
 
+    def renew(self, source: str, number: int) -> None:
+        self.policy.renew(source, number)
+
     def forget(self, request_id: Hashable) -> None:
         self.policy.forget(request_id)
 

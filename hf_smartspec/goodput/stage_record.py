@@ -28,6 +28,14 @@ class StageRecord:
         self.benefit = Running()  # seconds that drafts have saved, of first sources that draft in one call
         self.pays = False  # whether levels lately promised more than they cost, of sources that are asked by level
         self._newcomers = Newcomers()
+        self._number = 0
+
+    def renew(self, number: int) -> None:
+        """The source has learnt, for the `number`-th time: its drafts are tried again, whatever they were worth."""
+        if number != self._number:
+            self._number = number
+            self.acceptance.doubt_all()
+            self.benefit = Running()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
         """What drafts of so many levels (`[rows]` int) take."""

@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 
 _WARM_UP = 10  # optimizer steps until the learning rate is reached
 _MAX_NORM = 1.0
+_NOTABLE = 0.05  # of an acceptance rate
 _HELD_OUT = 4  # every so many-th sample is for shadow drafting first
 
 
@@ -69,6 +70,7 @@ class Learner:
         self._since_update = [0, 0]  # requests, tokens
         self._updated_at = time.monotonic()
         self._pending: list[torch.Tensor] | None = None
+        self._noticed, self._num_renewals = 0.0, 0  # the acceptance rate when policies were last told
         self._optimizer = options.new_optimizer([item for _, item in student.parameters])
         self._generator = np.random.default_rng(options.seed)
         if checkpoint is not None:
@@ -112,6 +114,7 @@ class Learner:
         self.student.publish(weights)
         for source in list(self.sources):
             source.weights_changed()
+            source.num_renewals = self._num_renewals
         self._statistics.swaps += 1
 
     @property
@@ -160,12 +163,18 @@ class Learner:
             counts.seconds += time.perf_counter() - start
             if is_better:
                 self._pending = self.student.weights()
+                self._notice(counts.acceptance)
             else:
                 counts.rollbacks += 1
                 self._optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
         if is_better and self.checkpoint is not None:
             self.checkpoint.save(self.student.weights(), self._optimizer.state_dict(), vars(self.statistics))
         return is_better
+
+    def _notice(self, acceptance: float) -> None:
+        """Whoever found out what drafts are worth is to find out anew, when they have become much better."""
+        if not acceptance < self._noticed + _NOTABLE:
+            self._noticed, self._num_renewals = acceptance, self._num_renewals + 1
 
     def _num_replayed(self) -> int:
         return round(self.options.replay * len(self._buffer.new))

@@ -151,3 +151,16 @@ def test_the_optimal_length_minimises_the_time_per_token():
         assert found[-1] == pytest.approx(lengths[seconds.argmin()], abs=0.02)
     assert found == sorted(found, reverse=True), "the dearer a node, the fewer"
     assert optimal_length(law, 0.0, 1.0) == 1024 and optimal_length(law, 2.0, 1.0) == 0
+
+
+def test_what_was_observed_may_be_doubted():
+    """A source that has learnt gets a chance, and what it does then soon decides."""
+    estimator = AcceptanceEstimator()
+    for _ in range(60):
+        estimator.update(["a"], np.ones((1, 4), bool), np.zeros((1, 4), bool))
+    before = estimator.rate
+    estimator.doubt_all()
+    assert before < 0.1 and estimator.rate > 3 * before
+    for _ in range(10):
+        estimator.update(["a"], np.ones((1, 4), bool), np.ones((1, 4), bool))
+    assert estimator.rate > 0.7 and estimator.rates(["a"])[0] > 0.7

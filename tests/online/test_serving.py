@@ -16,6 +16,7 @@ from hf_smartspec import (
     SmartSpecConfig,
     enable,
 )
+from hf_smartspec.goodput import FixedLength
 from hf_smartspec.online.learner import Learner
 
 from ..serving.helpers import check_all, random_requests
@@ -134,6 +135,36 @@ def test_of_routed_requests_each_teaches_the_drafter_that_it_went_to(target):
     assert torch.equal(output, GenerationMixin.generate(target, ids, max_new_tokens=12))
     assert sorted(item.requests for item in online.statistics.values()) == [1, 2]
     assert not any(are_equal(weights_of(drafter), before[name]) for name, drafter in drafters.items())
+
+
+class Told(FixedLength):
+    """A policy that keeps what it is told of sources that have learnt."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.renewals = []
+
+    def renew(self, source, number):
+        self.renewals.append((source, number))
+
+
+def test_policies_are_told_of_drafters_that_have_become_better(target):
+    policy, draft = Told(), new_drafter("draft", target)
+    online = OnlineDistillation(background=False, **EAGER)
+    with Engine(target, SmartSpecConfig(draft, policy=policy), online=online) as engine:
+        name = engine._assistant.source.name
+        for _ in range(3):
+            engine.get_result(engine.add_request([5, 6, 7], max_new_tokens=6))
+        gates = engine._runner.loop.drafting.sources.gates
+        first = gates[name]
+        (learner,) = online._learners.values()
+        learner._num_renewals += 1
+        learner._pending = learner.student.weights()
+        for _ in range(2):
+            engine.get_result(engine.add_request([5, 6, 7], max_new_tokens=6))
+    numbers = [number for source, number in policy.renewals if source == name]
+    assert numbers == sorted(numbers) and len(set(numbers)) > 1
+    assert gates[name] is not first
 
 
 def test_in_a_list_the_drafter_learns_from_all_requests(target):
