@@ -56,7 +56,7 @@ class DecodingLoop:
         self._is_compact = True
         self._shows_more = False  # whether some source needs more than tokens
         self._learning: set[Learning] = set()
-        self.num_waiting = 0
+        self._num_waiting = 0
         self.statistics = GenerationStatistics()
         self.drafting = Drafting(policy, limits, self.statistics, clock)
 
@@ -110,11 +110,29 @@ class DecodingLoop:
     def _find_running(self) -> None:
         """After calls or rows have come or gone."""
         self.running = [request for call in self.calls for request in call.batch.active]
-        before, self._learning = self._learning, {call.learning for call in self.calls if call.learning is not None}
-        for learning in before - self._learning:
-            learning.between_steps(self, 0, self.num_waiting)
+        self._learning |= {call.learning for call in self.calls if call.learning is not None}
+        self._tell_idle()
         self._is_compact = False
         self._shows_more = any(request.line.needs_more for request in self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn, as far as whoever runs the loop says so."""
+        return self._num_waiting
+
+    @num_waiting.setter
+    def num_waiting(self, number: int) -> None:
+        if number != self._num_waiting:
+            self._num_waiting = number
+            self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        """What learns is told that nothing runs any more, and again as soon as nobody waits either."""
+        if not self.calls:
+            for learning in self._learning:
+                learning.between_steps(self, 0, self.num_waiting)
+            if not self.num_waiting:
+                self._learning.clear()
 
     def step(self) -> list[DecodingCall]:
         """

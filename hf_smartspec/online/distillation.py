@@ -1,5 +1,6 @@
 """`OnlineDistillation`: drafters learn from what they serve."""
 
+import atexit
 import os
 import re
 import threading
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -22,6 +23,8 @@ from .options import LearningOptions
 from .students import check_student, module_of, student_of
 
 logger = get_logger(__name__)
+
+_running: "WeakSet[OnlineDistillation]" = WeakSet()  # that have a thread
 
 
 class OnlineDistillation(Learning):
@@ -74,6 +77,7 @@ class OnlineDistillation(Learning):
         self._loads: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of loops: running, waiting
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_learning = False
+        self._num_urging = 0
 
     # What the decoding loop asks
 
@@ -101,7 +105,10 @@ class OnlineDistillation(Learning):
                 self._loads[loop] = load
             else:
                 self._loads.pop(loop, None)
-            self._publish(loop)
+            try:
+                self._publish(loop)
+            except Exception as error:
+                self._fail(error)
             self._changed.notify_all()
         if not self.options.background and not num_running and self._is_due:
             try:
@@ -156,18 +163,28 @@ class OnlineDistillation(Learning):
             arguments = weakref.ref(self), self._changed
             self._thread = threading.Thread(target=_learn, args=arguments, name="hf-smartspec online", daemon=True)
             self._thread.start()
+            _running.add(self)
 
     def _fail(self, error: Exception) -> None:
         logger.warning(f"Drafters do not learn any more: {error!r}")
         self._is_closed = True
 
     def update(self, only_due: bool = True) -> None:
-        """Updates that are due, or all for which there are samples, in this thread and at once."""
-        for learner in list(self._learners.values()):
-            if learner.is_due or not only_due:
-                learner.update()
+        """
+        Updates that are due, or all for which there are samples, in this thread and at once; one that waits for
+        capacity meanwhile goes on.
+        """
         with self._changed:
-            self._publish()
+            self._num_urging += 1
+            self._changed.notify_all()
+        try:
+            for learner in list(self._learners.values()):
+                if learner.is_due or not only_due:
+                    learner.update()
+        finally:
+            with self._changed:
+                self._num_urging -= 1
+                self._publish()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until nothing is due; False after `timeout` seconds."""
@@ -185,7 +202,8 @@ class OnlineDistillation(Learning):
     @property
     def is_idle(self) -> bool:
         """Whether there is capacity to learn with."""
-        loads = list(self._loads.values())
+        with self._changed:
+            loads = list(self._loads.values())
         return sum(running for running, _ in loads) <= self.options.max_running and not any(num for _, num in loads)
 
     # What became of it
@@ -204,6 +222,14 @@ class OnlineDistillation(Learning):
             for name, item in self.statistics.items()
         ]
         return "\n".join(lines) or "Nothing has been learnt yet."
+
+
+@atexit.register
+def _close_all() -> None:
+    """Whatever computes in a thread while the interpreter ends is torn down in the middle, and the process with it."""
+    for online in list(_running):
+        if online._thread is not None and online._thread.is_alive():  # not so behind a fork
+            online.close()
 
 
 def _members(source: TreeCandidateGenerator) -> Iterator[TreeCandidateGenerator]:
@@ -254,6 +280,10 @@ class _Turn:
 
     def __call__(self) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.online._is_closed or self.online.is_idle)
+            while not self.changed.wait_for(self._may_go_on, 1.0):
+                pass  # a loop that is gone says nothing
         if self.online._is_closed:
             raise LearningEndedError
+
+    def _may_go_on(self) -> bool:
+        return self.online._is_closed or self.online._num_urging > 0 or self.online.is_idle

@@ -65,7 +65,8 @@ class Learner:
         self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # that draft with it
         self._buffer = ReplayBuffer(options.max_bytes, options.eviction)
         self._fresh: list[Sample] = []  # that nothing has been learnt from
-        self._lock = threading.Lock()  # of the buffer and what counts it
+        self._lock = threading.Lock()  # of the buffer and what counts it, and of weights that are handed over
+        self._updating = threading.Lock()  # one update at a time
         self._statistics = LearningStatistics()
         self._since_update = [0, 0]  # requests, tokens
         self._updated_at = time.monotonic()
@@ -108,14 +109,15 @@ class Learner:
 
     def publish(self) -> None:
         """What has been learnt drafts from now on; nothing may draft with it meanwhile."""
-        weights, self._pending = self._pending, None
-        if weights is None:
-            return
-        self.student.publish(weights)
+        with self._lock:
+            weights, self._pending = self._pending, None
+            if weights is None:
+                return
+            self.student.publish(weights)
+            self._statistics.swaps += 1
         for source in list(self.sources):
             source.weights_changed()
             source.num_renewals = self._num_renewals
-        self._statistics.swaps += 1
 
     @property
     def statistics(self) -> LearningStatistics:
@@ -136,7 +138,7 @@ class Learner:
         Returns:
             Whether there are new weights: not where they draft worse.
         """
-        with torch.inference_mode(False):  # calls may end there, and nothing can be learnt there
+        with self._updating, torch.inference_mode(False):  # calls may end there, and nothing can be learnt there
             return self._update(go_on)
 
     def _update(self, go_on: Callable[[], None]) -> bool:
@@ -144,9 +146,9 @@ class Learner:
             new, replayed = self._buffer.take(self._num_replayed(), self._generator)
             fresh = list(self._fresh)
             self._since_update, self._updated_at = [0, 0], time.monotonic()
-        if not new:
-            return False
-        before = self._pending or self.student.live_weights()
+            if not new:
+                return False
+            before = self._pending or self.student.live_weights()
         start = time.perf_counter()
         try:
             self.student.take(before)
@@ -215,11 +217,12 @@ class Learner:
 
     def _step(self) -> None:
         parameters = [item for _, item in self.student.parameters]
-        torch.nn.utils.clip_grad_norm_(parameters, _MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, _MAX_NORM)
         warmth = min(1.0, (self._statistics.steps + 1) / _WARM_UP)
         for group in self._optimizer.param_groups:
             group["lr"] = warmth * self.options.learning_rate
-        self._optimizer.step()
+        if norm.isfinite():  # half precision may overflow
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._statistics.steps += 1
 

@@ -233,6 +233,7 @@ class EngineRunner:
         """The request neither waits nor runs any more."""
         del self._tickets[ticket.call]
         self.memory.scheduler.remove(ticket)
+        self.loop.num_waiting = len(self.memory.scheduler.waiting)
         if ticket.call in self.loop.calls:
             try:
                 self.loop.remove(ticket.call)

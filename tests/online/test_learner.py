@@ -1,6 +1,7 @@
 """Updates learn what they should, take nothing over that drafts worse, and lose nothing when they are cut short."""
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -207,3 +208,57 @@ def test_a_checkpoint_that_cannot_be_written_stops_nothing(target, tmp_path):
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LearningOptions(**options)
+
+
+def test_steps_of_infinite_gradients_are_left_out(target, monkeypatch):
+    learner = learner_of(target, shadow=0)
+    feed(learner, target)
+    original, before = learner._loss, learner.student.live_weights()
+    monkeypatch.setattr(learner, "_loss", lambda batch: original(batch) * float("inf"))
+    learner.update()
+    assert all(torch.equal(*pair) for pair in zip(learner.student.weights(), before))
+
+
+def test_one_update_at_a_time(target, monkeypatch):
+    learner = learner_of(target)
+    feed(learner, target)
+    begun, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+    original = learner._learn
+
+    def learn(*args):
+        begun.release()
+        assert may_go_on.acquire(timeout=60)
+        original(*args)
+
+    monkeypatch.setattr(learner, "_learn", learn)
+    first = threading.Thread(target=learner.update)
+    first.start()
+    assert begun.acquire(timeout=60)
+    feed(learner, target)
+    second = threading.Thread(target=learner.update)
+    second.start()
+    assert not begun.acquire(timeout=0.05)
+    may_go_on.release(2)
+    first.join()
+    second.join()
+    assert learner.statistics.updates == 2
+
+
+def test_an_update_never_begins_with_weights_that_are_half_taken_over(target, monkeypatch):
+    learner = learner_of(target, shadow=0)
+    feed(learner, target)
+    assert learner.update()
+    feed(learner, target)
+    has_read, original, live = threading.Event(), learner.student.publish, learner.student.live_weights
+    other = threading.Thread(target=learner.update)
+
+    def publish(weights):
+        other.start()
+        assert not has_read.wait(0.05)
+        original(weights)
+
+    monkeypatch.setattr(learner.student, "live_weights", lambda: has_read.set() or live())
+    monkeypatch.setattr(learner.student, "publish", publish)
+    learner.publish()
+    other.join()
+    assert has_read.is_set() and learner.statistics.updates == 2
