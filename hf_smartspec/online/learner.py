@@ -61,7 +61,7 @@ class Learner:
 
     def __init__(self, student: Student, options: LearningOptions, checkpoint: Checkpoint | None = None):
         self.student, self.options, self.checkpoint = student, options, checkpoint
-        self.recorder = SampleRecorder(self._keep, options.top_k, student.hidden_layers)
+        self.recorder = SampleRecorder(self._keep, options.top_k, student.hidden_layers, options.max_length)
         self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # that draft with it
         self._buffer = ReplayBuffer(options.max_bytes, options.eviction)
         self._fresh: list[Sample] = []  # that nothing has been learnt from

@@ -54,10 +54,11 @@ class Sample:
         most = min(len(self.response), max_length - 1)  # something stands before the first that is learnt
         prompt, response = self.prompt[len(self.prompt) - (max_length - most) :], self.response[:most]
         first = len(self.prompt) - len(prompt)
-        hidden = {layer: states[first : first + max_length - 1] for layer, states in self.hidden.items()}
+        # Copies: views would hold what is left out.
+        hidden = {layer: states[first : first + max_length - 1].clone() for layer, states in self.hidden.items()}
         return Sample(
-            prompt, response, self.top_ids[:most], self.top_probs[:most], self.errors[:most], self.is_greedy, hidden,
-            self.encoded,
+            prompt.copy(), response.copy(), self.top_ids[:most].clone(), self.top_probs[:most].clone(),
+            self.errors[:most].copy(), self.is_greedy, hidden, self.encoded,
         )  # fmt: skip
 
 

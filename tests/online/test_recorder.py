@@ -170,3 +170,47 @@ def test_nothing_is_computed_for_calls_that_teach_nobody(target):
     output = target.generate(torch.tensor([PROMPTS[0]]), assistant=new_drafter("draft", target), max_new_tokens=5)
     plain = GenerationMixin.generate(target, torch.tensor([PROMPTS[0]]), max_new_tokens=5)
     assert torch.equal(output, plain)
+
+
+@pytest.mark.parametrize("length", [6, 12])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_long_requests_no_more_is_kept_meanwhile_than_samples_need(target, kind, length, monkeypatch):
+    most = []
+    original = SampleRecorder.show
+
+    def show(self, request_id, step):
+        original(self, request_id, step)
+        course = self._courses[request_id]
+        most.append((course.num_hidden, course.num_tokens))
+
+    monkeypatch.setattr(SampleRecorder, "show", show)
+    prompt, new = list(range(5, 45)), 20
+    options = {"background": False, "every_requests": 10**6, "top_k": 8, "shadow": 0}
+    samples = []
+    for max_length in (length, 1000):
+        online = OnlineDistillation(**options, max_length=max_length)
+        with Engine(
+            target, SmartSpecConfig(new_drafter(kind, target), num_nodes=2), max_prefill_tokens=7, online=online
+        ) as engine:
+            engine.get_result(engine.add_request(prompt, max_new_tokens=new))
+        samples += kept(online)
+        if max_length == length:
+            assert max(hidden for hidden, _ in most) <= 2 * length + 3 and max(num for _, num in most) <= length + 1
+    short, long = samples[0], samples[1].end(length)
+    assert short.prompt.tolist() == long.prompt.tolist() and short.response.tolist() == long.response.tolist()
+    assert torch.equal(short.top_ids, long.top_ids) and short.num_tokens == length
+    for layer, states in short.hidden.items():
+        torch.testing.assert_close(states, long.hidden[layer], rtol=0, atol=1e-4)
+        assert states.untyped_storage().nbytes() == states.nbytes
+
+
+def test_a_request_of_which_a_step_could_not_be_kept_teaches_nothing():
+    samples = []
+    recorder = SampleRecorder(samples.append, 4)
+    recorder.start("a", np.array([1, 2]), True)
+    recorder.show("a", step([3]))
+    with pytest.raises(AttributeError):
+        recorder.show("a", Committed(np.array([4]), scores="none"))
+    recorder.show("a", step([5]))
+    recorder.stop("a")
+    assert not samples and not recorder._courses
