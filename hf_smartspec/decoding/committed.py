@@ -76,10 +76,19 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
         tokens,
         np.array(request.path, np.int64),
         own,
-        scores.to(torch.float32, copy=True) if request.line.needs_scores else None,
+        _scores(request, scores),
         tree,
         start,
     )
+
+
+def _scores(request: Request, scores: torch.Tensor) -> torch.Tensor | None:
+    """All, for sources that need them; else those along the accepted path, for what learns from the request."""
+    if request.line.needs_scores:
+        return scores.to(torch.float32, copy=True)
+    if request.line.recorders.recorders:
+        return scores[[0, *(node + 1 for node in request.path)]]
+    return None
 
 
 def _num_states(step: Committed) -> int:

@@ -35,7 +35,10 @@ class Recorder(ABC):
 
     @abstractmethod
     def show(self, request_id: Hashable, step: Committed) -> None:
-        """One step of it, with scores. Where a prefix was reused, hidden states begin behind it."""
+        """
+        One step of it, with scores of all nodes or of those on the accepted path alone. Where a prefix was reused,
+        hidden states begin behind it.
+        """
 
     @abstractmethod
     def stop(self, request_id: Hashable) -> None:

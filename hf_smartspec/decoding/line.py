@@ -19,7 +19,7 @@ class SourceLine:
         watching (tuple of pairs): Position and source of those that see tokens alone.
         hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What they need beside tokens.
         num_likeliest (`int`): See `TreeCandidateGenerator`.
-        recorders (`GuardedRecorders`): What learns from the request; it is shown all that sources are shown.
+        recorders (`GuardedRecorders`): What learns from the request.
     """
 
     sources: tuple[TreeCandidateGenerator, ...]
@@ -40,7 +40,7 @@ class SourceLine:
             costs=_shared(tuple(map(draft_cost, sources))),
             watching=tuple(item for item in enumerate(sources) if not item[1].needs),
             hidden_layers=frozenset(layer for source in looking for layer in source.hidden_layers),
-            needs_scores=any(SCORES in source.needs for source in sources) or bool(recorders),
+            needs_scores=any(SCORES in source.needs for source in sources),
             needs_more=any(source.needs for source in sources) or bool(recorders),
             num_likeliest=max(source.num_likeliest for source in sources),
             recorders=GuardedRecorders(recorders),

@@ -81,8 +81,9 @@ class SampleRecorder(Recorder):
     def _take_tokens(self, course: _Course, step: Committed, scores: torch.Tensor) -> bool:
         """Returns whether some are missing."""
         num = min(len(step.tokens), 1 + len(step.path))
-        lines = torch.from_numpy(np.append(0, 1 + step.path[: num - 1])).to(scores.device)
-        logits = scores[lines] if len(scores) > 1 else scores
+        if len(scores) > 1 + len(step.path):  # of all nodes
+            scores = scores[[0, *(step.path + 1).tolist()]]
+        logits = scores[:num].float()
         best = logits.topk(min(self._top_k, logits.shape[-1]), dim=-1)
         probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
         course.tops.append((best.indices.to(torch.int32), probs.to(torch.float16)))
