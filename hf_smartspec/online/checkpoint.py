@@ -1,12 +1,12 @@
 """What a drafter has learnt, on disk: whole, or not at all."""
 
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -47,7 +47,7 @@ class Checkpoint:
             "optimizer": dict(optimizer),
             "statistics": dict(statistics),
         }
-        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        new = self.path.with_name(f".{self.path.name}.{uuid4().hex}")  # others may write at the same time
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(new, "wb") as file:
@@ -55,7 +55,7 @@ class Checkpoint:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self.path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")
         finally:
             with suppress(OSError):
@@ -71,7 +71,7 @@ class Checkpoint:
             if fits and all(bool(item.isfinite().all()) for item in content["weights"]):
                 return Found(content["weights"], content["optimizer"], content["statistics"])
             reason = "is of another drafter"
-        except (OSError, EOFError, KeyError, TypeError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:  # whatever is in the file
             reason = f"cannot be read: {error}"
         logger.warning(f"{self.path} {reason}; the drafter begins as it is.")
         return None

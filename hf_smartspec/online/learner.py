@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -24,6 +25,10 @@ logger = get_logger(__name__)
 _WARM_UP = 10  # optimizer steps until the learning rate is reached
 _MAX_NORM = 1.0
 _NOTABLE = 0.05  # of an acceptance rate
+_STATES = {  # of parameters, by optimizer
+    "adamw": {"step", "exp_avg", "exp_avg_sq"},
+    "adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
+}
 _HELD_OUT = 4  # every so many-th sample is for shadow drafting first
 
 
@@ -271,8 +276,19 @@ class Learner:
         found = checkpoint.load(shapes)
         if found is None:
             return
-        self._optimizer.load_state_dict(found.optimizer)
+        self._resume_optimizer(found.optimizer)
         known = {name: value for name, value in found.statistics.items() if hasattr(self._statistics, name)}
         self._statistics = replace(self._statistics, **known)
         self.student.take(found.weights)
         self._pending = self.student.weights()
+
+    def _resume_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Where another one has learnt so far, this one begins anew."""
+        optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
+        try:
+            optimizer.load_state_dict(dict(state))
+        except (KeyError, TypeError, ValueError) as error:
+            logger.info(f"The optimizer begins anew: {error}")
+            return
+        if all(set(item) <= _STATES[self.options.optimizer] for item in optimizer.state.values()):
+            self._optimizer = optimizer

@@ -169,13 +169,15 @@ def test_a_checkpoint_that_is_cut_short_leaves_the_one_before(target, tmp_path, 
     assert learner_of(target, checkpoint=Checkpoint(path)).has_pending
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", "other"])
+@pytest.mark.parametrize("content", [b"", b"nonsense", "other", "no tensors"])
 def test_checkpoints_that_do_not_fit_are_left_aside(target, tmp_path, content, caplog):
     path = tmp_path / "draft.pt"
     if content == "other":
         heads = learner_of(target, "medusa", checkpoint=Checkpoint(path), tolerance=1.0)
         feed(heads, target)
         heads.update()
+    elif content == "no tensors":
+        torch.save({"format": 1, "weights": [None], "optimizer": {}, "statistics": {}}, path)
     else:
         path.write_bytes(content)
     learner = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
@@ -183,6 +185,37 @@ def test_checkpoints_that_do_not_fit_are_left_aside(target, tmp_path, content, c
     feed(learner, target)
     learner.update()
     assert learner_of(target, checkpoint=Checkpoint(path)).has_pending
+
+
+def test_with_another_optimizer_what_was_learnt_is_kept(target, tmp_path):
+    path = tmp_path / "draft.pt"
+    first = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    feed(first, target)
+    first.update()
+    content = torch.load(path, weights_only=True)
+    for state in content["optimizer"]["state"].values():  # as of bitsandbytes
+        state |= {"state1": state.pop("exp_avg"), "state2": state.pop("exp_avg_sq")}
+    torch.save(content, path)
+    second = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    assert second.has_pending
+    feed(second, target)
+    assert second.update()
+
+
+def test_two_that_write_one_file_leave_it_whole(tmp_path, monkeypatch):
+    path = tmp_path / "draft.pt"
+    one, other = Checkpoint(path), Checkpoint(path)
+    original = torch.save
+
+    def save(content, file):
+        monkeypatch.undo()
+        original(content, file)
+        other.save([torch.zeros(3)], {}, {})  # in the middle of it
+
+    monkeypatch.setattr(torch, "save", save)
+    one.save([torch.ones(3)], {}, {})
+    found = one.load([(3,)])
+    assert found is not None and torch.equal(found.weights[0], torch.ones(3)) and os.listdir(tmp_path) == ["draft.pt"]
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_nothing(target, tmp_path):

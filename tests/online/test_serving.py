@@ -20,6 +20,7 @@ from hf_smartspec import (
 )
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.online.learner import Learner
+from hf_smartspec.target.written import written_decoder
 
 from ..serving.helpers import check_all, random_requests
 from .helpers import KINDS, new_drafter, new_target
@@ -63,16 +64,18 @@ def test_outputs_with_other_weights_at_every_step(target, kind, swaps):
     assert sum(item.updates for item in online.statistics.values()) > 0
 
 
-def test_drafts_are_of_the_new_weights(target):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_are_of_the_new_weights(target, dtype):
     """Also what a source has laid out, or computed, of the old ones."""
-    draft = new_drafter("draft", target)
+    draft = new_drafter("draft", target).to(dtype)
     online = OnlineDistillation(background=False, **EAGER)
     online.recorders([source := DraftModelCandidates(draft, num_nodes=4)])
     prompt = torch.tensor([5, 6, 7]).numpy()
     source.start("a", prompt)
     first = source.propose(["a"], [4])[0]
     (learner,) = online._learners.values()
-    other = new_drafter("draft", target)
+    assert source._forward is not None and written_decoder(draft) is not None
+    other = new_drafter("draft", target).to(dtype)
     for item in other.parameters():
         item.mul_(-1)
     learner._pending = [dict(other.named_parameters())[name].clone() for name, _ in learner.student.parameters]
