@@ -28,6 +28,7 @@ COMMANDS = {
     ("bench", "generate"): Command("generate.command", "measure `assistant=` against plain `generate`"),
     ("bench", "drafters"): Command("drafters.command", "compare learned drafters: tokens per step, drafting, speed"),
     ("bench", "online"): Command("online.command", "measure what drafters learn from the requests that they draft for"),
+    ("bench", "rollouts"): Command("rollouts.command", "measure rollouts of reinforcement learning, by TRL's GRPO"),
     ("bench", "queue"): Command("queue", "serve a queue of prompts, against transformers' batches"),
     ("bench", "overhead"): Command("overhead.command", "measure what the machinery costs by itself"),
     ("bench", "gpu"): Command("gpu.command", "measure on a GPU: exactness, bandwidth, transformers' own"),

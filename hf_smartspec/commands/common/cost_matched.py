@@ -47,22 +47,28 @@ def enlarge(model: PreTrainedModel, num_parameters: float = 200e6, seed: int = 0
         ValueError: for another architecture, or fewer parameters than the model has, or no finite number.
     """
     sizes = find_sizes(model, num_parameters)
-    share = model.config.hidden_size / sizes.hidden_size
     config = copy.deepcopy(model.config)
     config.update(sizes._asdict())
-    config.rms_norm_eps *= share
-    known = dict(model.named_parameters())
+    config.rms_norm_eps *= model.config.hidden_size / sizes.hidden_size
     with torch.random.fork_rng(), torch.device(model.device), torch.no_grad():
         torch.manual_seed(seed)
         large: PreTrainedModel = type(model)._from_config(config, dtype=model.dtype)
         for name, parameter in large.named_parameters():
             if name.endswith(_WRITE_RESIDUALS):
                 parameter.zero_()
-            if name in known:
-                scale = math.sqrt(share) if name.endswith(_NORMS) else 1.0
-                parameter[tuple(map(slice, known[name].shape))] = known[name] * scale
+    copy_weights(model, large)
     large.generation_config = copy.deepcopy(model.generation_config)
     return large.eval()
+
+
+@torch.no_grad()
+def copy_weights(model: PreTrainedModel, large: PreTrainedModel) -> None:
+    """Once `model` has learnt something: the model that was enlarged from it computes again what it computes."""
+    scale = math.sqrt(model.config.hidden_size / large.config.hidden_size)
+    places = dict(large.named_parameters())
+    for name, parameter in model.named_parameters():
+        place = places[name][tuple(map(slice, parameter.shape))]
+        place.copy_(parameter * scale if name.endswith(_NORMS) else parameter)
 
 
 def find_sizes(model: PreTrainedModel, num_parameters: float) -> Sizes:
