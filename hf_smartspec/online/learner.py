@@ -143,7 +143,9 @@ class Learner:
         Returns:
             Whether there are new weights: not where they draft worse.
         """
-        with self._updating, torch.inference_mode(False):  # calls may end there, and nothing can be learnt there
+        # Calls may end in contexts of their callers, in which nothing, or something else, would be learnt.
+        as_it_is = torch.autocast(self.student.device.type, enabled=False)
+        with self._updating, torch.inference_mode(False), as_it_is:
             return self._update(go_on)
 
     def _update(self, go_on: Callable[[], None]) -> bool:
@@ -229,6 +231,7 @@ class Learner:
         if norm.isfinite():  # half precision may overflow
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # of weights as they were, within a caller's context
         self._statistics.steps += 1
 
     def _judge(self, before: Sequence[torch.Tensor], samples: Sequence[Sample], go_on: Callable[[], None]) -> bool:

@@ -295,3 +295,16 @@ def test_an_update_never_begins_with_weights_that_are_half_taken_over(target, mo
     learner.publish()
     other.join()
     assert has_read.is_set() and learner.statistics.updates == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_callers_contexts_change_nothing(target, dtype):
+    found = []
+    for context in (torch.enable_grad(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        student = student_of(new_drafter("draft", target).to(dtype))
+        learner = Learner(student, LearningOptions(learning_rate=3e-3, shadow=0, batch_tokens=64, passes=2))
+        feed(learner, target, 6)
+        with context:
+            learner.update()
+        found.append(learner.student.weights())
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other))
