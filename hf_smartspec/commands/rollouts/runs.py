@@ -1,4 +1,4 @@
-"""A run of GRPO by TRL, each of whose rollouts is also made plainly, side by side and with the same random numbers."""
+"""A run of GRPO by TRL, each of whose rollouts is also made plainly, side by side."""
 
 import importlib
 import importlib.util
@@ -39,10 +39,14 @@ class Settings(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """One call of `generate`: seconds, and those of plain generation of the same; what speculation did."""
+    """
+    One call of `generate`: seconds, those of the same without drafts, and those of transformers' own sampling, whose
+    completions are others, for as many forwards; what speculation did.
+    """
 
     seconds: float
     plain_seconds: float
+    own_seconds: float
     is_same: bool  # whether all completions are those of plain generation
     lengths: list[int]  # of the completions, up to where they end
     statistics: GenerationStatistics
@@ -77,15 +81,14 @@ class Run:
 
 class PairedRollouts:
     """
-    Takes the place of the policy's `generate`: each call is made plainly, then with an assistant, from the same state
-    of torch's random numbers; then the other way round, call by call.
+    Takes the place of the policy's `generate`: each call is made with an assistant, without drafts, and by transformers
+    itself, from the same state of torch's random numbers and in turns.
 
     Args:
         run (`Run`): Is filled in.
         policy (`PreTrainedModel`): Is trained.
         larger (`PreTrainedModel`, *optional*): The same at the cost of a larger one, which generates in its place.
-        assistant: What `assistant=` is; that which each call is compared with where it is "none": transformers' own
-            sampling, whose random numbers are others.
+        assistant: What `assistant=` is.
     """
 
     def __init__(self, run: Run, policy: PreTrainedModel, larger: PreTrainedModel | None, assistant: Any):
@@ -104,7 +107,7 @@ class PairedRollouts:
     def warm_up(self, inputs: torch.Tensor) -> None:
         """Measures the model's speed, compiles what has to be."""
         with torch.random.fork_rng(), torch.no_grad():
-            for assistant in (PLAIN, self.assistant):
+            for assistant in (None, PLAIN, self.assistant):
                 options: dict[str, Any] = {"max_new_tokens": _WARM_UP, "do_sample": True, "assistant": assistant}
                 self._generate(inputs, attention_mask=torch.ones_like(inputs), **options)
 
@@ -112,21 +115,22 @@ class PairedRollouts:
         if self.larger is not None:
             copy_weights(self.policy, self.larger)
         state = left = torch.get_rng_state()
-        assistants = [self.assistant, None if self.assistant == PLAIN else PLAIN]
-        found: list[Any] = [None, None]
-        for at in (0, 1) if self._num_calls % 2 else (1, 0):
+        ways = [self.assistant, None] if self.assistant == PLAIN else [self.assistant, None, PLAIN]
+        found: dict[int, tuple[torch.Tensor, float, GenerationStatistics]] = {}
+        for turn in range(len(ways)):
+            at = (turn + self._num_calls) % len(ways)
             torch.set_rng_state(state)
-            found[at] = self._timed(arguments, assistants[at])
+            found[at] = self._timed(arguments, ways[at])
             left = left if at else torch.get_rng_state()
         self._num_calls += 1
         torch.set_rng_state(left)
-        (texts, seconds, statistics), (others, other_seconds, _) = found
+        (texts, seconds, statistics), (others, own_seconds, _) = found[0], found[1]
+        plain, plain_seconds, _ = found.get(2, found[0])
         start = arguments["input_ids"].shape[1]
         lengths = self._lengths(texts[:, start:])
-        if self.assistant == PLAIN:  # other texts: per forward, of which the longest has one for each token
-            other_seconds *= max(lengths) / max(self._lengths(others[:, start:]))
-        is_same = self.assistant == PLAIN or torch.equal(texts, others)
-        self.run.rollouts.append(Rollout(seconds, other_seconds, is_same, lengths, statistics))
+        own_seconds *= max(lengths) / max(self._lengths(others[:, start:]))  # the longest has a token of each forward
+        is_same = torch.equal(texts, plain)
+        self.run.rollouts.append(Rollout(seconds, plain_seconds, own_seconds, is_same, lengths, statistics))
         self.run.texts.append(texts)
         return texts
 
