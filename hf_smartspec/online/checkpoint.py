@@ -1,5 +1,6 @@
 """What a drafter has learnt, on disk: whole, or not at all."""
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ..log import get_logger
 logger = get_logger(__name__)
 
 _FORMAT = 1
+_SHOWN = 4096  # numbers of each tensor, by which weights are told apart
 
 
 @dataclass
@@ -35,7 +37,14 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self._origin = path, ""
+
+    def begin(self, weights: Sequence[torch.Tensor]) -> None:
+        """Says what the drafter has learnt all from: what others have learnt from other weights is not its own."""
+        digest = hashlib.sha256()
+        for item in weights:
+            digest.update(item.flatten()[:_SHOWN].float().cpu().numpy().tobytes())
+        self._origin = digest.hexdigest()
 
     def save(
         self, weights: Sequence[torch.Tensor], optimizer: Mapping[str, Any], statistics: Mapping[str, Any]
@@ -43,6 +52,7 @@ class Checkpoint:
         """A file that cannot be written is reported; nothing else is lost by it."""
         content = {
             "format": _FORMAT,
+            "origin": self._origin,
             "weights": [item.cpu() for item in weights],
             "optimizer": dict(optimizer),
             "statistics": dict(statistics),
@@ -67,7 +77,8 @@ class Checkpoint:
             return None
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True)
-            fits = content["format"] == _FORMAT and [tuple(item.shape) for item in content["weights"]] == list(shapes)
+            is_own = content["format"] == _FORMAT and content["origin"] == self._origin
+            fits = is_own and [tuple(item.shape) for item in content["weights"]] == list(shapes)
             if fits and all(bool(item.isfinite().all()) for item in content["weights"]):
                 return Found(content["weights"], content["optimizer"], content["statistics"])
             reason = "is of another drafter"

@@ -80,6 +80,7 @@ class Learner:
         self._optimizer = options.new_optimizer([item for _, item in student.parameters])
         self._generator = np.random.default_rng(options.seed)
         if checkpoint is not None:
+            checkpoint.begin(student.live_weights())
             self._resume(checkpoint)
 
     # From the threads that serve

@@ -177,7 +177,7 @@ def test_checkpoints_that_do_not_fit_are_left_aside(target, tmp_path, content, c
         feed(heads, target)
         heads.update()
     elif content == "no tensors":
-        torch.save({"format": 1, "weights": [None], "optimizer": {}, "statistics": {}}, path)
+        torch.save({"format": 1, "origin": "", "weights": [None], "optimizer": {}, "statistics": {}}, path)
     else:
         path.write_bytes(content)
     learner = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
@@ -216,6 +216,16 @@ def test_two_that_write_one_file_leave_it_whole(tmp_path, monkeypatch):
     one.save([torch.ones(3)], {}, {})
     found = one.load([(3,)])
     assert found is not None and torch.equal(found.weights[0], torch.ones(3)) and os.listdir(tmp_path) == ["draft.pt"]
+
+
+def test_what_a_drafter_of_the_same_shape_has_learnt_is_left_aside(target, tmp_path):
+    path = tmp_path / "draft.pt"
+    learner = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    feed(learner, target)
+    assert learner.update()
+    other = Learner(student_of(new_target(seed=7)), learner.options, Checkpoint(path))
+    assert not other.has_pending and other.statistics.updates == 0
+    assert learner_of(target, checkpoint=Checkpoint(path)).has_pending
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_nothing(target, tmp_path):
