@@ -17,7 +17,7 @@ from .drafting import Drafting
 from .learning import Learning
 from .request import Request
 from .statistics import GenerationStatistics, Timed
-from .verify import Place, accepted_paths, pick_ahead, picks_ahead
+from .verify import Place, accepted_paths, follow, pick_ahead, picks_ahead
 
 _TOP_LINES = 32  # of a step, of which sources are told what was likely: more would cost more than it teaches
 
@@ -234,7 +234,7 @@ class DecodingLoop:
             assert len(trees) == len(ended), "picks stand beside the draft that they verify"
             paths = accepted_paths(trees, [request.picks for request in ended])
             for request, path in zip(ended, paths):
-                _follow(request, path)
+                follow(request, path)
             alive = set(self.calls)  # others have failed meanwhile
             others = [request for request in others if not request.picks and request.call in alive]
             return ended + self._verify_in_rounds(others)
@@ -384,23 +384,6 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
-
-
-def _follow(request: Request, path: list[int]) -> None:
-    """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
-    batch, picks = request.call.batch, request.picks
-    tokens = [picks[0], *[picks[node + 1] for node in path]]
-    if batch.goes_on_behind(request, tokens):
-        request.extend(tokens)
-        request.path = path
-        return
-    for num_accepted, token in enumerate(tokens):
-        request.append(token)
-        batch.check_stop(request)
-        if not batch.is_active(request):
-            path = path[:num_accepted]
-            break
-    request.path = path
 
 
 def _remove(request: Request) -> None:

@@ -231,3 +231,20 @@ def _pick_together(rows: Sequence[Request]) -> None:
 
 
 METHODS = {"coupled": coupled_picks, "rejection": rejection_picks, "typical": typical_picks}
+
+
+def follow(request: Request, path: list[int]) -> None:
+    """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
+    batch, picks = request.call.batch, request.picks
+    tokens = [picks[0], *[picks[node + 1] for node in path]]
+    if batch.goes_on_behind(request, tokens):
+        request.extend(tokens)
+        request.path = path
+        return
+    for num_accepted, token in enumerate(tokens):
+        request.append(token)
+        batch.check_stop(request)
+        if not batch.is_active(request):
+            path = path[:num_accepted]
+            break
+    request.path = path

@@ -26,7 +26,6 @@ from ..candidates import (
     WrappedCandidates,
 )
 from ..candidates.base import NoCandidates
-from ..candidates.encoded import reads_encoder
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.heads.mtp import MTP
@@ -37,8 +36,9 @@ from ..candidates.tuned import TunedSource, TunedSources
 from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
 from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
+from .draft_models import check_draft_model
 from .model_state import state_of
-from .vocabularies import Tokenizers, vocabulary_between
+from .vocabularies import Tokenizers
 
 PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _NOT_OF_SOURCES: dict[str, Any] = {"width": None, "tokenizer": None, "assistant_tokenizer": None}
@@ -362,59 +362,3 @@ def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
             f"The datastore has a vocabulary of {datastore.vocab_size} tokens and the target one of {vocab_size}: "
             "build one with the target's tokenizer."
         )
-
-
-def check_draft_model(
-    draft: PreTrainedModel, target: PreTrainedModel, tokenizers: Tokenizers | None = None
-) -> SharedVocabulary | Translation | None:
-    """
-    How the draft model's vocabulary stands to the target's (see `vocabulary_between`).
-
-    Raises:
-        ValueError: unless it can draft for the target.
-    """
-    from ..target.compat import is_stateful
-    from ..target.support import can_pack, rowwise_obstacle
-
-    vocabulary = vocabulary_between(draft, target, tokenizers)
-    obstacle = None
-    if is_stateful(draft):
-        obstacle = "it keeps a state that cannot be taken back"
-    elif target.config.is_encoder_decoder and reads_encoder(draft):
-        obstacle = _obstacle_behind_encoder(draft, target, vocabulary)
-    elif draft.config.is_encoder_decoder:
-        obstacle = "it has an encoder, and the target has none whose inputs it could read"
-    elif not can_pack(draft):
-        obstacle = rowwise_obstacle(draft)
-    if obstacle is not None:
-        raise ValueError(
-            f"{type(draft).__name__} cannot draft: {obstacle}. Use a draft of another architecture, or "
-            "`assistant='prompt_lookup'`, which needs none."
-        )
-    return vocabulary
-
-
-def _obstacle_behind_encoder(
-    draft: PreTrainedModel, target: PreTrainedModel, vocabulary: SharedVocabulary | Translation | None
-) -> str | None:
-    """Why a draft model cannot read what the target's encoder has read, or left behind; None if it can."""
-    from ..target.encoded import encoder_size
-    from ..target.support import packing_obstacle
-
-    if isinstance(vocabulary, Translation):
-        return "it reads other tokens than the target's encoder"
-    if not draft.config.is_encoder_decoder:
-        size, others = encoder_size(draft), encoder_size(target)
-        if size != others:
-            return f"it reads encoder outputs of {size} dimensions, and those of the target have {others}"
-    elif draft.main_input_name != target.main_input_name:
-        return f"its encoder reads `{draft.main_input_name}`, and the target's `{target.main_input_name}`"
-    elif (bins := _mel_bins(draft)) != _mel_bins(target):
-        return f"its encoder reads features of {bins} mel bins, and the target's of {_mel_bins(target)}"
-    elif vocabulary is not None and vocabulary.draft_size < vocabulary.target_size and _mel_bins(draft) is None:
-        return "its encoder does not know all tokens that the target's reads"
-    return packing_obstacle(draft)
-
-
-def _mel_bins(model: PreTrainedModel) -> int | None:
-    return getattr(model.config, "num_mel_bins", None)

@@ -179,3 +179,19 @@ def check_same(
     assert spy.accepted > 0, "no draft was accepted"
     assert spy.started == spy.stopped == len(sequences[0])
     return actual, spy
+
+
+def both(model, assistant, seed=None, **kwargs):
+    """What plain decoding gives, and what speculation does."""
+    with hf_smartspec.enabled(model):
+        plain = model.generate(**kwargs, **({} if seed is None else {"seed": seed, "do_sample": True}))
+        kwargs |= {} if seed is None else {"seed": seed, "do_sample": True}
+        return plain, model.generate(**kwargs, assistant=assistant)
+
+
+def tensors_of(output):
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict | list | tuple):
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from tensors_of(item)

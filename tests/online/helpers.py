@@ -2,13 +2,16 @@
 
 import numpy as np
 import torch
+from transformers import GenerationMixin
 
-from hf_smartspec import DraftModelCandidates, FeatureCandidates, MedusaCandidates, MedusaHeads
+from hf_smartspec import DraftModelCandidates, FeatureCandidates, MedusaCandidates, MedusaHeads, SmartSpecConfig
 from hf_smartspec.online.samples import Sample
 from hf_smartspec.training.eagle import new_heads
 
 from ..models import VOCAB_SIZE, new_model
 
+TIMEOUT = 60.0
+EAGER = {"every_requests": 1, "shadow": 0, "tolerance": 1.0, "learning_rate": 3e-3, "batch_tokens": 64}
 KINDS = ("draft", "medusa", "eagle3")
 
 
@@ -58,3 +61,17 @@ def samples_of(target, num: int, layers=(), seed: int = 0, length: int = 12) -> 
         text = target.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)[0].tolist()
         found.append(sample_of(target, text[:5], text[5:], layers))
     return found
+
+
+def generate(target, online, drafter, **options):
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    output = target.generate(ids, assistant=SmartSpecConfig(drafter, online=online), max_new_tokens=12, **options)
+    assert torch.equal(output, GenerationMixin.generate(target, ids, max_new_tokens=12))
+
+
+def weights_of(draft):
+    return [item.clone() for item in draft.parameters()]
+
+
+def are_equal(first, second) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second))

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ...prepare.resolve import check_draft_model
+from ...prepare.draft_models import check_draft_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 
