@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -94,7 +95,10 @@ def random_drafter(kind: str, target: PreTrainedModel, draft: PreTrainedModel, s
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(draft.config))
         return model.to(device=device, dtype=dtype).eval()
     if kind == "eagle3":
-        heads: EagleHeads = new_heads(target, neurons=640, seed=seed).to(dtype)
+        try:
+            heads: EagleHeads = new_heads(target, neurons=640, seed=seed).to(dtype)
+        except (StrictDataclassError, ValueError) as error:  # sizes that no config has, as enlarged models may have
+            raise UsageError(f"--random eagle3: heads of this target cannot be made: {error}") from error
         return heads.requires_grad_(False)
     output: Any = target.get_output_embeddings()
     size = output.weight.shape[1]

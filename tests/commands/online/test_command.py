@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 from tests.folders import save_tiny_models
 
@@ -95,3 +96,12 @@ def test_latency_beside_learning(folder, tmp_path, capsys):
 def test_what_is_refused(folder, arguments, message, capsys):
     assert call(folder, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_heads_that_cannot_be_made_are_refused(folder, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise StrictDataclassError("18 heads of 1088")
+
+    monkeypatch.setattr("hf_smartspec.commands.online.live.new_heads", refuse)
+    assert call(folder, "--parts", "live", "--random", "eagle3", "--parameters", "0") == 2
+    assert "--random eagle3: heads of this target cannot be made" in capsys.readouterr().err
