@@ -7,6 +7,7 @@ import torch
 
 from ..candidates.base import TreeCandidateGenerator, check_needs, refuse_needs
 from ..candidates.committed import HIDDEN_STATES, Committed
+from ..device import to_device
 from ..target.hidden_states import FedStates, select
 from ..target.rows import RowInput
 from .call import ModelForward
@@ -87,7 +88,8 @@ def _scores(request: Request, scores: torch.Tensor) -> torch.Tensor | None:
     if request.line.needs_scores:
         return scores.to(torch.float32, copy=True)
     if request.line.recorders.recorders:
-        return scores[[0, *(node + 1 for node in request.path)]]
+        lines = np.array([0, *(node + 1 for node in request.path)], np.int64)
+        return scores.index_select(0, to_device(lines, scores.device))
     return None
 
 

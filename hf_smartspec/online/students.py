@@ -16,7 +16,7 @@ from ..candidates.encoded import reads_encoder
 from ..candidates.heads.eagle import EagleHeads
 from ..candidates.heads.medusa import MedusaHeads
 from ..candidates.translated.source import TranslatedDraftCandidates
-from ..target.compat import shared_value
+from ..training.draft import logits_behind
 from ..training.eagle import EagleDrafts
 from ..training.medusa import learnt
 from ..training.texts import IGNORED
@@ -144,17 +144,7 @@ class DraftStudent(Student):
             logits = model(**read, decoder_input_ids=batch.ids, use_cache=False).logits
             yield Predictions(logits[:, :-1][where[:, 1:]], where)
             return
-        states = model.get_decoder()(input_ids=batch.ids, use_cache=False).last_hidden_state
-        yield Predictions(self._logits(states[:, :-1][where[:, 1:]]), where)
-
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """As the model's own forward makes them of states `[n, hidden_size]`, here of few tokens of every text."""
-        model: Any = self.copy
-        config = model.config.get_text_config(decoder=True)
-        logits: torch.Tensor = model.get_output_embeddings()(states)
-        logits = logits * (getattr(model, "logit_scale", None) or 1.0) / (shared_value(config, "logits_scaling") or 1.0)
-        cap = shared_value(config, "final_logit_softcapping")
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        yield Predictions(logits_behind(model, batch.ids, where[:, 1:]), where)
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
         model: Any = self.copy

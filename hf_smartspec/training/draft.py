@@ -39,21 +39,15 @@ class DraftTraining(nn.Module):
             `loss`: the mean cross-entropy with the target's distributions.
         """
         with torch.autocast(input_ids.device.type, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
-            logits, wanted = self._logits(self.draft, input_ids, labels), self._wanted(input_ids, labels)
+            where = labels[:, 1:] != IGNORED
+            logits, wanted = logits_behind(self.draft, input_ids, where), self._wanted(input_ids, where)
         if not len(logits):
             return {"loss": logits.sum()}
         return {"loss": -(wanted * logits.float().log_softmax(dim=-1)).sum(-1).mean()}
 
     @torch.no_grad()
-    def _wanted(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._logits(self.target, input_ids, labels).float().softmax(dim=-1)
-
-    @staticmethod
-    def _logits(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Logits `[n, vocab_size]` behind the last token of the prompt, and those of the response but for its last."""
-        states = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-        output: Any = model.get_output_embeddings()
-        return output(states[:, :-1][labels[:, 1:] != IGNORED])
+    def _wanted(self, input_ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return logits_behind(self.target, input_ids, where).float().softmax(dim=-1)
 
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """How often the right next token is among the 1, 3 or 8 likeliest."""
@@ -62,4 +56,23 @@ class DraftTraining(nn.Module):
     @torch.no_grad()
     def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         following = labels[:, 1:]
-        yield likeliest(self._logits(self.draft, ids, labels)), following[following != IGNORED]
+        where = following != IGNORED
+        yield likeliest(logits_behind(self.draft, ids, where)), following[where]
+
+
+def logits_behind(model: PreTrainedModel, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """
+    A decoder's logits `[n, vocab_size]` behind some tokens of texts, as its own forward makes them: scaled, capped.
+
+    Args:
+        ids (`torch.Tensor` of shape `[rows, length]`).
+        where (`torch.Tensor` of shape `[rows, length - 1]`, bool): Behind which of all tokens but the last.
+    """
+    first = int(where.any(0).int().argmax())
+    decoder: Any = model
+    arguments: dict[str, Any] = {}
+    if decoder._supports_logits_to_keep():  # of prompts, there is nothing to be computed
+        arguments["logits_to_keep"] = ids.shape[1] - first
+    logits = decoder(input_ids=ids, use_cache=False, **arguments).logits
+    kept: torch.Tensor = logits[:, first - ids.shape[1] : -1][where[:, first:]]
+    return kept

@@ -159,14 +159,12 @@ def test_files_are_recognised_and_what_is_saved_is_loaded(target, tmp_path, kind
         assert says_eagle(str(tmp_path / name))
         heads = load(str(tmp_path / name), target)
         assert isinstance(heads, EagleHeads) and heads.name_or_path == str(tmp_path / name)
+        for parameter in heads.parameters():  # files lie anywhere in memory, and products of odd places round otherwise
+            parameter.data = parameter.data.clone()
         forward = FeatureForward(heads)
         logits = torch.stack(run(forward, [forward.add() for _ in items], items))
-        known = dict(heads.state_dict())
-        if before is not None:
-            assert known.keys() == before[0].keys() and all(torch.equal(known[name], before[0][name]) for name in known)
-            # The same products of memory that is aligned otherwise may round otherwise.
-            torch.testing.assert_close(logits, before[1], rtol=0, atol=1e-5)
-        before = known, logits
+        assert before is None or torch.equal(logits, before)
+        before = logits
         if further:
             heads.save_pretrained(tmp_path / further, base_model_name_or_path="mine")
     assert json.loads((tmp_path / "third" / "config.json").read_text())["base_model_name_or_path"] == "mine"
