@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..candidates.committed import LAST
 from .samples import Sample
@@ -26,8 +27,14 @@ class MixedWithTarget(LogitsProcessor):
         self.target, self.share, self._mask = target, share, attention_mask
         self._cache, self._num_seen = DynamicCache(config=target.config), 0
 
-    @torch.no_grad()
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        p, q = self._logits(input_ids).float().softmax(-1), scores.float().softmax(-1)
+        mixed: Any = (self.share * p[:, : q.shape[1]] + (1 - self.share) * q).log()
+        return mixed
+
+    @torch.no_grad()
+    def _logits(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        """The target's scores of the next token `[rows, vocabulary]`."""
         new = input_ids.shape[1] - self._mask.shape[1]
         mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), new)], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, self._num_seen :]
@@ -39,9 +46,37 @@ class MixedWithTarget(LogitsProcessor):
             past_key_values=self._cache,
         )
         self._num_seen = input_ids.shape[1]
-        p, q = output.logits[:, -1].float().softmax(-1), scores.float().softmax(-1)
-        mixed: Any = (self.share * p[:, : q.shape[1]] + (1 - self.share) * q).log()
-        return mixed
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+class MixedWithEncodedTarget(MixedWithTarget):
+    """
+    The same behind a target's encoder.
+
+    Args:
+        input_ids, attention_mask (`torch.Tensor` of shape `[rows, length]`): What the encoder reads.
+    """
+
+    def __init__(self, target: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, share: float):
+        super().__init__(target, attention_mask, share)
+        encoder: Any = target.get_encoder()
+        with torch.no_grad():
+            self._read = encoder(input_ids=input_ids, attention_mask=attention_mask)
+        self._both = EncoderDecoderCache(DynamicCache(config=target.config), DynamicCache(config=target.config))
+
+    @torch.no_grad()
+    def _logits(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        model: Any = self.target
+        output = model(
+            encoder_outputs=self._read,
+            attention_mask=self._mask,
+            decoder_input_ids=input_ids[:, self._num_seen :],
+            past_key_values=self._both,
+        )
+        self._num_seen = input_ids.shape[1]
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
 
 
 @torch.no_grad()
@@ -59,7 +94,11 @@ def sampled(
     length = max(map(len, prompts))
     ids = torch.tensor([[pad] * (length - len(item)) + [*map(int, item)] for item in prompts], device=target.device)
     mask = torch.tensor([[0] * (length - len(item)) + [1] * len(item) for item in prompts], device=target.device)
-    processors = LogitsProcessorList([MixedWithTarget(target, mask, share)] if share else [])
+    has_encoder = target.config.is_encoder_decoder
+    processors = LogitsProcessorList()
+    if share:
+        mixed = MixedWithEncodedTarget(target, ids, mask, share) if has_encoder else None
+        processors.append(mixed or MixedWithTarget(target, mask, share))
     model: Any = draft
     output = model.generate(
         input_ids=ids,
@@ -74,7 +113,7 @@ def sampled(
         logits_processor=processors,
     )
     stops = set(ends if isinstance(ends, list) else [ends])
-    return [_up_to_end(row, stops) for row in output[:, length:].tolist()]
+    return [_up_to_end(row, stops) for row in output[:, 1 if has_encoder else length :].tolist()]
 
 
 def _up_to_end(row: list[int], ends: set[int]) -> np.ndarray:
@@ -92,8 +131,10 @@ def taught(
 ) -> list[Sample]:
     """
     Samples of texts (prompt and response), by one forward of the target over all of them: what it thinks of each token
-    of the responses, whoever said it.
+    of the responses, whoever said it. Prompts are what its encoder reads, where it has one.
     """
+    if target.config.is_encoder_decoder:
+        return _taught_behind_encoder(target, texts, top_k, is_greedy)
     length = max(len(prompt) + len(response) for prompt, response in texts)
     ids = torch.zeros(len(texts), length, dtype=torch.long)
     for row, (prompt, response) in enumerate(texts):
@@ -108,17 +149,38 @@ def taught(
     samples = []
     for row, (prompt, response) in enumerate(texts):
         first, end = len(prompt), len(prompt) + len(response)
-        logits = head(output.last_hidden_state[row, first - 1 : end - 1]).float()
-        best = logits.softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
-        samples.append(
-            Sample(
-                prompt.astype(np.int32),
-                response.astype(np.int32),
-                best.indices.to(torch.int32).cpu(),
-                best.values.to(torch.float16).cpu(),
-                np.zeros(len(response), bool),
-                is_greedy,
-                {layer: item[row, : end - 1].cpu() for layer, item in states.items()},
-            )
-        )
+        ids, probs = _top(head(output.last_hidden_state[row, first - 1 : end - 1]), top_k)
+        hidden = {layer: item[row, : end - 1].cpu() for layer, item in states.items()}
+        right = np.zeros(len(response), bool)
+        samples.append(Sample(prompt.astype(np.int32), response.astype(np.int32), ids, probs, right, is_greedy, hidden))
+    return samples
+
+
+def _top(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each line and their probabilities, as samples keep them."""
+    best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
+    return best.indices.to(torch.int32).cpu(), best.values.to(torch.float16).cpu()
+
+
+def _taught_behind_encoder(
+    target: PreTrainedModel, texts: Sequence[tuple[np.ndarray, np.ndarray]], top_k: int, is_greedy: bool
+) -> list[Sample]:
+    config: Any = target.config.get_text_config(decoder=True)
+    start = target.generation_config.decoder_start_token_id
+    start = config.decoder_start_token_id if start is None else start
+    read = [torch.from_numpy(prompt.astype(np.int64)) for prompt, _ in texts]
+    said = [torch.from_numpy(np.array([start, *response[:-1]], np.int64)) for _, response in texts]
+    model: Any = target
+    output = model(
+        input_ids=pad_sequence(read, batch_first=True).to(target.device),
+        attention_mask=pad_sequence([torch.ones_like(item) for item in read], batch_first=True).to(target.device),
+        decoder_input_ids=pad_sequence(said, batch_first=True).to(target.device),
+        use_cache=False,
+    )
+    begin, samples = np.array([start], np.int32), []
+    for row, (prompt, response) in enumerate(texts):
+        ids, probs = _top(output.logits[row, : len(response)], top_k)
+        right = np.zeros(len(response), bool)
+        read_ids = prompt.astype(np.int32)
+        samples.append(Sample(begin, response.astype(np.int32), ids, probs, right, is_greedy, {}, read_ids))
     return samples

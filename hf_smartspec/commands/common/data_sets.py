@@ -87,7 +87,8 @@ def answered(
             items = past[first : first + batch_size]
             inputs = left_padded([item.prompt for item in items], pad_id, model.device)
             found: Any = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
-            rows = found[:, inputs["input_ids"].shape[1] :].tolist()
+            begin = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+            rows = found[:, begin:].tolist()
             result += [
                 Recording(item.prompt, np.array(up_to_end(row, ends), np.int64)) for item, row in zip(items, rows)
             ]

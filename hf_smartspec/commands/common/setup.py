@@ -222,7 +222,9 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     ids, pad_id = eos_ids(model), model.generation_config.pad_token_id
     # Greedy and nothing else, whatever the model samples or penalises by default.
     model.generation_config = GenerationConfig(
-        eos_token_id=ids or None, pad_token_id=pad_id if pad_id is not None else ids[0] if ids else 0
+        eos_token_id=ids or None,
+        pad_token_id=pad_id if pad_id is not None else ids[0] if ids else 0,
+        decoder_start_token_id=model.generation_config.decoder_start_token_id,
     )
     return model, tokenizer
 

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if not set(args.parts) & set(LIVE_PARTS):
         args.parameters = 0  # what is replayed costs nothing
     larger, tokenizer = load_target(args)
+    if larger.config.is_encoder_decoder and set(args.parts) & set(LIVE_PARTS):
+        raise UsageError("--parts: behind an encoder, what is replayed is measured only")
     report: dict[str, Any] = {
         "command": command_of(args),
         "environment": environment(larger.device, larger.dtype) | _conditions(args, larger),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...candidates import MedusaHeads
 from ...candidates.heads.eagle import EagleHeads
@@ -92,7 +92,7 @@ def random_drafter(kind: str, target: PreTrainedModel, draft: PreTrainedModel, s
     torch.manual_seed(seed)
     dtype, device = target.dtype, target.device
     if kind == "draft":
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(draft.config))
+        model: Any = type(draft)(copy.deepcopy(draft.config))
         return model.to(device=device, dtype=dtype).eval()
     if kind == "eagle3":
         try:
