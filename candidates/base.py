@@ -43,6 +43,8 @@ class TreeCandidateGenerator(CandidateGenerator):
             the embeddings for 0, else the output of layer k - 1, which layer k reads, before any final norm. -1 is the
             last hidden state behind the final norm, which the head reads. (As transformers' `hidden_states[k]`, but for
             the last of these, which is -1 here.)
+        label (`str`): What kind of source readers are told that a token was drafted by, such as "suffix"; by default
+            the name of the class.
         num_likeliest (`int`): Of how many of the target's likeliest next tokens `observe_likeliest` is told. Unlike
             what a source needs, it does without where they cannot be had.
     """
@@ -54,6 +56,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     needs: frozenset[str] = frozenset()
     hidden_layers: Sequence[int] = (LAST,)
     num_likeliest: int = 0
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -140,6 +143,14 @@ class TreeCandidateGenerator(CandidateGenerator):
         Forwards become dearer in steps: `price.beyond(depth)` is what the level behind `depth` levels must be worth.
         None where nobody decides that: drafts then have their usual size.
         """
+
+    def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
+        """
+        Comes between `propose` and `observe`, of requests that are traced: who drafted each node of `tree`, all of
+        which are in the source's latest draft. By default, the source itself, by its `label`; one that consists of
+        several names them. Of those that drafted the same node, the first one is named.
+        """
+        return [label_of(self)] * len(tree)
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         """
@@ -234,6 +245,10 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: what was accepted is seen by comparing sequences."""
+
+
+def label_of(source: TreeCandidateGenerator) -> str:
+    return source.label or type(source).__name__
 
 
 _Source = TypeVar("_Source")

@@ -42,6 +42,7 @@ class DraftModelCandidates(GrowingCandidates):
             values that were computed with the old ones are then computed anew, with the next draft.
     """
 
+    label = "draft_model"
     weights_version = 0
 
     def __init__(

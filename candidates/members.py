@@ -1,15 +1,17 @@
 """What sources that consist of several sources have in common: one that fails leaves the others."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from transformers import LogitsProcessorList
 
+from ..drafts.merge import Draft, first_drafters
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
 from ..log import get_logger
-from .base import TreeCandidateGenerator, common_reuse
+from .base import TreeCandidateGenerator, common_reuse, label_of
 from .committed import HIDDEN_STATES, Committed, Likeliest
 from .encoded import EncoderInputs
 
@@ -38,6 +40,7 @@ class MemberCandidates(TreeCandidateGenerator):
         if len(set(map(id, sources))) < len(sources):
             raise ValueError("A source can be fused once only: it keeps one state per request.")
         self.sources, self.vocab_size = list(sources), vocab_size
+        self.label = " + ".join(map(label_of, sources))
         self.needs = frozenset[str]().union(*[source.needs for source in sources])
         looking = [source for source in sources if HIDDEN_STATES in source.needs]
         self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
@@ -99,6 +102,11 @@ class MemberCandidates(TreeCandidateGenerator):
                 return None
 
         return common_reuse(looking, length, ask)
+
+    def _drafters(self, request_id: Hashable, tree: DraftTree, drafts: Iterable[Draft]) -> list[str]:
+        """`drafted_by`, from the latest drafts of its sources in their order."""
+        asked = [partial(source.drafted_by, request_id) for source in self.sources]
+        return [label or self.label for label in first_drafters(tree, zip(drafts, asked))]
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)

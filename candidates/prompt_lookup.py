@@ -81,6 +81,8 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         min_ngram (`int`): Shorter matches are not worth a draft.
     """
 
+    label = "prompt_lookup"
+
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram), ("min_ngram", min_ngram)):
             if not is_integer(value) or value < 1:

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from ..drafts.merge import join
+from ..drafts.merge import Draft, join
 from ..drafts.tree import DraftTree
 from .base import TreeCandidateGenerator
 from .committed import Committed
@@ -42,7 +42,7 @@ class StagedCandidates(MemberCandidates):
             raise ValueError(f"`threshold` must not be negative, got {threshold!r}.")
         self.threshold = threshold
         self._lengths: defaultdict[int, _Mean] = defaultdict(_Mean)  # accepted, by stage
-        self._drafts: dict[tuple[Hashable, int], DraftTree] = {}  # the latest of later stages
+        self._drafts: dict[tuple[Hashable, int], DraftTree] = {}  # the latest of each stage
 
     @property
     def stages(self) -> Sequence[TreeCandidateGenerator]:
@@ -50,6 +50,7 @@ class StagedCandidates(MemberCandidates):
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         trees = self._ask(self.sources[0], request_ids, max_nodes)
+        self._drafts |= {(name, 0): draft for name, draft in zip(request_ids, trees)}
         for stage, source in enumerate(self.sources[1:], start=1):
             limit = self._lengths[stage].value if self.threshold is None else self.threshold
             rows = [row for row, tree in enumerate(trees) if float(tree.path_probs.sum()) <= limit]
@@ -62,8 +63,13 @@ class StagedCandidates(MemberCandidates):
                 trees[row] = tree
         return trees
 
+    def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
+        drafts = [self._drafts.get((request_id, stage), DraftTree.empty()) for stage in range(len(self.sources))]
+        return self._drafters(request_id, tree, map(Draft.of, drafts))
+
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        self._drafts.pop((request_id, 0), None)
         for stage in range(1, len(self.sources)):
             draft = self._drafts.pop((request_id, stage), None)
             if draft is not None:
@@ -71,7 +77,7 @@ class StagedCandidates(MemberCandidates):
         super().observe(request_id, step)
 
     def stop(self, request_id: Hashable) -> None:
-        for stage in range(1, len(self.sources)):
+        for stage in range(len(self.sources)):
             self._drafts.pop((request_id, stage), None)
         super().stop(request_id)
 

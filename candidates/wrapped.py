@@ -62,6 +62,7 @@ class WrappedCandidates(TreeCandidateGenerator):
         self, generator: CandidateGenerator, device: torch.device | str = "cpu", num_layers: int | None = None
     ):
         self.generator, self.device, self.num_layers = generator, torch.device(device), num_layers
+        self.label = type(generator).__name__
         self.default_num_nodes = 32  # a ceiling only: the generator decides how much it drafts
         needs = set()
         if type(generator).update_candidate_strategy not in [item.update_candidate_strategy for item in _DEAF]:

@@ -18,6 +18,7 @@ from .candidates import (
     TreeCandidateGenerator,
 )
 from .decoding.statistics import GenerationStatistics
+from .decoding.trace import TracedRequest, TracedStep
 from .drafts.tree import DraftTree
 from .generate import disable, enable, enabled
 from .goodput import FixedLength, LengthPolicy, NoSpeculation
@@ -60,6 +61,8 @@ __all__ = [
     "SpeculativeEncoderDecoderOutput",
     "SuffixTreeCandidates",
     "TextClassifier",
+    "TracedRequest",
+    "TracedStep",
     "TreeCandidateGenerator",
     "decode",
     "disable",

@@ -78,6 +78,8 @@ class DatastoreCandidates(TreeCandidateGenerator):
         TypeError: for a datastore of another type.
     """
 
+    label = "datastore"
+
     def __init__(
         self,
         datastore: Datastore | str | os.PathLike[str],

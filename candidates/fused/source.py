@@ -92,6 +92,9 @@ class FusedCandidates(MemberCandidates):
             return self.min_probability
         return min(price.least_probability, self.min_probability)
 
+    def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
+        return self._drafters(request_id, tree, self._drafts.get(request_id, ()))
+
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)
         if len(step.tokens):

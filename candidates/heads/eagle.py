@@ -44,6 +44,7 @@ class EagleHeads(FeatureDrafter):
     """
 
     config: Any  # LlamaConfig, whose sizes are all filled in
+    label = "eagle"
 
     def __init__(
         self,
@@ -55,6 +56,8 @@ class EagleHeads(FeatureDrafter):
         super().__init__()
         sizes = target.config.get_text_config(decoder=True)
         self.config, self.hidden_layers, self.vocab_size = config, tuple(hidden_layers), sizes.vocab_size
+        if len(self.hidden_layers) > 1:
+            self.label = "eagle3"
         check_shapes(config, tensors, len(self.hidden_layers), sizes)
         names = {name.rpartition(".")[0] for name in tensors} - {""}
         self.parts = nn.ModuleDict({name: _module(tensors, name, config.rms_norm_eps) for name in sorted(names)})

@@ -94,7 +94,7 @@ class FeatureCandidates(GrowingCandidates):
         samples: bool = False,
     ):
         super().__init__(num_nodes, width, confidence_threshold, samples, vocab_size=heads.vocab_size)
-        self.heads, self.hidden_layers = heads, heads.hidden_layers
+        self.heads, self.hidden_layers, self.label = heads, heads.hidden_layers, heads.label
         self._ended: dict[Hashable, _State] = {}  # whose keys and values may serve others
 
     @property

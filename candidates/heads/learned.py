@@ -15,9 +15,11 @@ class LearnedDrafter(nn.Module):
 
     Attributes:
         name_or_path (`str`): Where it was loaded from.
+        label (`str`): Its kind, see `TreeCandidateGenerator.label`.
     """
 
     name_or_path: str = ""
+    label: str = "heads"
 
     @property
     @abstractmethod

@@ -50,6 +50,7 @@ class MedusaCandidates(TreeCandidateGenerator):
         ValueError: for a number of nodes below 1, or a tree that is none, or deeper than there are heads.
     """
 
+    label = "medusa"
     needs = frozenset({HIDDEN_STATES})
     hidden_layers = (LAST,)
 

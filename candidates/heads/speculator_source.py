@@ -64,6 +64,7 @@ class MLPSpeculatorCandidates(GrowingCandidates):
         num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
     """
 
+    label = "mlp_speculator"
     needs = frozenset({HIDDEN_STATES})
     hidden_layers = (LAST,)
 

@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
-from ..base import TreeCandidateGenerator
+from ..base import TreeCandidateGenerator, label_of
 from ..committed import Committed, Likeliest
 from ..encoded import EncoderInputs
 from .bandit import Outcome
@@ -89,7 +89,7 @@ class Lane(TreeCandidateGenerator):
     """
 
     def __init__(self, source: TreeCandidateGenerator, log: RequestLog, route: str):
-        self.source, self.log, self.route = source, log, route
+        self.source, self.log, self.route, self.label = source, log, route, f"{route}: {label_of(source)}"
         self.default_num_nodes, self.is_autoregressive = source.default_num_nodes, source.is_autoregressive
         self.width, self.heeds_prices = source.width, source.heeds_prices
         self.needs, self.hidden_layers, self.num_likeliest = source.needs, source.hidden_layers, source.num_likeliest
@@ -127,6 +127,9 @@ class Lane(TreeCandidateGenerator):
             return self.source.propose(request_ids, max_nodes, **arguments)
         finally:
             self.log.drafted(request_ids, self.log.clock() - before)
+
+    def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
+        return [f"{self.route}: {label}" for label in self.source.drafted_by(request_id, tree)]
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         return self.source.reuse(request_id, length, earlier)

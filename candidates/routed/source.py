@@ -245,6 +245,9 @@ class RoutedCandidates(TreeCandidateGenerator):
                 trees[row] = tree
         return trees
 
+    def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
+        return self._serving[request_id].drafted_by(request_id, tree)
+
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         lanes = self._serving[request_id]
         return lanes.reuse(request_id, length, earlier) if HIDDEN_STATES in lanes.needs else length

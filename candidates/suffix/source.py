@@ -82,6 +82,8 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
     Methods may be called from several threads.
     """
 
+    label = "suffix"
+
     def __init__(
         self,
         max_bytes: int = 2**28,

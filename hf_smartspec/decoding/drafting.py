@@ -14,6 +14,7 @@ from .call import ModelLimits, StepDrafts, padded_context
 from .request import Request
 from .source_guard import GuardedSources
 from .statistics import GenerationStatistics, Timed
+from .trace import begin_traces
 
 _EMPTY = DraftTree.empty()
 
@@ -38,6 +39,7 @@ class Drafting:
     ):
         self.policy, self.limits, self.statistics, self.clock = policy, limits, statistics, clock
         self.sources = GuardedSources(limits.vocab_size)
+        self.is_traced = False  # whether some row is
         self._lengths: defaultdict[str, Running] = defaultdict(_accepted_lengths)  # by source, behind the first place
 
     def draft(self, feeds: dict[Request, np.ndarray], num_waiting: int = 0) -> StepDrafts:
@@ -59,7 +61,10 @@ class Drafting:
             ]
             selected = self.policy.select(step, proposed)
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
-        return StepDrafts(step, rows, proposed, selected, start)
+        drafts = StepDrafts(step, rows, proposed, selected, start)
+        if self.is_traced:
+            begin_traces(drafts, self.sources)
+        return drafts
 
     def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
         """The trees with what one more source drafts."""

@@ -17,6 +17,7 @@ from .drafting import Drafting
 from .learning import Learning
 from .request import Request
 from .statistics import GenerationStatistics, Timed
+from .trace import end_traces
 from .verify import Place, accepted_paths, follow, pick_ahead, picks_ahead
 
 _TOP_LINES = 32  # of a step, of which sources are told what was likely: more would cost more than it teaches
@@ -114,6 +115,7 @@ class DecodingLoop:
         self._tell_idle()
         self._is_compact = False
         self._shows_more = any(request.line.needs_more for request in self.running)
+        self.drafting.is_traced = any(request.trace is not None for request in self.running)
 
     @property
     def num_waiting(self) -> int:
@@ -313,6 +315,8 @@ class DecodingLoop:
                     self.drafting.sources.observe(request, new)
             if self._shows_more:
                 self._show(committed)
+            if self.drafting.is_traced:
+                end_traces(rows)
             if all([request in committed for request in step.rows]):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]

@@ -14,6 +14,7 @@ from ..target.rows import CacheRow
 if TYPE_CHECKING:
     from .call import DecodingCall
     from .line import SourceLine
+    from .trace import RequestTrace
 
 
 @dataclass(eq=False)
@@ -61,6 +62,8 @@ class Request:
     # For sources with needs, until they are told: what was fed, and the verified tree with its logits.
     fed: FedStates | None = None
     verified: tuple[DraftTree, torch.Tensor] | None = None
+
+    trace: "RequestTrace | None" = None  # where somebody asked for it
 
     scores: list[torch.Tensor] = field(default_factory=list)  # processed, [vocab_size] float32 for every token
     raw_logits: list[torch.Tensor] = field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..candidates.base import TreeCandidateGenerator, common_reuse
+from ..candidates.base import TreeCandidateGenerator, common_reuse, label_of
 from ..candidates.committed import HIDDEN_STATES, Committed, Likeliest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
@@ -205,6 +205,15 @@ class GuardedSources:
         for request, limit in wanted.items():
             proposals |= self._propose(source, position, {request: limit}, price, first_error)
         return proposals
+
+    def drafted_by(self, request: Request, position: int, tree: DraftTree) -> list[str]:
+        """Who, of what one of its sources consists of, has drafted these nodes."""
+        source = request.line.sources[position]
+        if position not in request.dropped:
+            labels = self._guarded(request, position, source.drafted_by, request.request_id, tree)
+            if labels is not None and len(labels) == len(tree):
+                return list(labels)
+        return [label_of(source)] * len(tree)
 
     @staticmethod
     def _serving(request: Request) -> list[tuple[int, TreeCandidateGenerator]]:

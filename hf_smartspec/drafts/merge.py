@@ -1,7 +1,7 @@
 """Several drafts as one tree of their most probable nodes (SSSD, algorithm 1)."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,19 @@ class Draft(NamedTuple):
             ]
         )
 
+    def nodes_of(self, tree: DraftTree) -> list[int]:
+        """The node that holds the same tokens as each node of `tree`, from the root on; -1 where there is none."""
+        places = {
+            (parent, self.tokens[child]): child
+            for parent, children in self.children.items()
+            for child in reversed(children)  # so that of two equal siblings the first one is found
+        }
+        nodes: list[int] = []
+        for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist()):
+            own = -1 if parent < 0 else nodes[parent]
+            nodes.append(-1 if parent >= 0 and own < 0 else places.get((own, token), -1))
+        return nodes
+
 
 _NOTHING = Draft([], [], [], [], {})
 
@@ -103,6 +116,24 @@ def merge(drafts: Sequence[Draft], limit: int, least: float = 0.0) -> DraftTree:
         np.array(ratios, np.float32),
         np.array(lengths, np.int64) if any(lengths) else 0,
     )
+
+
+def first_drafters(
+    tree: DraftTree, drafts: Iterable[tuple[Draft, Callable[[DraftTree], Sequence[str]]]]
+) -> list[str | None]:
+    """
+    Who drafted each node of a tree, the first of those that did; None where nobody did.
+
+    Args:
+        drafts (iterable of pairs): Drafts in line, and who drafted the nodes of a part of them.
+    """
+    labels: list[str | None] = [None] * len(tree)
+    for draft, drafters in drafts:
+        is_found = np.array(draft.nodes_of(tree), np.int64) >= 0
+        if is_found.any():
+            for node, label in zip(np.flatnonzero(is_found), drafters(tree.keep(is_found))):
+                labels[node] = labels[node] or label
+    return labels
 
 
 def join(

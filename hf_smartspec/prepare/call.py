@@ -14,6 +14,7 @@ from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
 from ..decoding.committed import check_source
 from ..decoding.request import Request
+from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
@@ -138,6 +139,9 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
     forward = forward or _forward(prepared, requests)
     for stage in source.stages:
         check_source(stage, forward)
+    if config.trace:
+        for request in requests:
+            request.trace = RequestTrace(request)
     return DecodingCall(
         forward,
         batch,

@@ -61,6 +61,9 @@ class SmartSpecConfig:
         tag (`str` or sequence of `str`, *optional*): For `RoutedCandidates`: what kind of text the prompts are (a
             drafter's name, a language, a topic, ...), one for all or one for each; None in a sequence: unknown.
         online (`OnlineDistillation`, *optional*): Draft models and heads learn from the call.
+        trace (`bool`): Whether it is kept which source drafted each token, and every step's draft tree:
+            `model.smartspec_statistics.last_traces` then has one `TracedRequest` per row, and outputs of an
+            engine have the same.
     """
 
     assistant: Any = "prompt_lookup"
@@ -75,6 +78,7 @@ class SmartSpecConfig:
     references: Sequence[Any] = ()
     tag: str | Sequence[str | None] | None = None
     online: Learning | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.verification not in METHODS:

@@ -24,6 +24,7 @@ from ..decoding.call import DecodingCall
 from ..decoding.loop import DecodingLoop
 from ..decoding.request import Request
 from ..decoding.statistics import GenerationStatistics
+from ..decoding.trace import TracedRequest
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
@@ -118,7 +119,8 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)
-        _report(prepared, loop.statistics, policy)
+        traces = [request.trace.traced() for request in call.requests if request.trace is not None]
+        _report(prepared, loop.statistics, policy, traces or None)
     if prepared.streamer is not None:
         prepared.streamer.end()
     assert call.batch.num_generated is not None, "a row has not stopped"
@@ -141,9 +143,11 @@ def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOn
     return output if isinstance(output, torch.Tensor) else _with_statistics(prepared.model, output, statistics)
 
 
-def _report(prepared: PreparedCall, statistics: GenerationStatistics, policy: LengthPolicy) -> None:
+def _report(
+    prepared: PreparedCall, statistics: GenerationStatistics, policy: LengthPolicy, traces: list[TracedRequest] | None
+) -> None:
     """Where the user finds what speculation did, without asking for a dictionary."""
-    record(prepared.model, statistics)
+    record(prepared.model, statistics, traces)
     predicted = ""
     if isinstance(policy, GoodputAuction):
         predicted = f", predicted to be {policy.speedup.ratio:.2f} times as fast as plain decoding"

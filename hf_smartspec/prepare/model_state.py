@@ -20,6 +20,7 @@ from ..candidates import SuffixTreeCandidates
 from ..candidates.heads.kinds import load
 from ..candidates.heads.learned import LearnedDrafter
 from ..decoding.statistics import GenerationStatistics
+from ..decoding.trace import TracedRequest
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.acceptance import Calibrator
 from ..log import get_logger
@@ -126,19 +127,23 @@ def _class_of(name: str, target: PreTrainedModel) -> Any:
 
 @dataclass
 class ModelStatistics:
-    """What speculation did on a model: in the last call that it served, and in all since it was enabled."""
+    """
+    What speculation did on a model: in the last call that it served, and in all since it was enabled. `last_traces` has
+    a `TracedRequest` for each row of the last call, if that drafted and was traced (`SmartSpecConfig(trace=True)`).
+    """
 
     last: GenerationStatistics = field(default_factory=GenerationStatistics)
     total: GenerationStatistics = field(default_factory=GenerationStatistics)
     num_calls: int = 0
+    last_traces: list[TracedRequest] | None = None
 
 
-def record(model: PreTrainedModel, statistics: GenerationStatistics) -> None:
+def record(model: PreTrainedModel, statistics: GenerationStatistics, traces: list[TracedRequest] | None = None) -> None:
     """Adds a call to `model.smartspec_statistics`."""
     with state_of(model).lock:
         known = vars(model).setdefault("smartspec_statistics", ModelStatistics())
         known.last, known.total = statistics, known.total + statistics
-        known.num_calls += 1
+        known.num_calls, known.last_traces = known.num_calls + 1, traces
 
 
 def warn_once(model: PreTrainedModel, message: str) -> None:

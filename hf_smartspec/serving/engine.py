@@ -17,6 +17,7 @@ from transformers.utils.logging import tqdm
 from ..decoding.call import DecodingCall
 from ..decoding.learning import Learning
 from ..decoding.statistics import GenerationStatistics
+from ..decoding.trace import RequestTrace
 from ..generate import generating
 from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
@@ -137,6 +138,7 @@ class Engine:
         assistant: Any = None,
         seed: int | None = None,
         tag: str | None = None,
+        trace: bool = False,
         **kwargs: Any,
     ) -> str:
         """
@@ -152,6 +154,8 @@ class Engine:
                 the request's says; that of the model says nothing here.
             seed (`int`, *optional*): For sampling: the same tokens for the same seed.
             tag (`str`, *optional*): What kind of text it is, where `RoutedCandidates` draft; as in `SmartSpecConfig`.
+            trace (`bool`): Whether outputs tell which source drafted each token, and every step's draft tree; this
+                takes some time of each of its steps.
             kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
                 `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
 
@@ -166,6 +170,8 @@ class Engine:
             kwargs["max_new_tokens"] = max_new_tokens
         call = self._prepare(ids, assistant, seed, kwargs, tag)
         request = call.requests[0]
+        if trace:
+            request.trace = RequestTrace(request)
         self._check_positions(request.length + (request.max_new_tokens or 0) - 1)
         self._memory.scheduler.check(self._memory.num_tokens(call))
         if request_id is None:

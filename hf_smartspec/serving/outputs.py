@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.statistics import GenerationStatistics
+from ..decoding.trace import TracedStep
 from ..target.compat import GenerationOutput, RequestStatus
 
 
@@ -24,11 +25,16 @@ class EngineOutput(GenerationOutput):
             "error"; None while it runs.
         first_token_time (`float`, *optional*): When its first token was there, on the same clock.
         statistics (`GenerationStatistics`): Its steps, drafted and accepted tokens.
+        token_sources (list, *optional*): Of requests with `trace=True`, one entry per generated token: the label of the
+            source that drafted it ("suffix", "prompt_lookup", "draft_model", ...), None for the target's own tokens.
+        traced_steps (list of `TracedStep`, *optional*): Of such requests, the draft trees of all steps so far.
     """
 
     finish_reason: str | None = None
     first_token_time: float | None = None
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
+    token_sources: list[str | None] | None = None
+    traced_steps: list[TracedStep] | None = None
 
 
 @dataclass(eq=False)

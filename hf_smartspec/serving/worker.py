@@ -204,8 +204,12 @@ class EngineRunner:
 
     def _snapshot(self, ticket: Ticket) -> EngineOutput:
         """The output so far; what has been handed out does not change any more."""
-        tokens = ticket.request.tokens[: ticket.request.num_valid]
-        return replace(ticket.output, generated_tokens=tokens, statistics=replace(ticket.call.statistics))
+        request, trace = ticket.request, ticket.request.trace
+        tokens = request.tokens[: request.num_valid]
+        output = replace(ticket.output, generated_tokens=tokens, statistics=replace(ticket.call.statistics))
+        if trace is not None:
+            output.token_sources, output.traced_steps = trace.traced()
+        return output
 
     def _finish(self, ticket: Ticket) -> None:
         self._leave(ticket)
