@@ -62,6 +62,7 @@ class DecodingCall:
         renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
             length.
         learning (`Learning`, *optional*): Drafters that learn from it.
+        has_own_forward (`bool`): Whether no other call runs in its forward, so that what fails there is its own.
     """
 
     forward: ModelForward
@@ -75,6 +76,7 @@ class DecodingCall:
     encoder_inputs: EncoderInputs | None = None
     renewal: int | None = None
     learning: Learning | None = None
+    has_own_forward: bool = False
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from ..candidates.committed import Likeliest
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
 from ..target.rows import RowInput
-from .call import DecodingCall, ModelForward, ModelLimits, StepDrafts, alike, by_forward
+from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
 from .committed import committed_steps, run_forward
 from .drafting import Drafting
 from .learning import Learning
@@ -169,7 +169,8 @@ class DecodingLoop:
                 row.renew()
             tokens = request.uncached()
             if room is not None and len(tokens) > 1:
-                tokens = tokens[: max(room, 0)]
+                if not row.in_one_piece:
+                    tokens = tokens[: max(room, 0)]
                 room -= len(tokens)
             if len(tokens):
                 feeds[request] = tokens
@@ -178,18 +179,13 @@ class DecodingLoop:
     # 2. forward
 
     def run_model(self, feeds: dict[Request, np.ndarray], step: StepDrafts) -> None:
-        """One packed forward; leaves every row that has a draft with the target's logits at each node."""
+        """Forwards, mostly one; leave every row that has a draft with the target's logits at each node."""
         drafts = dict(zip(step.rows, step.trees))
-        for forward, fed in by_forward(feeds).items():
-            with self._timed("seconds_forward"):
-                inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in fed]
-                logits, offsets = run_forward(forward, fed, inputs)
-            with self._timed("seconds_verify"):
-                picks = self._pick(forward, fed, drafts, offsets, logits)
-                for request, offset in zip(fed, offsets):
-                    if request in drafts:
-                        request.begin_verifying(drafts[request], offset, logits, picks)
-            self.statistics.forwards += 1
+        for fed in by_forward(feeds).values():
+            if fed[0].call.has_own_forward:
+                self._attempt(fed, self._run_forward, fed, feeds, drafts)
+            else:  # nobody knows by whose fault it fails
+                self._run_forward(fed, feeds, drafts)
         for request, tree in drafts.items():
             counts, num_nodes = request.call.statistics, len(tree.tokens)
             counts.steps += 1
@@ -197,16 +193,24 @@ class DecodingLoop:
             self.statistics.drafted_tokens += num_nodes
         self.statistics.steps += len(drafts)
 
+    def _run_forward(
+        self, rows: list[Request], feeds: dict[Request, np.ndarray], drafts: dict[Request, DraftTree]
+    ) -> None:
+        with self._timed("seconds_forward"):
+            inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in rows]
+            logits, offsets = run_forward(rows[0].call.forward, rows, inputs)
+        with self._timed("seconds_verify"):
+            picks = self._pick(rows, drafts, offsets, logits)
+            for request, offset in zip(rows, offsets):
+                if request in drafts:
+                    request.begin_verifying(drafts[request], offset, logits, picks)
+        self.statistics.forwards += 1
+
     def _pick(
-        self,
-        forward: ModelForward,
-        rows: list[Request],
-        drafts: dict[Request, DraftTree],
-        offsets: list[int],
-        logits: torch.Tensor,
+        self, rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor
     ) -> list[int]:
         """The arg max of every line, if that is what picks tokens; sources are told what else was likely."""
-        count = max([request.line.num_likeliest for request in rows])
+        forward, count = rows[0].call.forward, max([request.line.num_likeliest for request in rows])
         is_greedy = any([request.call.picks_greedily for request in rows])
         top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
         if top is None:

@@ -37,6 +37,17 @@ class Route(NamedTuple):
     reads_media: bool = False
 
 
+def way_of(model: PreTrainedModel) -> tuple[Literal["packed", "rowwise", "plain"], str | None]:
+    """The best way for texts on this model, whatever else is asked for; and why it is not packed, where it is not."""
+    if is_stateful(model):
+        return "plain", _stateful_reason(model)
+    obstacle = packing_obstacle(model)
+    if obstacle is None:
+        return "packed", None
+    reason = rowwise_obstacle(model)
+    return ("rowwise", obstacle) if reason is None else ("plain", reason)
+
+
 def route_of(
     model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Route:
@@ -68,7 +79,7 @@ def _plain_reason(
 ) -> str | None:
     """Why this call must be left to plain decoding, whatever the model's attention; None if it need not be."""
     if is_stateful(model):
-        return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
+        return _stateful_reason(model)
     if has_adapters_by_row(model):
         return "every row has an adapter of its own (`adapter_names`)"
     if "prepare_inputs_for_generation" in vars(model) and prepares_own_inputs(model):
@@ -90,6 +101,10 @@ def _plain_reason(
     if model_kwargs.get("inputs_embeds") is not None:
         return "`inputs_embeds` replaces the tokens of the prompt"
     return None
+
+
+def _stateful_reason(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
 
 
 def _drops_attention(model: PreTrainedModel) -> bool:

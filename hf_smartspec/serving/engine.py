@@ -22,17 +22,17 @@ from ..generate import generating
 from ..goodput import GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
 from ..prepare.arguments import run_with
-from ..prepare.call import PreparedCall, decoding_call, model_limits
+from ..prepare.call import PreparedCall, model_limits
 from ..prepare.config import SmartSpecConfig
 from ..prepare.defaults import assistant_of, without_assistant
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Drafters, resolve, tagged
 from ..target.profiling import doubt_profile
-from ..target.support import can_pack
 from ..validate import check_positive
-from .kv_memory import EngineMemory
+from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket
 from .prompts import check_prompts, prompt_ids
+from .ways import memory_of
 from .worker import EngineRunner
 
 _OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
@@ -44,7 +44,8 @@ class Engine:
     itself. Its methods bear the names of transformers' `ContinuousBatchingManager`.
 
     Args:
-        model (`PreTrainedModel`): A decoder that follows transformers' attention interface.
+        model (`PreTrainedModel`): A causal language model. Where requests cannot share its forwards, each has its own,
+            as a warning says.
         assistant: What drafts for requests that do not say so themselves, see `SmartSpecConfig.assistant`. The `policy`
             of a `SmartSpecConfig`, by default the goodput auction, decides for all requests how much.
         max_batch_size (`int`): Requests that run at once.
@@ -68,7 +69,7 @@ class Engine:
         >>> tokenizer.decode(output.generated_tokens)
 
     Raises:
-        ValueError: if the model cannot be packed: `model.generate(assistant=...)` then decodes it row by row.
+        ValueError: if the model has an encoder, which requests bring nothing to read for.
     """
 
     def __init__(
@@ -94,16 +95,6 @@ class Engine:
         config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
         config = config if online is None else replace(config, online=online)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
-        if self.model.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(self.model).__name__} has an encoder, and requests of an engine bring nothing for it to read: "
-                "use `model.generate(assistant=...)`, with a batch of any size."
-            )
-        if not can_pack(self.model):
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be packed, which an engine needs: `model.generate(assistant=...)` "
-                "decodes it row by row."
-            )
         self._memory = self._new_memory(max_batch_size, max_kv_bytes)
         self._drafters = Drafters()
         self._assistant = resolve(self.config, self.model, self._drafters)
@@ -115,14 +106,14 @@ class Engine:
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs
 
-    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> EngineMemory:
-        return EngineMemory(self.model, max_batch_size, max_bytes)
+    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
+        return memory_of(self.model, max_batch_size, max_bytes)
 
     def _make_policy(self) -> LoggedPolicy:
         policy = self.config.policy_for(self._assistant.source)
         if policy is not None:
             return LoggedPolicy(policy, getattr(policy, "cost", None))
-        cost = cost_of(self.model)
+        cost = cost_of(self.model) if self._memory.shares_forward else None
         if cost is None:
             return LoggedPolicy(self.config.fixed_policy_for(self._assistant.source))
         return LoggedPolicy(GoodputAuction(cost), cost)
@@ -173,7 +164,7 @@ class Engine:
         if trace:
             request.trace = RequestTrace(request)
         self._check_positions(request.length + (request.max_new_tokens or 0) - 1)
-        self._memory.scheduler.check(self._memory.num_tokens(call))
+        self._memory.scheduler.check(self._memory.size_of(call))
         if request_id is None:
             request_id = self._new_name()
         output = EngineOutput(request_id, request.prompt.tolist(), created_time=time.perf_counter())
@@ -234,11 +225,7 @@ class Engine:
         """What a decoding method gets, ready for the loop."""
         if len(prepared.input_ids) != 1:
             raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
-        route = prepared.route
-        if route.way != "packed" or route.reads_media:
-            reason = route.reason or "images and the like are read by `generate` only"
-            raise ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")
-        return decoding_call(prepared, self._memory.forward)
+        return self._memory.call_of(prepared)
 
     # Results
 

@@ -1,7 +1,7 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,20 +12,20 @@ from ..candidates.base import TreeCandidateGenerator
 from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.source_guard import forget
+from ..prepare.call import PreparedCall, decoding_call
 from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
-from .outputs import Ticket
+from .memory import RequestMemory, refuse
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import Scheduler
-from .weights import WeightsVersion
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
 _FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
 
 
-class EngineMemory:
+class EngineMemory(RequestMemory):
     """
     The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
     stays there. Rows of requests that have ended are kept as long as running and kept ones together are no more than
@@ -37,21 +37,16 @@ class EngineMemory:
         max_batch_size (`int`): Requests that run at once.
         max_bytes (`int`, *optional*): Bound on keys and values. Default: half of a GPU's free memory, a quarter of a
             CPU's.
-
-    Attributes:
-        num_reused (`int`): Prompt tokens whose keys and values were copied from another row.
     """
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
         self.forward = packed_forward(model, 1, _FIRST_LINES)
         self.bytes_per_token = self._measure()
-        max_bytes = _default_bytes(model.device) if max_bytes is None else max_bytes
-        self.scheduler: Scheduler[Ticket] = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
+        max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        self.scheduler = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
         self._clear()
         self.prefixes = PrefixRows()
-        self.num_reused = 0
-        self._weights = WeightsVersion(model)
-        self._version: int | None = self._weights.number
+        self.watch(model)
 
     @torch.no_grad()
     def _measure(self) -> int:
@@ -62,15 +57,20 @@ class EngineMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What is allocated."""
         return self.cache.num_lines * self.bytes_per_token
 
     @property
     def cache(self) -> SlotCache:
         return self.forward.cache
 
-    @staticmethod
-    def num_tokens(call: DecodingCall) -> int:
+    def call_of(self, prepared: PreparedCall) -> DecodingCall:
+        """The request as one of those that share the forward."""
+        route = prepared.route
+        if route.way != "packed" or route.reads_media:
+            raise refuse(route.reason or "images and the like are read by `generate` only")
+        return decoding_call(prepared, self.forward)
+
+    def size_of(self, call: DecodingCall) -> int:
         """Tokens that a request may reach, the draft behind its last one included."""
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
@@ -83,7 +83,7 @@ class EngineMemory:
         shared = self.prefixes.longest(request.prompt, texts, _keeper(request))
         if shared is not None and not self._agrees(shared, request):
             shared = None
-        row = self._new_row(self.num_tokens(request.call), shared)
+        row = self._new_row(self.size_of(request.call), shared)
         if shared is not None:
             if shared.row is not row:
                 with self._removed_on_failure(row):
@@ -141,22 +141,21 @@ class EngineMemory:
                 self.cache.remove(row)
             self.cache.shrink(2 * enough)
 
+    @property
+    def keeper(self) -> Callable[[Request], None]:
+        return self.release
+
     def release(self, request: Request) -> None:
         """The request has ended: its row is kept, as long as nobody needs the memory."""
         row = request.cache_row
         row.num_nodes = 0
         self.prefixes.add(row, _cached(request))
 
-    def expire(self) -> None:
-        """The model may have changed in ways that its parameters do not show."""
-        self._version, self._weights = None, WeightsVersion(self.forward.model)
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self.forward.model
 
-    def check_weights(self, running: list[Request]) -> None:
-        """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
-        version = self._weights.number
-        if version == self._version:
-            return
-        self._version = version
+    def _forget(self, running: Sequence[Request]) -> None:
         for row in self.prefixes.clear():
             self.cache.remove(row)
         for request in running:
@@ -164,7 +163,6 @@ class EngineMemory:
         self.cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
 
     def reset(self) -> None:
-        """Begins anew after a forward has failed; nothing may be running."""
         self.prefixes.clear()
         self._clear()
 
@@ -183,7 +181,8 @@ def _keeper(request: Request) -> TreeCandidateGenerator | None:
     return request.call.source if request.call.line.hidden_layers else None
 
 
-def _default_bytes(device: torch.device) -> int:
+def default_bytes(device: torch.device) -> int:
+    """The bound on keys and values where none is given."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     try:

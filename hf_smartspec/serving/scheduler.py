@@ -29,6 +29,10 @@ class Scheduler(Generic[Item]):
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def size(self, num_tokens: int) -> int:
+        """What a request of so many tokens takes of the budget."""
+        return slot_size(num_tokens, self.max_tokens)
+
     def check(self, num_tokens: int) -> None:
         """Raises `ValueError` if a request of so many tokens can never run."""
         if num_tokens > self.max_tokens:
@@ -50,7 +54,7 @@ class Scheduler(Generic[Item]):
         if not self.waiting or len(self.running) == self.max_batch_size:
             return None
         item, num_tokens = self.waiting[0]
-        size = slot_size(num_tokens, self.max_tokens)
+        size = self.size(num_tokens)
         if self.num_taken + size > self.max_tokens:
             return None
         self.waiting.popleft()
@@ -61,3 +65,17 @@ class Scheduler(Generic[Item]):
     def num_taken(self) -> int:
         """Tokens of the running requests' slots."""
         return sum(self.running.values())
+
+
+class ByteScheduler(Scheduler[Item]):
+    """The same for requests of so many bytes each, with nothing between them: what it calls tokens are bytes."""
+
+    def size(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def check(self, num_tokens: int) -> None:
+        if num_tokens > self.max_tokens:
+            raise ValueError(
+                f"The request may need {num_tokens} bytes of keys, values and states, and the engine's `max_kv_bytes` "
+                f"allows {self.max_tokens}: shorten it, or raise that."
+            )

@@ -16,7 +16,7 @@ from ..goodput.policy import LengthPolicy
 from ..log import get_logger
 from ..prepare.call import model_limits
 from ..target.compat import RequestStatus
-from .kv_memory import EngineMemory
+from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket, failed
 
 logger = get_logger(__name__)
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 class EngineRunner:
     """
     Args:
-        memory (`EngineMemory`): Who may run, and where.
+        memory (`RequestMemory`): Who may run, and where.
         policy (`LengthPolicy`): How much to speculate.
         max_prefill_tokens (`int`): Prompt tokens per step.
         results (`Results`): Where outputs go.
@@ -34,7 +34,7 @@ class EngineRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        memory: EngineMemory,
+        memory: RequestMemory,
         policy: LengthPolicy,
         max_prefill_tokens: int,
         results: Results,
@@ -45,7 +45,7 @@ class EngineRunner:
             model_limits(model),
             max_prefill_tokens=max_prefill_tokens,
             on_failure=self._on_failure,
-            release=memory.release,
+            release=memory.keeper,
         )
         self._tickets: dict[DecodingCall, Ticket] = {}  # that wait or run
         self._changed = threading.Condition()
@@ -157,7 +157,7 @@ class EngineRunner:
             tickets, self._inbox = self._inbox, deque()
         for ticket in tickets:
             self._tickets[ticket.call] = ticket
-            self.memory.scheduler.add(ticket, self.memory.num_tokens(ticket.call))
+            self.memory.scheduler.add(ticket, self.memory.size_of(ticket.call))
 
     def _cancel(self) -> None:
         with self._changed:

@@ -190,7 +190,7 @@ class _Run:
         scheduler = self.memory.scheduler
         while self.coming and self._queued(self.coming[0]) <= self.clock.now:
             coming = self.engine.new_call(self.coming.popleft())
-            scheduler.add(coming, self.memory.num_tokens(coming))
+            scheduler.add(coming, self.memory.size_of(coming))
         while (call := scheduler.next()) is not None:
             request = call.requests[0]
             self.seconds_waited += self.clock.now - self._queued(_item(request))

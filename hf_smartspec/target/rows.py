@@ -17,14 +17,15 @@ class CacheRow:
     A token's position is `position_offset` more than the number of those before it: images may take fewer positions
     than tokens.
 
-    The rest is for rotary embeddings that depend on the length of the text: plain decoding takes that of the longest
-    row (`rotary.seen_lengths`).
+    The lengths are for rotary embeddings that depend on that of the text: plain decoding takes the longest row's
+    (`rotary.seen_lengths`).
 
     Args:
         ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
         least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
         renewal (`int`, *optional*): The model computes all keys and values anew when the row outgrows this length
             (Phi-3, on its way from short to long texts).
+        in_one_piece (`bool`): Its prompt must not be spread over several forwards.
         line, stride (`int`): The first line of the slot in the cache's memory, and the lines of each of its slab's.
             Where not given, the slots are in one slab, and of any length.
     """
@@ -36,6 +37,7 @@ class CacheRow:
     ahead: int = 0
     least_length: int = 0
     renewal: int | None = None
+    in_one_piece: bool = False
     line: int = -1
     stride: int = 2**32
 

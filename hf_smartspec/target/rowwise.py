@@ -101,7 +101,10 @@ class RowwiseForward:
         Takes a row back to its first `length` tokens, by running it anew: sliding windows have dropped what they would
         need again.
         """
-        assert isinstance(row, ModelRow) and row.ids is not None
+        assert isinstance(row, ModelRow)
+        if not length:  # the whole text is fed next
+            return self._begin(row)
+        assert row.ids is not None
         generated = row.ids[0, self._inputs.shape[1] :].cpu().numpy()
         prompt_length = row.length - len(generated)
         self._begin(row)
@@ -109,6 +112,7 @@ class RowwiseForward:
             if len(feed):  # of the prompt, the length alone counts: its tokens are known
                 self._forward_row(RowInput(row, feed))
                 self.commit([row], [[]])
+        return None
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
         """As `PackedForward.forward`, for chains."""
@@ -136,17 +140,13 @@ class RowwiseForward:
         row, num_nodes = item.row, len(item.tree)
         assert isinstance(row, ModelRow)
         is_first = row.ids is None
-        if row.ids is None:
-            row.ids = self._inputs[row.index : row.index + 1]
-        else:
-            row.ids = torch.cat([row.ids, torch.from_numpy(item.feed).to(row.ids)[None]], dim=1)
-        draft = torch.from_numpy(item.tree.tokens).to(row.ids)
-        candidates = torch.cat([row.ids, draft[None]], dim=1)
+        row.ids = ids = self._first_ids(item) if row.ids is None else extended(row.ids, item.feed)
+        candidates = extended(ids, item.tree.tokens)
         length = candidates.shape[1]
         is_encoder_decoder = self.model.config.is_encoder_decoder
         kwargs = _prepare_attention_mask(dict(row.kwargs), length, is_encoder_decoder)
         kwargs = _prepare_token_type_ids(kwargs, length)
-        if kwargs.get("position_ids") is not None and kwargs["position_ids"].shape[-1] < length:
+        if kwargs.get("position_ids") is not None and kwargs["position_ids"].shape[-1] != length:
             kwargs = _prepare_position_ids(kwargs, length, is_encoder_decoder)
         model_inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             candidates,
@@ -159,7 +159,7 @@ class RowwiseForward:
         with self._lengths_step(row, model_inputs), self.taps.installed():
             output = self.model(**model_inputs, return_dict=True)
         row.kwargs["past_key_values"] = output.past_key_values
-        self.taps.note([item], self._prompt_lines(row, num_nodes) if is_first else None)
+        self.taps.note([item], self._first_lines(row, length) if is_first else None)
         row.length += len(item.feed)
         row.drafted = item.tree.tokens
         return output.logits[0, -num_nodes - 1 :]
@@ -171,13 +171,27 @@ class RowwiseForward:
         lengths = positions[0].cpu().numpy() + 1 + row.ahead
         return self._rotary.step(np.maximum(lengths, row.least_length))
 
-    def _prompt_lines(self, row: ModelRow, num_nodes: int) -> np.ndarray:
+    def _first_ids(self, item: RowInput) -> torch.Tensor:
+        """What a row begins with, `[1, t]`: its prompt or a piece of it, or all of a text that is run anew."""
+        row = item.row
+        assert isinstance(row, ModelRow)
+        prompt = self._inputs[row.index : row.index + 1]
+        mask = self._mask(row)
+        num_tokens = prompt.shape[1] if mask is None else int(mask.sum())
+        missing = num_tokens - len(item.feed)
+        return prompt[:, : prompt.shape[1] - missing] if missing > 0 else extended(prompt, item.feed[num_tokens:])
+
+    def _mask(self, row: ModelRow) -> torch.Tensor | None:
+        """Of the row's prompt, `[length]`; None where nothing of it is padding."""
+        mask = row.kwargs.get("attention_mask")
+        return None if mask is None or self.model.config.is_encoder_decoder else mask[0, : self._inputs.shape[1]]
+
+    def _first_lines(self, row: ModelRow, num_lines: int) -> np.ndarray:
         """Where the row's tokens stand in its first forward, which runs the padding too."""
-        mask, length = row.kwargs.get("attention_mask"), self._inputs.shape[1]
-        if mask is None or self.model.config.is_encoder_decoder:
-            return np.arange(length + num_nodes)
-        tokens = mask[0, :length].cpu().numpy().nonzero()[0]
-        return np.concatenate([tokens, np.arange(length, length + num_nodes)])
+        mask, length = self._mask(row), self._inputs.shape[1]
+        if mask is None:
+            return np.arange(num_lines)
+        return np.concatenate([mask.cpu().numpy().nonzero()[0], np.arange(length, num_lines)])
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)
@@ -192,7 +206,7 @@ class RowwiseForward:
             row.kwargs["past_key_values"].crop(len(path) - len(row.drafted))
             row.length += len(path)
             accepted = row.drafted[: len(path)]
-            row.ids = torch.cat([row.ids, torch.from_numpy(accepted).to(row.ids)[None]], dim=1)
+            row.ids = extended(row.ids, accepted)
 
     def export(self, rows: Sequence[CacheRow]) -> DynamicCache | EncoderDecoderCache | None:
         """All rows' caches, which must be of one length, as one; None if they hold more than keys and values."""
@@ -202,6 +216,11 @@ class RowwiseForward:
         own = _stack([cache.self_attention_cache for cache in caches])
         cross = _stack([cache.cross_attention_cache for cache in caches])
         return None if own is None or cross is None else EncoderDecoderCache(own, cross)
+
+
+def extended(ids: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
+    """`[1, t]` with further tokens behind."""
+    return torch.cat([ids, torch.from_numpy(tokens).to(ids)[None]], dim=1) if len(tokens) else ids
 
 
 def _stack(caches: Sequence[DynamicCache]) -> DynamicCache | None:

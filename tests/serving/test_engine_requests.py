@@ -201,8 +201,6 @@ def test_bad_engines_are_refused(model):
         for value in (0, -1, 2.5, True):
             with pytest.raises(ValueError, match=name):
                 Engine(model, **{name: value})
-    with pytest.raises(ValueError, match="cannot be packed"):
-        Engine(new_model("bloom"))
     with pytest.raises(ValueError, match=r"has an encoder.*use `model.generate"):
         Engine(new_model("t5"))
 

@@ -1,0 +1,93 @@
+"""What an engine asks of the memory of its requests, whichever way the model is run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel
+
+from ..decoding.call import DecodingCall
+from ..decoding.request import Request
+from ..prepare.call import PreparedCall
+from .outputs import Ticket
+from .scheduler import Scheduler
+from .weights import WeightsVersion
+
+
+class RequestMemory(ABC):
+    """
+    Who may run, and what their forwards keep of texts.
+
+    Attributes:
+        scheduler (`Scheduler`): Who waits and who runs.
+        shares_forward (`bool`): Whether requests that run share one, whose cost depends on all of them.
+        num_reused (`int`): Prompt tokens whose keys and values were copied from another row.
+    """
+
+    scheduler: Scheduler[Ticket]
+    shares_forward = True
+    num_reused = 0
+    _weights: WeightsVersion
+    _version: int | None
+
+    def watch(self, model: PreTrainedModel) -> None:
+        """Begins to look whether its weights change."""
+        self._weights = WeightsVersion(model)
+        self._version = self._weights.number
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """What is allocated."""
+
+    @abstractmethod
+    def call_of(self, prepared: PreparedCall) -> DecodingCall:
+        """
+        A request, ready for the loop.
+
+        Raises:
+            ValueError: if an engine cannot serve it.
+        """
+
+    @abstractmethod
+    def size_of(self, call: DecodingCall) -> int:
+        """What a request may come to take, in the scheduler's unit."""
+
+    @abstractmethod
+    def place(self, request: Request, running: list[Request]) -> None:
+        """A request is about to begin."""
+
+    def settle(self, request: Request) -> None:  # noqa: B027 (mostly nothing)
+        """A request that was placed has begun."""
+
+    @property
+    def keeper(self) -> Callable[[Request], None] | None:
+        """What gets requests that have ended, with their rows; None where these go."""
+        return None
+
+    def expire(self) -> None:
+        """The model may have changed in ways that its parameters do not show."""
+        self._version = None
+        self._weights = WeightsVersion(self._model)
+
+    def check_weights(self, running: Sequence[Request]) -> None:
+        """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
+        version = self._weights.number
+        if version != self._version:
+            self._version = version
+            self._forget(running)
+
+    @property
+    @abstractmethod
+    def _model(self) -> PreTrainedModel: ...
+
+    @abstractmethod
+    def _forget(self, running: Sequence[Request]) -> None:
+        """What was computed counts no more, for running requests and for others."""
+
+    def reset(self) -> None:  # noqa: B027 (nor here)
+        """Begins anew after a forward has failed; nothing may be running."""
+
+
+def refuse(reason: str) -> ValueError:
+    """The error for what an engine cannot serve."""
+    return ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")

@@ -1,0 +1,83 @@
+"""Requests of models that cannot be packed: each has a forward and a cache of its own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..decoding.call import DecodingCall
+from ..decoding.request import Request
+from ..prepare.call import PreparedCall, decoding_call
+from ..prepare.config import SmartSpecConfig
+from ..prepare.media import media_kwargs, without_empty_media
+from ..prepare.resolve import resolve
+from ..target.footprint import Footprint, caches_in, num_bytes
+from ..target.rowwise import ModelRow, RowwiseForward
+from ..target.stepwise import StepwiseForward
+from ..target.wrappers import has_adapters_by_row
+from .kv_memory import default_bytes
+from .memory import RequestMemory, refuse
+from .outputs import Ticket
+from .scheduler import ByteScheduler
+
+
+class RowMemory(RequestMemory):
+    """
+    Every request runs by itself, in caches of transformers' own, which go when it ends: no prompt is spared what
+    another one has computed.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        max_batch_size (`int`): Requests that run at once.
+        max_bytes (`int`, *optional*): Bound on all caches, by what short texts take of them. Default: as
+            `EngineMemory`.
+    """
+
+    shares_forward = False
+
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
+        self.model = model
+        self.footprint = Footprint.of(model)
+        max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, max_bytes)
+        self.watch(model)
+
+    @property
+    def num_bytes(self) -> int:
+        rows = [ticket.request.row for ticket in list(self.scheduler.running)]
+        return sum(num_bytes(caches_in(row.kwargs)) for row in rows if isinstance(row, ModelRow))
+
+    def call_of(self, prepared: PreparedCall) -> DecodingCall:
+        """The request with a forward of its own; without drafts, where none can be taken back."""
+        if media_kwargs(without_empty_media(prepared.model_kwargs)):
+            raise refuse("images and the like are read by `generate` only")
+        if has_adapters_by_row(self.model):  # for the time of this call
+            raise refuse("every row has an adapter of its own (`adapter_names`)")
+        forward: Any
+        if prepared.route.way == "plain":
+            prepared = replace(prepared, assistant=resolve(SmartSpecConfig("none"), self.model))
+            forward = StepwiseForward
+        else:
+            forward = RowwiseForward
+        own = forward(self.model, prepared.input_ids, prepared.model_kwargs, prepared.generation_config)
+        call = decoding_call(prepared, own)
+        call.has_own_forward = True
+        return call
+
+    def size_of(self, call: DecodingCall) -> int:
+        """Bytes of caches that a request may come to take, with the draft behind its last token."""
+        request = call.requests[0]
+        assert request.max_new_tokens is not None, "generate always limits the length"
+        return self.footprint.of_text(len(request.prompt) + request.max_new_tokens + call.draft_room)
+
+    def place(self, request: Request, running: list[Request]) -> None:
+        """Nothing to do: its own forward gives it a row."""
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self.model
+
+    def _forget(self, running: Sequence[Request]) -> None:
+        for request in running:
+            request.call.forward.cut(request.cache_row, 0)

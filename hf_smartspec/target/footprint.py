@@ -1,0 +1,67 @@
+"""How much memory caches of transformers' own take."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+_LENGTHS = 1, 2  # tokens that are run to find out
+
+
+def num_bytes(item: Any) -> int:
+    """Of all tensors in a cache, of whatever kind; what they are views of counts wholly, and once."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in _storages(item, set())}
+    return sum(storages.values())
+
+
+def _storages(item: Any, seen: set[int]) -> Iterable[torch.UntypedStorage]:
+    if isinstance(item, torch.Tensor):
+        yield item.untyped_storage()
+        return
+    if id(item) in seen or isinstance(item, str | torch.nn.Module):
+        return
+    seen.add(id(item))
+    if isinstance(item, dict):
+        parts = list(item.values())
+    elif isinstance(item, list | tuple | set):
+        parts = list(item)
+    else:
+        parts = list(getattr(item, "__dict__", {}).values())
+    for part in parts:
+        yield from _storages(part, seen)
+
+
+def caches_in(kwargs: Mapping[str, Any]) -> list[Any]:
+    """What models call caches, among the outputs of a forward or the arguments of the next one."""
+    return [kwargs[name] for name in ALL_CACHE_NAMES if name in kwargs]
+
+
+class Footprint(NamedTuple):
+    """
+    What the cache of one text takes, by what very short ones take: windows, which need less, are left aside.
+
+    Args:
+        state (`int`): Bytes that do not depend on its length.
+        per_token (`int`): Bytes of every token.
+    """
+
+    state: int
+    per_token: int
+
+    def of_text(self, num_tokens: int) -> int:
+        return self.state + num_tokens * self.per_token
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: PreTrainedModel) -> "Footprint":
+        """From two forwards; zeros for models without a cache."""
+        shorter, longer = (_cache_bytes(model, length) for length in _LENGTHS)
+        return cls(max(2 * shorter - longer, 0), max(longer - shorter, 0))
+
+
+def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+    ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
+    output = model(input_ids=ids, use_cache=True, return_dict=True)
+    return num_bytes(caches_in(output))
