@@ -25,7 +25,7 @@ COMMANDS = {
     ("train",): Command("train.command", "train a drafter for a target of yours"),
     ("tune",): Command("tune.command", "find options of candidate sources that fit recorded responses"),
     ("datastore", "build"): Command("datastore_build", "build a file of continuations, from texts"),
-    ("bench", "generate"): Command("generate.command", "measure `assistant=` against plain `generate`"),
+    ("bench", "generate"): Command("speed.command", "measure `assistant=` against plain `generate`"),
     ("bench", "drafters"): Command("drafters.command", "compare learned drafters: tokens per step, drafting, speed"),
     ("bench", "online"): Command("online.command", "measure what drafters learn from the requests that they draft for"),
     ("bench", "rollouts"): Command("rollouts.command", "measure rollouts of reinforcement learning, by TRL's GRPO"),

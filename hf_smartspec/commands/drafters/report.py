@@ -11,7 +11,7 @@ from rich.markup import escape
 from ...decoding.statistics import GenerationStatistics
 from ..common.console import fold, table
 from ..common.drafters import JOINT
-from ..generate.loop import PLAIN
+from ..speed.loop import PLAIN
 from .runs import NONE, SPEED, STEPS, TREES, Row
 
 ALL = "all"

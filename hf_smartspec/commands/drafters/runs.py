@@ -13,8 +13,8 @@ from ...goodput.acceptance import Calibrator
 from ..common.data_sets import DataSet, answered
 from ..common.drafters import Drafter
 from ..common.recordings import Recording
-from ..generate.loop import PLAIN, Method, Results, Settings, Tally, measure
-from ..generate.report import num_different
+from ..speed.loop import PLAIN, Method, Results, Settings, Tally, measure
+from ..speed.report import num_different
 from .trees import accuracies, best_fixed_tree
 
 STEPS, TREES, SPEED = PARTS = ("steps", "trees", "speed")

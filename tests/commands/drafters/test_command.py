@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hf_smartspec.commands.drafters import command
-from hf_smartspec.commands.generate.loop import PLAIN
+from hf_smartspec.commands.speed.loop import PLAIN
 from tests.folders import save_tiny_models
 
 from .. import helpers

@@ -11,10 +11,10 @@ from transformers import GenerationConfig
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.commands.common.replaying import RecordedText
-from hf_smartspec.commands.generate import command as generate_command
-from hf_smartspec.commands.generate import loop as generate_loop
-from hf_smartspec.commands.generate.loop import PLAIN, Call, DataSet, Method, Settings, Tally, measure
-from hf_smartspec.commands.generate.report import has_differences, summaries, worst
+from hf_smartspec.commands.speed import command as speed_command
+from hf_smartspec.commands.speed import loop as speed_loop
+from hf_smartspec.commands.speed.loop import PLAIN, Call, DataSet, Method, Settings, Tally, measure
+from hf_smartspec.commands.speed.report import has_differences, summaries, worst
 from hf_smartspec.commands.verify.drafts import ReplayCandidates
 from hf_smartspec.generate import enabled
 from hf_smartspec.target.quantized import is_quantized
@@ -110,9 +110,9 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
 
 @pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
 def test_command_quantizes_the_target(folder, monkeypatch, deprecated_by_itself):
-    targets, original = [], generate_command.measure
+    targets, original = [], speed_command.measure
     monkeypatch.setattr(
-        generate_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest))
+        speed_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest))
     )
     settings = ["--model", folder / "target", "--assistant", folder / "draft", "--batch-size", "1", "3"]
     assert call(folder / "first.jsonl", *settings, *SHORT, "--quantize", "int8") == 0
@@ -138,14 +138,14 @@ def test_command_fuses_lists_and_remembers(folder, tmp_path, capsys):
 
 
 def test_interrupted_prints_what_was_measured(folder, tmp_path, monkeypatch, capsys):
-    original = generate_loop._Group._call
+    original = speed_loop._Group._call
 
     def interrupted(group, method, start, turn):
         if turn == 1 and start == 2:
             raise KeyboardInterrupt
         return original(group, method, start, turn)
 
-    monkeypatch.setattr(generate_loop._Group, "_call", interrupted)
+    monkeypatch.setattr(speed_loop._Group, "_call", interrupted)
     out = tmp_path / "results.json"
     settings = ["--model", folder / "target", "--assistant", "prompt_lookup", "--batch-size", "1", "--json", out]
     assert call(folder / "first.jsonl", *settings, *SHORT) == cli.INTERRUPTED
@@ -154,13 +154,13 @@ def test_interrupted_prints_what_was_measured(folder, tmp_path, monkeypatch, cap
 
 
 def test_other_tokens_fail_the_command(folder, monkeypatch, capsys):
-    original = generate_loop._Group._call
+    original = speed_loop._Group._call
 
     def wrong(group, method, start, turn):
         rows = original(group, method, start, turn)
         return rows if method.name == PLAIN else [[(row[0] + 1) % 256, *row[1:]] for row in rows]
 
-    monkeypatch.setattr(generate_loop._Group, "_call", wrong)
+    monkeypatch.setattr(speed_loop._Group, "_call", wrong)
     settings = ["--model", folder / "target", "--assistant", "none", "--batch-size", "1"]
     assert call(folder / "first.jsonl", *settings, *SHORT) == 1
     assert "NO: 3" in capsys.readouterr().out
@@ -244,7 +244,7 @@ def test_times_are_those_of_the_call_and_its_prefill():
 def test_timed_calls_of_ours_run_as_they_do_without_a_bench(replays, monkeypatch):
     """Hooks on the target would keep it from being written out."""
     calls, now = [], []
-    compute, measured = WrittenDecoder.__call__, generate_loop._Group._call
+    compute, measured = WrittenDecoder.__call__, speed_loop._Group._call
 
     def counted(*args):
         calls.extend(now)
@@ -255,7 +255,7 @@ def test_timed_calls_of_ours_run_as_they_do_without_a_bench(replays, monkeypatch
         return measured(group, method, start, turn)
 
     monkeypatch.setattr(WrittenDecoder, "__call__", counted)
-    monkeypatch.setattr(generate_loop._Group, "_call", noted)
+    monkeypatch.setattr(speed_loop._Group, "_call", noted)
     model = greedy(new_model("llama"))
     results = run_measure(model, [Method("none", "none")], new_data(), batch_sizes=[2], replays=replays)
     assert calls.count(("none", 1)) == results["data", 2]["none"].statistics.forwards > 10
@@ -265,7 +265,7 @@ def test_timed_calls_of_ours_run_as_they_do_without_a_bench(replays, monkeypatch
 def test_a_tie_is_told_from_a_wrong_token():
     model = greedy(new_model("llama", tie_word_embeddings=False))
     data = new_data(1)
-    group = generate_loop._Group(model, [], data, 1, Settings(8, False, 1), generate_loop._rounding(model, [data], 1))
+    group = speed_loop._Group(model, [], data, 1, Settings(8, False, 1), speed_loop._rounding(model, [data], 1))
     with torch.no_grad():
         best = int(model(torch.tensor(data.prompts)).logits[0, -1].argmax())
         twin, other = (best + 1) % VOCAB_SIZE, (best + 2) % VOCAB_SIZE
@@ -288,7 +288,7 @@ def test_every_way_of_decoding_replays_the_recorded_text(deprecated_by_itself):
         Method("draft", arguments={"assistant_model": draft}, draft=draft),
     ]
     generated = []
-    original = generate_loop._Group._call
+    original = speed_loop._Group._call
 
     def noted(group, method, start, turn):
         rows = original(group, method, start, turn)
@@ -296,7 +296,7 @@ def test_every_way_of_decoding_replays_the_recorded_text(deprecated_by_itself):
         return rows
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_loop._Group, "_call", noted)
+        patch.setattr(speed_loop._Group, "_call", noted)
         results = run_measure(model, methods, data, replays=True)
     for start, rows in generated:
         assert rows == [[*data.responses[start + index], 2] for index in range(len(rows))]
