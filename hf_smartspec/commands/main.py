@@ -1,10 +1,11 @@
 """The `smartspec` command. Commands are imported when they are called: torch and transformers take seconds."""
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 USAGE_ERROR = 2
@@ -19,6 +20,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    ("generate",): Command("generate.command", "answer prompts, or every row of a dataset"),
+    ("chat",): Command("chat.command", "talk with a model in the terminal"),
     ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
     ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
     ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),
@@ -39,8 +42,16 @@ COMMANDS = {
     ("bench", "batch"): Command("batch", "measure seconds per token over batch size and draft length"),
     ("bench", "timeline"): Command("load.timeline", "measure latency while busy and quiet phases alternate"),
     ("bench", "memory"): Command("memory.command", "measure what suffix trees and datastores cost as they grow"),
+    ("completion",): Command("completion", "write a script that completes this command in a shell"),
 }
-GROUPS = {"bench": "measure speed", "datastore": "continuations from a large text"}
+GROUPS = {"bench": "measure speed, in many ways", "datastore": "continuations from a large text"}
+# As a newcomer meets them; a verb that is in none of these stands among the last.
+SECTIONS = {
+    "Use a model": ("generate", "chat", "serve", "demo"),
+    "Check and measure": ("verify", "bench", "profile"),
+    "Drafters": ("train", "tune", "replay", "datastore"),
+    "This command": ("completion",),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +73,8 @@ def _dispatch(arguments: list[str]) -> int:
         return _top_level(arguments)
     module, parser = load_command(path)
     args = parser.parse_args(arguments[len(path) :])
+    if path == ("completion",):
+        args.full_parser = full_parser
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -77,11 +90,19 @@ def _dispatch(arguments: list[str]) -> int:
 
 def load_command(path: tuple[str, ...]) -> tuple[Any, "Parser"]:
     """The module of a command, and the parser of its arguments."""
-    command = COMMANDS[path]
-    module = importlib.import_module(f"{__package__}.{command.module}")
-    parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(command.help))
+    module = _module(path)
+    parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(COMMANDS[path].help))
     module.add_arguments(parser)
     return module, parser
+
+
+def _module(path: tuple[str, ...]) -> Any:
+    return importlib.import_module(f"{__package__}.{COMMANDS[path].module}")
+
+
+def full_parser() -> "Parser":
+    """One parser with all commands and their arguments: every command is imported."""
+    return _tree(lambda path, parser: _module(path).add_arguments(parser))
 
 
 def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
@@ -91,9 +112,40 @@ def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
 
 def _top_level(arguments: list[str]) -> int:
     """Help, `--version`, and errors about words that name no command."""
-    parser = Parser(prog="smartspec", description="Lossless speculative decoding for HuggingFace transformers.")
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
+    parser = _tree(lambda path, parser: None)
+    if message := _unknown_word(arguments):
+        parser.fail(message)
+    args = parser.parse_args(arguments)
+    if args.version:
+        from .. import __version__
+
+        print(f"smartspec {__version__}")
+        return 0
+    parser.print_help(sys.stderr)
+    return USAGE_ERROR
+
+
+def _unknown_word(arguments: Sequence[str]) -> str:
+    """What is said of the first word that names no command, and what may have been meant; "" if there is none."""
+    known: tuple[str, ...] = ()
+    for word in arguments:
+        here = [path for path in COMMANDS if path[: len(known)] == known]
+        names = {path[len(known)]: path[: len(known) + 1] for path in here}
+        if word.startswith("-"):
+            return ""
+        if word not in names:
+            meant = {path[-1]: path for path in here} | names
+            near = [" ".join(meant[name]) for name in difflib.get_close_matches(word, meant, n=1)]
+            return f"invalid choice: {word!r}" + "".join(f", did you mean 'smartspec {name}'?" for name in near)
+        known = names[word]
+    return ""
+
+
+def _tree(fill: Callable[[tuple[str, ...], "Parser"], None]) -> "Parser":
+    """The parser of the first words; `fill` adds a command's arguments to its own."""
+    top = _TopParser(prog="smartspec", description="Lossless speculative decoding for HuggingFace transformers.")
+    top.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = top.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
     groups: dict[str, Any] = {}
     for path, command in COMMANDS.items():
         *group, name = path
@@ -105,15 +157,20 @@ def _top_level(arguments: list[str]) -> int:
                     metavar="COMMAND", title="commands", required=True, parser_class=Parser
                 )
             place = groups[word]
-        place.add_parser(name, help=command.help)
-    args = parser.parse_args(arguments)
-    if args.version:
-        from .. import __version__
+        fill(path, place.add_parser(name, help=command.help, description=_sentence(command.help)))
+    return top
 
-        print(f"smartspec {__version__}")
-        return 0
-    parser.print_help(sys.stderr)
-    return USAGE_ERROR
+
+def overview() -> str:
+    """The commands as a newcomer meets them."""
+    helps = {path[0]: GROUPS.get(path[0], command.help) for path, command in COMMANDS.items()}
+    rest = [name for name in helps if not any(name in names for names in SECTIONS.values())]
+    width = max(map(len, helps)) + 2
+    lines = ["usage: smartspec COMMAND ...", "", "Lossless speculative decoding for HuggingFace transformers.", ""]
+    for number, (title, names) in enumerate(SECTIONS.items(), start=1):
+        shown = [*names, *(rest if number == len(SECTIONS) else [])]
+        lines += [f"{title}:", *(f"  {name:{width}}{helps[name]}" for name in shown if name in helps), ""]
+    return "\n".join([*lines, "smartspec COMMAND --help says what it takes; --version shows the version.", ""])
 
 
 def _sentence(text: str) -> str:
@@ -126,11 +183,28 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.fail(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return parsed
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        near = [difflib.get_close_matches(word.partition("=")[0], options, n=1) for word in unknown]
+        names = [found[0] for word, found in zip(unknown, near) if found and word.startswith("-")]
+        return f"; did you mean {' '.join(names)}?" if names else ""
+
     def error(self, message: str) -> NoReturn:
         self.fail(message)
 
     def fail(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+class _TopParser(Parser):
+    def format_help(self) -> str:
+        return overview()
 
 
 if __name__ == "__main__":

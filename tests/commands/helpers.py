@@ -11,6 +11,8 @@ from hf_smartspec.commands import main as cli
 from ..candidates.heads.fitted import fitted_heads
 from ..folders import byte_tokenizer
 
+EMBEDDED = Path(__file__).parents[2] / "demos" / "models" / "target"
+
 
 def call(*arguments):
     """Exit status of one command line."""

@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,11 +43,14 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"smartspec {__version__}\n"
 
 
+WITHOUT_RESULTS = {("completion",)}
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_help(command, capsys):
+def test_every_command_has_help_and_writes_json(command, capsys):
     assert call(*command, "--help") == 0
     out = capsys.readouterr().out
-    assert " ".join(command) in out and "--json" in out
+    assert " ".join(command) in out and (" --json FILE" in out or command in WITHOUT_RESULTS)
 
 
 def test_no_command_shows_help_and_fails(capsys):
@@ -52,14 +58,38 @@ def test_no_command_shows_help_and_fails(capsys):
     assert "usage: smartspec" in capsys.readouterr().err
 
 
+def test_help_begins_with_what_a_newcomer_needs_and_leaves_nothing_out():
+    words = re.findall(r"^  (\w+)  ", cli.overview(), re.MULTILINE)
+    assert words[:2] == ["generate", "chat"]
+    assert sorted(words) == sorted({path[0] for path in cli.COMMANDS})
+    assert max(map(len, cli.overview().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_completion_knows_verbs_and_options(shell, capsys):
+    assert call("completion", shell) == 0
+    script = capsys.readouterr().out
+    assert "generate" in script and "timeline" in script and "max-new-tokens" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert call("completion", "bash") == 2
+    assert 'pip install "hf-smartspec[completion]"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verfy"], "invalid choice: 'verfy'"),
+        (["verfy"], "invalid choice: 'verfy', did you mean 'smartspec verify'?"),
+        (["overhead"], "invalid choice: 'overhead', did you mean 'smartspec bench overhead'?"),
+        (["qqq"], "invalid choice: 'qqq' (see"),
         (["bench"], "required: COMMAND"),
-        (["bench", "overhed"], "invalid choice: 'overhed'"),
+        (["bench", "overhed"], "invalid choice: 'overhed', did you mean 'smartspec bench overhead'?"),
         (["verify"], "required: MODEL"),
-        (["verify", "{target}", "--devcie", "cpu"], "unrecognized arguments: --devcie"),
+        (["verify", "{target}", "--devcie", "cpu"], "unrecognized arguments: --devcie cpu; did you mean --device?"),
         (["verify", "{target}", "--num", "3"], "unrecognized arguments: --num"),  # no abbreviations
         (["verify", "{target}", "--dtype", "float23"], "invalid choice: 'float23'"),
         (["verify", "{target}", "--num-prompts", "0"], "must be at least 1, got 0"),

@@ -46,13 +46,23 @@ def check_device(name: str) -> None:
         raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
 
 
-def load_model(name: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference."""
+def load_model(
+    name: str, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """
+    A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference.
+
+    Args:
+        dtype (`str`): One of `DTYPES`, or "auto": that of its files.
+        trust_remote_code (`bool`): Whether Python code that lies beside it is run.
+    """
     _check_folder(name)
+    options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, **options)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model: PreTrainedModel = factory.from_pretrained(name, dtype=getattr(torch, dtype))
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model: PreTrainedModel = factory.from_pretrained(name, dtype=kind, **options)
     except Exception as error:  # of many kinds; all mean that it cannot be loaded
         raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
@@ -69,13 +79,13 @@ def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> Pr
     return draft
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies beside the model; None if there is none."""
     folder = Path(name)
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         return None  # transformers would make up an empty one from the model's type
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception:  # transformers raises many kinds for a missing or unreadable tokenizer
         return None
 

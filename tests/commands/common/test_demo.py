@@ -16,6 +16,8 @@ def _no_demo(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "needed"),
     [
+        (["generate", "x"], "--model"),
+        (["chat"], "--model"),
         (["bench", "generate"], "FILE and --model"),
         (["bench", "load"], "FILE and --model"),
         (["bench", "timeline", "{file}"], "--model"),

@@ -111,9 +111,7 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
 @pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
 def test_command_quantizes_the_target(folder, monkeypatch, deprecated_by_itself):
     targets, original = [], speed_command.measure
-    monkeypatch.setattr(
-        speed_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest))
-    )
+    monkeypatch.setattr(speed_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest)))
     settings = ["--model", folder / "target", "--assistant", folder / "draft", "--batch-size", "1", "3"]
     assert call(folder / "first.jsonl", *settings, *SHORT, "--quantize", "int8") == 0
     assert is_quantized(targets[0])

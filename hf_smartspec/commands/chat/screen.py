@@ -1,0 +1,98 @@
+"""The terminal of a chat; nothing but answers where there is none."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from ..common.answering.text import Piece
+
+PROMPT, CONTINUED = "> ", "… "
+ACCEPTED = Style(color="green")
+_NOTE = Style(dim=True)
+
+
+class Screen:
+    """
+    Args:
+        is_interactive (`bool`, *optional*): Whether a person sits there: asked for input, with colours and notes. By
+            default, whether input and output are a terminal.
+    """
+
+    def __init__(self, is_interactive: bool | None = None):
+        both = sys.stdin.isatty() and sys.stdout.isatty()
+        self.is_interactive = both if is_interactive is None else is_interactive
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def read(self) -> str:
+        """
+        What is said next; a line that ends with a backslash goes on in the next one.
+
+        Raises:
+            EOFError: at the end of the input.
+        """
+        lines = [self._line(PROMPT)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            try:
+                lines.append(self._line(CONTINUED))
+            except EOFError:
+                break
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if self.is_interactive:
+            return input(prompt)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+    def complete(self, words: Sequence[str]) -> None:
+        """Arrow keys bring back what was said; the tab key completes these words."""
+        if not self.is_interactive:
+            return
+        with contextlib.suppress(ImportError):  # Windows has none
+            import readline
+
+            def completed(text: str, state: int) -> str | None:
+                found = [word for word in words if word.startswith(text)] if text.startswith("/") else []
+                return found[state] if state < len(found) else None
+
+            readline.set_completer(completed)
+            readline.set_completer_delims(" \t\n")
+            readline.parse_and_bind("tab: complete")
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """The next of an answer."""
+        if self.is_interactive:
+            text = Text.assemble(*((piece.text, ACCEPTED if piece.source else "") for piece in pieces))
+            self._console.print(text, end="")
+        else:
+            sys.stdout.write("".join(piece.text for piece in pieces))
+        sys.stdout.flush()
+
+    def end_answer(self, text: str) -> None:
+        """Behind an answer, which was `text`."""
+        if not text.endswith("\n"):
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def note(self, text: str | Text) -> None:
+        """Something that no model said: on a terminal only."""
+        if self.is_interactive:
+            self._console.print(text, style=_NOTE)
+
+    def tell(self, text: str) -> None:
+        """What was asked for, or went wrong; beside the answers, where these are piped on."""
+        if self.is_interactive:
+            self._console.print(text, markup=False)
+        else:
+            print(text, file=sys.stderr)
+
+    def show(self, table: Table) -> None:
+        (self._console if self.is_interactive else Console(stderr=True)).print(table)

@@ -1,0 +1,116 @@
+"""Arguments of commands that answer prompts."""
+
+import argparse
+from typing import Any, NamedTuple
+
+import torch
+
+from ....target.quantized import KINDS
+from ..arguments import not_negative, number, positive
+from ..models import DTYPES, UsageError
+
+AUTO = "auto"
+
+
+class Sampling(NamedTuple):
+    """
+    How tokens are picked; what is None is as the model's generation config says.
+
+    Args:
+        temperature (`float`, *optional*): 0 takes the most probable token.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def at(self, temperature: float | None) -> "Sampling":
+        """The same at another temperature; at 0, nothing else counts."""
+        if temperature == 0:
+            return Sampling(0.0, repetition_penalty=self.repetition_penalty)
+        return self._replace(temperature=temperature)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`."""
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        if given.get("temperature") == 0:
+            return {"do_sample": False, **{name: given[name] for name in given.keys() & {"repetition_penalty"}}}
+        if given.keys() - {"repetition_penalty"}:
+            given["do_sample"] = True
+        return given
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model answers, and what drafts for it."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="MODEL", help="folder or hub id (default: the embedded one)")
+    group.add_argument(
+        "--assistant", default=AUTO, metavar="NAME",
+        help="what drafts: auto, suffix, prompt_lookup, mtp, none, datastore:FILE, tuned:FILE, the folder or hub id of "
+        "a draft model or of heads, or some of these joined by plus signs (default: auto)",
+    )  # fmt: skip
+    group.add_argument("--draft", metavar="MODEL", help="a draft model that is asked beside: NAME+MODEL")
+    group.add_argument(
+        "--dtype", choices=(AUTO, *DTYPES), default=AUTO,
+        help="auto: that of the model's files, float32 for the embedded one (default: auto)",
+    )  # fmt: skip
+    group.add_argument("--quantize", choices=KINDS, help="run the model's linear maps in it, on the CPU")
+    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    group.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies beside the model")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> argparse._ArgumentGroup:
+    """How long answers may be, and how their tokens are picked."""
+    group = parser.add_argument_group("sampling", "by default as the model's generation_config.json says")
+    group.add_argument(
+        "--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
+        help="of an answer (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--temperature", type=temperature, metavar="X", help="0: always the most probable token")
+    group.add_argument("--top-k", type=positive, metavar="N", help="of the N most probable tokens")
+    group.add_argument("--top-p", type=probability, metavar="P", help="of the likeliest tokens that make up P together")
+    group.add_argument(
+        "--min-p", type=probability, metavar="P", help="of tokens at least P times as likely as the first"
+    )
+    group.add_argument("--repetition-penalty", type=temperature, metavar="X", help="above 1: fewer repetitions")
+    group.add_argument("--seed", type=not_negative, metavar="N", help="the same text again (default: a new one)")
+    return group
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """How prompts become what the model reads."""
+    group = parser.add_argument_group("text")
+    group.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja file, in place of the tokenizer's own")
+    return group
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """
+    Raises:
+        UsageError: for options that exclude one another.
+    """
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+    if sampling.temperature == 0:
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(sampling, name) is not None:
+                option = name.replace("_", "-")
+                raise UsageError(f"--temperature 0 always takes the most probable token: leave --{option} out")
+    return sampling
+
+
+def temperature(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def probability(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value

@@ -1,0 +1,120 @@
+"""The model that answers, with its tokenizer and what drafts for it."""
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ....prepare.call import model_limits
+from ....prepare.resolve import resolve
+from ....serving.engine import Engine
+from ....target.quantized import quantize
+from ....target.support import can_pack
+from ..demo import demo_folder
+from ..drafters import parts_of
+from ..models import UsageError, check_device, load_model, load_tokenizer
+from .arguments import AUTO
+from .by_generate import GenerateEngine
+
+_NEW_SEEDS = 2**32
+
+AnyEngine = Engine | GenerateEngine
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """
+    Args:
+        name (`str`): The folder or hub id; "embedded" for the embedded model.
+        assistant: What `assistant=` is; models by their folders or hub ids.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    assistant: Any
+
+    @property
+    def num_positions(self) -> int | None:
+        """Tokens of the longest text that the model knows; None where it does not say."""
+        config = self.model.config.get_text_config(decoder=True)
+        return model_limits(self.model).num_positions or getattr(config, "max_position_embeddings", None)
+
+    def room(self, num_tokens: int, max_new_tokens: int) -> int:
+        """How many new tokens fit behind a prompt, of so many that are wanted; none, where it is 0 or below."""
+        if self.num_positions is None or self.model.config.is_encoder_decoder:
+            return max_new_tokens
+        return min(max_new_tokens, self.num_positions - num_tokens)
+
+    def new_engine(self, assistant: Any = None, max_batch_size: int = 1) -> AnyEngine:
+        """
+        What serves its requests, started.
+
+        Args:
+            assistant (*optional*): In place of its own.
+
+        Raises:
+            UsageError: if the assistant cannot draft for the model.
+        """
+        assistant = self.assistant if assistant is None else assistant
+        try:
+            if self.model.config.is_encoder_decoder or not can_pack(self.model):
+                resolve(assistant, self.model)  # refuses what cannot draft
+                return GenerateEngine(self.model, assistant, self.tokenizer)
+            engine = Engine(self.model, assistant, max_batch_size=max_batch_size, tokenizer=self.tokenizer)
+        except (TypeError, ValueError, OSError) as error:
+            raise UsageError(f"--assistant: {error}") from error
+        return engine.start()
+
+
+def load_speaker(args: argparse.Namespace) -> Speaker:
+    """
+    What `add_model_arguments` names.
+
+    Raises:
+        UsageError: for what cannot be loaded.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    check_device(args.device)
+    path = args.model or str(demo_folder("--model") / "models" / "target")
+    dtype = args.dtype if args.dtype != AUTO or args.model else "float32"
+    model = load_model(path, dtype, args.device, args.trust_remote_code)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    if tokenizer is None:
+        raise UsageError(f"--model: {path!r} has no tokenizer")
+    if template := getattr(args, "chat_template", None):
+        tokenizer.chat_template = _read(template)
+    if args.quantize:
+        try:
+            quantize(model, args.quantize)
+        except ValueError as error:
+            raise UsageError(f"--quantize: {error}") from error
+    return Speaker(args.model or "embedded", model, tokenizer, assistant_of(args.assistant, args.draft))
+
+
+def assistant_of(name: str, draft: str | None = None) -> Any:
+    """What `--assistant` and `--draft` mean as `assistant=`: a name, or a list of names."""
+    items = [*parts_of(name), *([draft] if draft else [])]
+    items = [item for item in items if item != "none"] or ["none"]
+    return items if len(items) > 1 else items[0]
+
+
+def shown(assistant: Any) -> str:
+    return "+".join(assistant) if isinstance(assistant, list) else str(assistant)
+
+
+def new_seed() -> int:
+    """A seed that nobody has chosen."""
+    return random.SystemRandom().randrange(_NEW_SEEDS)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template: cannot read {path!r}: {error}") from error

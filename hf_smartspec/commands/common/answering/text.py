@@ -1,0 +1,121 @@
+"""Text that grows with its tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
+
+
+class Piece(NamedTuple):
+    """
+    Some text.
+
+    Args:
+        source (`str`, *optional*): What had drafted its last token; None where the model found it itself.
+    """
+
+    text: str
+    source: str | None = None
+
+
+class GrowingText:
+    """
+    The text of a growing list of tokens, piece by piece: nothing that was handed out changes, characters come whole,
+    and what belongs to a stop string does not come at all.
+
+    Args:
+        stop_strings (sequence of `str`): Where the text ends, without them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()):
+        self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
+        self._tokens: list[int] = []
+        self._from = self._to = 0  # decoded from, and up to: what comes between is context for what follows
+        self._held: list[Piece] = []
+        self._given: list[str] = []
+        self._has_ended = False
+
+    @property
+    def text(self) -> str:
+        """All that was handed out."""
+        return "".join(self._given)
+
+    def feed(self, tokens: Sequence[int], sources: Sequence[str | None] | None = None) -> list[Piece]:
+        """
+        What has come since the last call.
+
+        Args:
+            tokens (sequence of `int`): All tokens so far.
+            sources (sequence of `str`, *optional*): What had drafted each.
+        """
+        for index in range(len(self._tokens), len(tokens)):
+            self._tokens.append(tokens[index])
+            text = self._decoded()
+            if text and not text.endswith(_INCOMPLETE):
+                self._advance(text, sources[index] if sources else None)
+        return self._release(self._num_held())
+
+    def end(self) -> list[Piece]:
+        """What is left: parts of characters, and of stop strings that did not come."""
+        if text := self._decoded():
+            self._advance(text, None)
+        return self._release(0)
+
+    def _decoded(self) -> str:
+        context = self._decode(self._tokens[self._from : self._to])
+        return self._decode(self._tokens[self._from :])[len(context) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _advance(self, text: str, source: str | None) -> None:
+        self._from, self._to = self._to, len(self._tokens)
+        if self._has_ended:
+            return
+        held = "".join(piece.text for piece in self._held)
+        ends = [place for stop in self._stop_strings if (place := (held + text).find(stop)) >= 0]
+        self._held.append(Piece(text, source))
+        if ends:
+            self._has_ended = True
+            self._held = _first(self._held, min(ends))
+
+    def _num_held(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        if self._has_ended or not self._stop_strings:
+            return 0
+        held = "".join(piece.text for piece in self._held)
+        longest = min(len(held), max(map(len, self._stop_strings)) - 1)
+        return next((num for num in range(longest, 0, -1) if self._may_go_on(held[-num:])), 0)
+
+    def _may_go_on(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop_strings)
+
+    def _release(self, num_held: int) -> list[Piece]:
+        num = sum(len(piece.text) for piece in self._held) - num_held
+        pieces, self._held = _first(self._held, num), _behind(self._held, num)
+        self._given += [piece.text for piece in pieces]
+        return pieces
+
+
+def _first(pieces: list[Piece], num: int) -> list[Piece]:
+    """Their first `num` characters."""
+    found = []
+    for piece in pieces:
+        if num <= 0:
+            break
+        found.append(piece._replace(text=piece.text[:num]))
+        num -= len(piece.text)
+    return found
+
+
+def _behind(pieces: list[Piece], num: int) -> list[Piece]:
+    """What follows their first `num` characters."""
+    found = []
+    for piece in pieces:
+        if len(piece.text) > num:
+            found.append(piece._replace(text=piece.text[max(num, 0) :]))
+        num -= len(piece.text)
+    return found

@@ -1,0 +1,127 @@
+"""Answers to a few prompts, shown while they grow."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from ...sampling.noise import row_seed
+from ...serving.outputs import EngineOutput
+from ..common.answering.arguments import sampling_of
+from ..common.answering.prompting import Prompter
+from ..common.answering.speaker import AnyEngine, Speaker, new_seed, shown
+from ..common.answering.statistics import summary
+from ..common.answering.text import GrowingText
+from ..common.console import make_console
+from ..common.models import UsageError
+from ..common.outputs import json_safe, write_json
+
+STDOUT = Path("-")
+_SHOWN = 60  # characters of a prompt above its answer
+
+
+class Answers:
+    """The prompts of one command line: all of them run at once, and are shown in their order."""
+
+    def __init__(self, args: argparse.Namespace, speaker: Speaker, prompter: Prompter):
+        self._args, self._speaker, self._prompter = args, speaker, prompter
+        self._seed = new_seed() if args.seed is None else args.seed
+        self._shows_text = args.json != STDOUT
+
+    def run(self, prompts: Sequence[str]) -> int:
+        """Exit status: 1 if one could not be answered."""
+        ids = [self._token_ids(prompt) for prompt in prompts]
+        rows: list[dict[str, Any]] = []
+        engine = self._speaker.new_engine(max_batch_size=self._args.max_batch_size)
+        try:
+            names = [self._add(engine, index, item) for index, item in enumerate(ids)]
+            for index, name in enumerate(names):
+                if self._shows_text and len(prompts) > 1:
+                    self._print_heading(index, prompts)
+                rows.append(self._answer(engine, name, prompts[index]))
+        finally:
+            engine.stop(drain=False)
+            self._report(rows, engine)
+        return 1 if any(row["error"] for row in rows) else 0
+
+    def _token_ids(self, prompt: str) -> list[int]:
+        try:
+            ids = self._prompter.token_ids(prompt)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        if self._speaker.room(len(ids), self._args.max_new_tokens) < 1:
+            limit = self._speaker.num_positions
+            raise UsageError(f"a prompt of {len(ids)} tokens is too long: the model reads and writes {limit}")
+        return ids
+
+    def _add(self, engine: AnyEngine, index: int, ids: list[int]) -> str:
+        arguments = sampling_of(self._args).arguments()
+        if self._args.stop:
+            arguments["stop_strings"] = self._args.stop
+        try:
+            return engine.add_request(
+                ids,
+                max_new_tokens=self._speaker.room(len(ids), self._args.max_new_tokens),
+                streaming=self._shows_text,
+                seed=row_seed(self._seed, index),
+                **arguments,
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+
+    def _print_heading(self, index: int, prompts: Sequence[str]) -> None:
+        line = " ".join(prompts[index].split())
+        line = line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
+        space = "\n" * (index > 0)
+        make_console().print(
+            f"{space}[bold]{index + 1} of {len(prompts)}:[/bold] {escape(line)}", highlight=False, soft_wrap=True
+        )
+
+    def _answer(self, engine: AnyEngine, name: str, prompt: str) -> dict[str, Any]:
+        growing = GrowingText(self._speaker.tokenizer, self._args.stop)
+        output: EngineOutput | None = None
+        for output in engine.request_id_iter(name):
+            self._write(growing.feed(output.generated_tokens))
+        assert output is not None, "a request has at least its last output"
+        self._write(growing.end())
+        if self._shows_text and not growing.text.endswith("\n"):
+            print(flush=True)
+        if output.error:
+            print(f"smartspec generate: error: {output.error}", file=sys.stderr)
+        return {
+            "prompt": prompt,
+            "text": growing.text,
+            "finish_reason": output.finish_reason,
+            "error": output.error,
+            "prompt_tokens": len(output.prompt_ids),
+            "generated_tokens": len(output.generated_tokens),
+            "statistics": output.statistics.as_dict(),
+        }
+
+    def _write(self, pieces: Sequence[Any]) -> None:
+        if self._shows_text and pieces:
+            sys.stdout.write("".join(piece.text for piece in pieces))
+            sys.stdout.flush()
+
+    def _report(self, rows: list[dict[str, Any]], engine: AnyEngine) -> None:
+        if self._args.stats and rows:
+            print(summary(engine.statistics), file=sys.stderr)
+        if not self._args.json or not rows:
+            return
+        report = {
+            "model": self._speaker.name,
+            "assistant": shown(self._speaker.assistant),
+            "dtype": str(self._speaker.model.dtype).removeprefix("torch."),
+            "seed": self._seed,
+            "sampling": sampling_of(self._args).arguments(),
+            "answers": rows,
+            "statistics": engine.statistics.as_dict(),
+        }
+        if self._shows_text:
+            write_json(self._args.json, report)
+        else:
+            print(json.dumps(json_safe(report), indent=2))
