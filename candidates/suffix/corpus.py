@@ -1,15 +1,12 @@
 """The outputs that suffix trees remember: namespaces, a bound on memory, removal, saving and loading."""
 
-import hashlib
-import json
 import os
-from collections.abc import Hashable, Iterable
-from pathlib import Path
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..datastore.file import replacing
+from .files import write
 from .kernels.insert import insert
 from .kernels.remove import num_labels, remove
 from .kernels.store import (
@@ -29,8 +26,6 @@ from .kernels.store import (
 _NODE_BYTES, _ROW_BYTES, _TOKEN_BYTES = 4 * NODE, 4 * ROW, 4
 _MARGIN = 1 << 20  # nodes and rows beyond the bound, so that one insertion never runs out: address space, not memory
 _TYPICAL_BYTES = 64  # per token of a tree, text included
-_MAGIC = b"hf-smartspec suffix trees\n"
-_VERSION = 1
 
 
 class _Output(NamedTuple):
@@ -230,50 +225,3 @@ def _num_blocks(num_tokens: int) -> int:
     blocks = -(-(num_tokens + 2) // BLOCK)
     unit = 1 << max(blocks.bit_length() - 4, 0)
     return -(-blocks // unit) * unit
-
-
-def write(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """A file at once: readers and other writers find the old one or the new one, whole."""
-    header = header | {
-        "version": _VERSION,
-        "arrays": {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()},
-    }
-    body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
-    head = json.dumps(header).encode()
-    size = len(head).to_bytes(8, "little")
-    digest = hashlib.blake2b(size + head + body, digest_size=32).digest()
-    with replacing(Path(path)) as file:
-        file.writelines([_MAGIC, digest, size, head, body])
-
-
-def read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """
-    Header and arrays of a saved file.
-
-    Raises:
-        ValueError: if the file is damaged, of another kind or of another version; it says which.
-    """
-    data = Path(path).read_bytes()
-    if not data.startswith(_MAGIC):
-        raise ValueError(f"{path} holds no suffix trees of this library.")
-    digest, content = data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
-    if hashlib.blake2b(content, digest_size=32).digest() != digest:
-        raise ValueError(f"{path} is damaged: its check sum is wrong. Build it again.")
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    if header["version"] != _VERSION:
-        raise ValueError(f"{path} has format {header['version']}, this release reads {_VERSION}. Build it again.")
-    arrays, at = {}, 8 + size
-    for name, (dtype, shape) in header["arrays"].items():
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(content, dtype, count, at).reshape(shape)
-        at += count * np.dtype(dtype).itemsize
-    return header, arrays
-
-
-def split(tokens: np.ndarray, lengths: Iterable[int]) -> Iterable[np.ndarray]:
-    """The texts that stand one behind another in `tokens`."""
-    at = 0
-    for length in lengths:
-        yield tokens[at : at + length]
-        at += length

@@ -1,23 +1,19 @@
 """Drafts from suffix trees over a request's own text and earlier outputs (SuffixDecoding, Oliaro et al., 2024)."""
 
-import os
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
 from ..base import TYPICAL_NODES, TreeCandidateGenerator
 from ..committed import Likeliest
-from ..datastore.file import tokenizer_fingerprint
-from .corpus import SuffixCorpus, read, split
+from .corpus import SuffixCorpus
+from .kept import EarlierOutputs, checked
 from .kernels.batch import MAX_PENDING
 from .kernels.expand import MAX_MATCH, MAX_NODES, MAX_TREES
 from .kernels.insert import insert, move_tree
@@ -52,7 +48,7 @@ class _Request:
     references: list[tuple[int, int]] = field(default_factory=list)
 
 
-class SuffixTreeCandidates(TreeCandidateGenerator):
+class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     """
     Drafts what followed the last tokens before: in the request's own prompt and output, and in earlier outputs. Costs
     microseconds and no model.
@@ -149,10 +145,10 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
         for name in (namespace, *reads):
             hash(name)  # raises TypeError now, not in the middle of `start`
         with self._lock:
-            self._assigned[request_id] = namespace, tuple(reads), [_checked(text) for text in references]
+            self._assigned[request_id] = namespace, tuple(reads), [checked(text) for text in references]
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        tokens = _checked(prompt)
+        tokens = checked(prompt)
         with self._lock:
             namespace, reads, references = self._assigned.pop(request_id, ("", (), []))
             if request_id in self._requests:
@@ -234,131 +230,6 @@ class SuffixTreeCandidates(TreeCandidateGenerator):
             if self.keep_outputs and end > answer:
                 self._keep(output, request.namespace)
 
-    def _keep(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
-        try:
-            return self._corpus.add(tokens, namespace)
-        finally:
-            if self._corpus.used is not self._slots.used:
-                self._slots.refresh()
-
-    # Earlier outputs
-
-    @property
-    def max_bytes(self) -> int:
-        return self._corpus.max_bytes
-
-    def num_bytes(self) -> int:
-        """Memory in use by all trees, in bytes."""
-        with self._lock:
-            return self._corpus.num_bytes
-
-    def num_cached_tokens(self) -> int:
-        """Tokens of the outputs that are kept."""
-        with self._lock:
-            return self._corpus.num_tokens
-
-    def add_outputs(
-        self, outputs: Iterable[np.ndarray | Sequence[int]], namespace: Hashable = "", progress: bool = True
-    ) -> list[int | None]:
-        """
-        Adds finished outputs, as token ids. Returns a number for each, by which `remove_output` knows it (None: it is
-        empty, or memory is full).
-        """
-        hash(namespace)
-        numbers = []
-        for tokens in tqdm(outputs, desc="suffix tree", unit=" outputs", disable=not progress):
-            checked = _checked(tokens)
-            with self._lock:
-                numbers.append(self._keep(checked, namespace))
-        return numbers
-
-    def add_texts(
-        self,
-        texts: Iterable[str],
-        tokenizer: PreTrainedTokenizerBase,
-        namespace: Hashable = "",
-        progress: bool = True,
-    ) -> list[int | None]:
-        """
-        `add_outputs` for texts, such as a column of a `datasets.Dataset`; `load_dataset("json", ...)` reads JSON lines.
-        """
-        outputs = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
-        return self.add_outputs(outputs, namespace, progress)
-
-    def remove_output(self, number: int) -> None:
-        """Forgets one output. Raises `KeyError` if it is not kept (any more)."""
-        with self._lock:
-            self._corpus.remove(number)
-
-    def remove_namespace(self, namespace: Hashable) -> None:
-        """
-        Forgets all outputs of a namespace and what was learnt from them.
-
-        Raises:
-            ValueError: while a request drafts from it.
-        """
-        with self._lock:
-            root = self._corpus.roots.get(namespace, -1)
-            if root >= 0 and self._slots.reads(root):
-                raise ValueError(f"Namespace {namespace!r} is in use by a running request.")
-            self._corpus.remove_namespace(namespace)
-            self._slots.forget(namespace)
-
-    # Files
-
-    def save(self, path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """
-        Writes the kept outputs and what was learnt. The file is replaced as a whole; with `tokenizer`, it can only be
-        loaded for the same vocabulary.
-
-        Raises:
-            ValueError: if a namespace is no string.
-        """
-        with self._lock:
-            model, names = self._slots.model, {*self._corpus.roots, *self._slots.lines}
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError(f"Namespaces must be strings to be saved, got {list(names)!r}.")
-            header = {
-                "lines": list(self._slots.lines.items()),
-                "fingerprint": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            }
-            learnt = {"cells": model.cells, "weights": model.weights, "likely": model.likely}
-            self._corpus.save(path, header, learnt)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        progress: bool = True,
-        **options: Any,
-    ) -> "SuffixTreeCandidates":
-        """
-        A source with the outputs of a saved file; `options` are the constructor's.
-
-        Raises:
-            ValueError: if the file is damaged, foreign, of another version or of another tokenizer.
-        """
-        header, arrays = read(path)
-        fingerprint = header["fingerprint"]
-        if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
-            raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
-        source = cls(**options)
-        try:
-            cells, weights = arrays["cells"].copy(), arrays["weights"].copy()
-            likely = arrays["likely"].copy() if "likely" in arrays else None  # files of before have none
-            source._slots.take_over(cells, weights, likely, dict(header["lines"]))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
-        texts, num = split(arrays["tokens"], arrays["lengths"].tolist()), len(arrays["lengths"])
-        ranks = np.argsort(np.argsort(arrays.get("used", np.arange(num))))  # files of before: in order of use
-        source._corpus.clock = num  # later than all of these
-        for tokens, name, rank in zip(tqdm(texts, total=num, disable=not progress), arrays["namespaces"], ranks):
-            number = source._keep(_checked(tokens), header["names"][name])
-            if number is not None:
-                source._corpus.used[number] = rank
-        return source
-
     def warm_up(self) -> None:
         """
         Compiles what drafts with these settings, or loads it from the disk, so that no request has to wait for that.
@@ -374,13 +245,3 @@ def _compile(scoring: str) -> None:
     source.propose([""], [4])
     source.observe("", np.tile([1, 2], 400))
     source.stop("")
-
-
-def _checked(tokens: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Token ids as int32. Raises `TypeError` or `ValueError` for anything else."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise TypeError(f"Tokens must be a sequence of integers, got {array.dtype} of shape {array.shape}.")
-    if array.size and (array.min() < 0 or array.max() >= 2**31):
-        raise ValueError(f"Token ids must lie in [0, 2**31), got {array.min()} to {array.max()}.")
-    return array.astype(np.int32)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.suffix.corpus import write
+from hf_smartspec.candidates.suffix.files import write
 from hf_smartspec.candidates.suffix.kernels.insert import move_tree
 from hf_smartspec.candidates.suffix.kernels.mix import new_model
 from hf_smartspec.candidates.suffix.kernels.store import CHILD, CLOCK, KIDS, LABEL, LEN, NUM, ROW, SEEN

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.suffix.corpus import read
+from hf_smartspec.candidates.suffix.files import read
 from hf_smartspec.candidates.suffix.kernels.mix import new_model
 
 _OPTIONS = {"max_bytes": 2**20, "max_depth": 4, "max_match": 2}

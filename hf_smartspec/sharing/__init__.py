@@ -1,0 +1,5 @@
+"""What replicas of a service have learnt, shared through a folder that all of them reach."""
+
+from .outputs import SharedOutputs
+
+__all__ = ["SharedOutputs"]

@@ -1,0 +1,73 @@
+"""Outputs as they lie in files: each with who served it, so that none is ever counted twice."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..candidates.suffix.files import packed, split, unpacked
+
+_KIND = "outputs"
+Key = tuple[str, int]  # the replica that served it, and its number there
+
+
+class SharedOutput(NamedTuple):
+    """
+    A finished output.
+
+    Args:
+        replica (`str`): Who served it.
+        number (`int`): Different for all outputs of a replica.
+        time (`int`): When it was published, in nanoseconds since 1970.
+        namespace (`str`): Whose requests may draft from it.
+        tokens (`np.ndarray` of shape `[length]`, int32).
+    """
+
+    replica: str
+    number: int
+    time: int
+    namespace: str
+    tokens: np.ndarray
+
+    @property
+    def key(self) -> Key:
+        return self.replica, self.number
+
+
+def pack(outputs: Sequence[SharedOutput], fingerprint: str) -> bytes:
+    """The contents of a file; `fingerprint` is the tokenizer's."""
+    names, replicas = _numbered([item.namespace for item in outputs]), _numbered([item.replica for item in outputs])
+    header = {"kind": _KIND, "fingerprint": fingerprint, "names": list(names), "replicas": list(replicas)}
+    arrays = {
+        "tokens": np.concatenate([np.zeros(0, np.int32), *(item.tokens for item in outputs)]),
+        "lengths": np.array([len(item.tokens) for item in outputs], np.int64),
+        "numbers": np.array([item.number for item in outputs], np.int64),
+        "times": np.array([item.time for item in outputs], np.int64),
+        "namespaces": np.array([names[item.namespace] for item in outputs], np.int32),
+        "served": np.array([replicas[item.replica] for item in outputs], np.int32),
+    }
+    return packed(header, arrays)
+
+
+def unpack(data: bytes, fingerprint: str, name: str) -> list[SharedOutput]:
+    """
+    The outputs in a file's contents.
+
+    Raises:
+        ValueError: if it is damaged, not complete, of another kind or of another tokenizer; it says which.
+    """
+    header, arrays = unpacked(data, name)
+    if header.get("kind") != _KIND:
+        raise ValueError(f"{name} holds no outputs of replicas.")
+    if header["fingerprint"] != fingerprint:
+        raise ValueError(f"{name} was made with another tokenizer: its tokens mean something else.")
+    columns = (arrays[key].tolist() for key in ("served", "numbers", "times", "namespaces"))
+    texts = split(arrays["tokens"], arrays["lengths"].tolist())
+    return [
+        SharedOutput(header["replicas"][served], number, time, header["names"][namespace], tokens)
+        for served, number, time, namespace, tokens in zip(*columns, texts)
+    ]
+
+
+def _numbered(words: Sequence[str]) -> dict[str, int]:
+    return {word: number for number, word in enumerate(dict.fromkeys(words))}

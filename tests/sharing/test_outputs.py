@@ -1,0 +1,237 @@
+"""Replicas that share what they served: nothing lost, nothing counted twice, nothing damaged taken."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.sharing import SharedOutputs
+from hf_smartspec.sharing.folder import SharedFolder
+from tests.folders import byte_tokenizer
+
+OPTIONS = {"max_bytes": 2**21, "max_depth": 8, "max_match": 4}
+TOKENIZER = byte_tokenizer()
+
+
+def new_source():
+    return SuffixTreeCandidates(**OPTIONS)
+
+
+def replica(url, **options):
+    return SharedOutputs(str(url), TOKENIZER, **options), new_source()
+
+
+def serve(source, name, prompt, answer, namespace=""):
+    """A request, drafted for and observed token by token."""
+    source.assign(name, namespace)
+    source.start(name, np.array(prompt))
+    for token in answer:
+        source.propose([name], [8])
+        source.observe(name, np.array([token]))
+    source.stop(name)
+
+
+def held(source):
+    """What is remembered, by namespace, in any order."""
+    return sorted((namespace, tokens.tolist()) for _, namespace, tokens in source.outputs())
+
+
+def drafted(source, prompt, namespace=""):
+    source.assign("asked", namespace)
+    source.start("asked", np.array(prompt))
+    (tree,) = source.propose(["asked"], [8])
+    source.stop("asked")
+    return tree.tokens.tolist()
+
+
+def test_what_one_replica_served_another_drafts(tmp_path):
+    (first, one), (second, two) = replica(tmp_path), replica(tmp_path)
+    serve(one, "a", [1, 2, 3], [10, 11, 12, 13, 14, 15])
+    assert not drafted(two, [9, 10, 11])
+    assert first.publish(one) == 1 and second.pull(two) == 1
+    assert drafted(two, [9, 10, 11])[:3] == [12, 13, 14]
+    assert held(two) == held(one)
+
+
+def test_outputs_count_once_however_often_they_go_round(tmp_path):
+    replicas = [replica(tmp_path, max_files=1) for _ in range(3)]
+    for number, (_, source) in enumerate(replicas):
+        serve(source, "a", [1, 2, 3], [10 + number, 11, 12, 13])
+    for _ in range(4):
+        for shared, source in replicas:
+            shared.pull(source)
+            shared.publish(source)
+            shared.merge()
+    wanted = held(replicas[0][1])
+    assert len(wanted) == 3
+    assert all(held(source) == wanted for _, source in replicas)
+    late, source = replica(tmp_path)
+    assert late.pull(source) == 3 and held(source) == wanted
+    assert late.pull(source) == 0 and late.publish(source) == 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("spulm")), max_size=40))
+def test_whatever_the_order_nothing_is_lost_or_counted_twice(tmp_path_factory, steps):
+    """Replicas serve, publish, pull and merge as it happens, and some die without a word (`l`)."""
+    url = tmp_path_factory.mktemp("shared")
+    replicas = [replica(url, max_files=2) for _ in range(3)]
+    published, waiting = [], [[], [], []]
+    for step, (who, what) in enumerate(steps):
+        shared, source = replicas[who]
+        if what == "s":
+            answer = [20 + step % 50, 5, 6, who]
+            serve(source, step, [1, 2], answer)
+            waiting[who].append(("", [1, 2, *answer]))
+        elif what == "p":
+            assert shared.publish(source) == len(waiting[who])
+            published += waiting[who]
+            waiting[who] = []
+        elif what == "u":
+            shared.pull(source)
+        elif what == "m":
+            shared.merge()
+        else:
+            replicas[who], waiting[who] = replica(url, max_files=2), []
+    for who, (shared, source) in enumerate(replicas):
+        shared.pull(source)
+        assert held(source) == sorted(published + waiting[who])
+
+
+def test_damaged_half_written_and_foreign_files_are_left_alone(tmp_path, caplog):
+    shared, source = replica(tmp_path)
+    for number in range(3):
+        serve(source, number, [1, 2, 3], [10 + number, 20, 30])
+        shared.publish(source)
+    whole = sorted(path for path in tmp_path.iterdir() if path.suffix == ".outputs")
+    assert len(whole) == 3
+    data = whole[0].read_bytes()
+    whole[0].write_bytes(data[:-5])
+    whole[1].write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
+    (tmp_path / f"x-{shared._fingerprint[:8]}.outputs").write_bytes(b"something else")
+    late, other = replica(tmp_path)
+    assert late.pull(other) == 1 and held(other) == [("", [1, 2, 3, 12, 20, 30])]
+    # What was half written is taken once it is whole.
+    whole[0].write_bytes(data)
+    assert late.pull(other) == 1 and len(held(other)) == 2
+
+
+def test_other_tokenizers_share_a_folder_without_seeing_one_another(tmp_path):
+    shared, source = replica(tmp_path)
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    shared.publish(source)
+    larger = byte_tokenizer()
+    larger.add_tokens(["<another>"])
+    foreign, other = SharedOutputs(str(tmp_path), larger, max_files=1), new_source()
+    assert foreign.pull(other) == 0 and not held(other)
+    serve(other, "a", [1, 2, 3], [7, 7, 7])
+    foreign.publish(other)
+    foreign.merge()
+    late, again = replica(tmp_path)
+    assert late.pull(again) == 1 and held(again) == held(source)
+
+
+def test_namespaces_stay_apart(tmp_path):
+    (first, one), (second, two) = replica(tmp_path), replica(tmp_path)
+    serve(one, "a", [1, 2, 3], [10, 11, 12, 13, 14], namespace="tenant")
+    first.publish(one)
+    second.pull(two)
+    assert not drafted(two, [9, 10, 11], namespace="another")
+    assert drafted(two, [9, 10, 11], namespace="tenant")[:2] == [12, 13]
+
+
+def test_the_oldest_go_when_the_folder_is_full(tmp_path):
+    shared, source = replica(tmp_path, max_tokens=20, max_files=1)
+    for number in range(6):
+        serve(source, number, [1, 2], [30 + number, 5, 6])
+        shared.publish(source)
+        shared.merge()
+    late, other = replica(tmp_path)
+    late.pull(other)
+    assert [tokens[2] for _, tokens in held(other)] == [32, 33, 34, 35]
+
+
+def test_a_fresh_replica_drafts_as_the_old_one_from_its_first_request(tmp_path):
+    generator = np.random.default_rng(0)
+    phrases = generator.integers(10, 200, (12, 6))
+    (first, old), (second, fresh) = replica(tmp_path), replica(tmp_path)
+    for name in range(40):
+        answer = phrases[generator.integers(0, 12, 5)].flatten()
+        serve(old, name, [1, 2, 3], answer.tolist())
+    first.publish(old)
+    second.pull(fresh)
+    for phrase in phrases:
+        trees = []
+        for source in (old, fresh):
+            source.start("asked", np.array([1, *phrase[:3]]))
+            trees += source.propose(["asked"], [8])
+            source.stop("asked")
+        assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+        # When outputs were last of use is not shared.
+        np.testing.assert_allclose(trees[0].probs, trees[1].probs, rtol=1e-3)
+
+
+def test_attached_replicas_exchange_by_themselves(tmp_path):
+    (first, one), (second, two) = replica(tmp_path, interval=0.01), replica(tmp_path, interval=0.01)
+    has_come, add_outputs = threading.Event(), two.add_outputs
+
+    def noticed(*args, **kwargs):
+        has_come.set()
+        return add_outputs(*args, **kwargs)
+
+    two.add_outputs = noticed
+    with first.attached(one), second.attached(two):
+        serve(one, "a", [1, 2, 3], [10, 11, 12])
+        assert has_come.wait(30)
+    assert held(two) == held(one)
+    assert not [thread for thread in threading.enumerate() if thread.name == "hf-smartspec sharing"]
+
+
+def test_a_folder_that_fails_disturbs_nobody(tmp_path, monkeypatch):
+    shared, source = replica(tmp_path)
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedFolder, "write", lambda *args: (_ for _ in ()).throw(OSError("no space")))
+        with shared.attached(source):
+            pass
+    assert shared.publish(source) == 1, "what could not be written is written later"
+
+
+def test_files_that_others_merge_meanwhile_are_read_all_the_same(tmp_path, monkeypatch):
+    (first, one), (second, two) = replica(tmp_path, max_files=1), replica(tmp_path)
+    for number in range(3):
+        serve(one, number, [1, 2], [30 + number, 5, 6])
+        first.publish(one)
+    read, merged = SharedFolder.read, []
+
+    def read_late(self, name):
+        if not merged:
+            merged.append(True)
+            first.merge()
+        return read(self, name)
+
+    monkeypatch.setattr(SharedFolder, "read", read_late)
+    assert second.pull(two) == 3 and held(two) == held(one)
+
+
+def test_file_systems_without_folders(tmp_path):
+    (first, one), (second, two) = replica("memory://shared/here"), replica("memory://shared/here")
+    serve(one, "a", [1, 2, 3], [10, 11, 12])
+    assert first.publish(one) == 1 and second.pull(two) == 1
+
+
+@pytest.mark.parametrize(
+    "url, options, message",
+    [
+        ("nosuchprotocol://x", {}, "cannot be reached"),
+        ("here", {"interval": 0}, "`interval` must be positive"),
+        ("here", {"max_files": 0}, "`max_files`"),
+    ],
+)
+def test_errors_before_work_starts(tmp_path, monkeypatch, url, options, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        SharedOutputs(url, TOKENIZER, **options)
