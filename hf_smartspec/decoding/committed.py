@@ -7,10 +7,10 @@ import torch
 
 from ..candidates.base import TreeCandidateGenerator, check_needs, refuse_needs
 from ..candidates.committed import HIDDEN_STATES, Committed
-from ..device import to_device
 from ..target.hidden_states import FedStates, select
 from ..target.rows import RowInput
 from .call import ModelForward
+from .learning import Recorder, Shown, guarded
 from .request import Request
 
 
@@ -55,8 +55,6 @@ def committed_steps(rows: Sequence[Request], tokens: Mapping[Request, np.ndarray
     fed = [request for request in rows if request.fed is not None]
     states = dict(zip(fed, select([_wanted(request, request in tokens) for request in fed])))
     steps = {request: _step(request, states.get(request, {}), tokens.get(request)) for request in rows}
-    for request in rows:
-        request.fed = request.verified = None
     return {request: step for request, step in steps.items() if len(step.tokens) or _num_states(step)}
 
 
@@ -72,25 +70,27 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
     own = {layer: states[layer] for layer in request.line.hidden_layers if layer in states}
     if tokens is None or request.verified is None:
         return Committed(np.empty(0, np.int64) if tokens is None else tokens, hidden_states=own, start=start)
-    tree, scores = request.verified
     return Committed(
         tokens,
         np.array(request.path, np.int64),
         own,
-        _scores(request, scores),
-        tree,
+        request.verified.scores.to(torch.float32, copy=True) if request.line.needs_scores else None,
+        request.verified.tree,
         start,
     )
 
 
-def _scores(request: Request, scores: torch.Tensor) -> torch.Tensor | None:
-    """All, for sources that need them; else those along the accepted path, for what learns from the request."""
-    if request.line.needs_scores:
-        return scores.to(torch.float32, copy=True)
-    if request.line.recorders.recorders:
-        lines = np.array([0, *(node + 1 for node in request.path)], np.int64)
-        return scores.index_select(0, to_device(lines, scores.device))
-    return None
+def show_recorders(steps: Mapping[Request, Committed]) -> None:
+    """What learns from requests is shown their steps: all those of a forward in one call."""
+    groups: dict[tuple[Recorder, int], dict[Request, Shown]] = {}
+    for request, step in steps.items():
+        logits, first = (None, 0) if request.verified is None else (id(request.verified.logits), request.verified.first)
+        for recorder in request.line.recorders.recorders:
+            groups.setdefault((recorder, logits or 0), {})[request] = Shown(step, first)
+    for (recorder, _), group in groups.items():
+        verified = next(iter(group)).verified
+        named = {request.request_id: shown for request, shown in group.items()}
+        guarded(recorder.show, named, None if verified is None else verified.logits)
 
 
 def _num_states(step: Committed) -> int:

@@ -1,10 +1,11 @@
 """What learns from requests while they are served, as the decoding loop sees it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 
 from ..candidates.base import TreeCandidateGenerator
@@ -12,6 +13,20 @@ from ..candidates.committed import Committed
 from ..log import get_logger
 
 logger = get_logger(__name__)
+
+
+class Shown(NamedTuple):
+    """
+    A step of one request.
+
+    Args:
+        step (`Committed`): Without scores, unless a source needs them.
+        first (`int`): The line of the forward's logits behind the last token that was committed before; that behind
+            node n of `step.tree` is n + 1 further.
+    """
+
+    step: Committed
+    first: int
 
 
 class Recorder(ABC):
@@ -34,10 +49,10 @@ class Recorder(ABC):
         """
 
     @abstractmethod
-    def show(self, request_id: Hashable, step: Committed) -> None:
+    def show(self, steps: Mapping[Hashable, Shown], logits: torch.Tensor | None) -> None:
         """
-        One step of it, with scores of all nodes or of those on the accepted path alone. Where a prefix was reused,
-        hidden states begin behind it.
+        One step of requests that were in one forward, whose `logits` (`[lines, vocab_size]`) are of no concern to
+        anybody afterwards; None while only prompts are run. Where a prefix was reused, hidden states begin behind it.
         """
 
     @abstractmethod
@@ -71,17 +86,17 @@ class GuardedRecorders:
         self.recorders = recorders
 
     def start(self, *args: Any) -> None:
-        self._each("start", *args)
-
-    def show(self, *args: Any) -> None:
-        self._each("show", *args)
+        for recorder in self.recorders:
+            guarded(recorder.start, *args)
 
     def stop(self, *args: Any) -> None:
-        self._each("stop", *args)
-
-    def _each(self, verb: str, *args: Any) -> None:
         for recorder in self.recorders:
-            try:
-                getattr(recorder, verb)(*args)
-            except Exception as error:
-                logger.warning_once(f"Nothing was learnt from a request: {error!r}")
+            guarded(recorder.stop, *args)
+
+
+def guarded(call: Callable[..., None], *args: Any) -> None:
+    """What a recorder does wrong is reported, and passed over."""
+    try:
+        call(*args)
+    except Exception as error:
+        logger.warning_once(f"Nothing was learnt from a request: {error!r}")

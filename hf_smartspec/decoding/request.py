@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from .call import DecodingCall
     from .line import SourceLine
     from .trace import RequestTrace
+
+
+class Verified(NamedTuple):
+    """A draft and the logits of its forward, of which those behind the last committed token are the `first`."""
+
+    tree: DraftTree
+    logits: torch.Tensor
+    first: int
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """The draft's own, `[1 + nodes, vocab_size]`."""
+        return self.logits[self.first : self.first + len(self.tree) + 1]
 
 
 @dataclass(eq=False)
@@ -59,9 +72,9 @@ class Request:
     cursor: int = -1
     path: list[int] = field(default_factory=list)
 
-    # For sources with needs, until they are told: what was fed, and the verified tree with its logits.
+    # For sources with needs, until they are told: what was fed, and what was verified.
     fed: FedStates | None = None
-    verified: tuple[DraftTree, torch.Tensor] | None = None
+    verified: Verified | None = None
 
     trace: "RequestTrace | None" = None  # where somebody asked for it
 
@@ -130,7 +143,7 @@ class Request:
         lines, call = slice(first, first + len(tree.tokens) + 1), self.call
         self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
         if self.line.needs_more:
-            self.verified = tree, logits[lines]
+            self.verified = Verified(tree, logits, first)
         if call.picks_greedily:
             self.picks = picks[lines]
         else:

@@ -1,14 +1,32 @@
 """Makes samples of requests while they are served."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..candidates.committed import Committed
-from ..decoding.learning import Recorder
+from ..decoding.learning import Recorder, Shown
+from ..device import to_device
+from ..sampling.top import likeliest_tokens
 from .samples import Sample
+
+_LINES = 8  # that are looked at together on a CPU: what was computed of them is still in the cache
+
+
+class _Top(NamedTuple):
+    """The likeliest tokens (int32 `[n, k]`) and their probabilities (float16), on the target's device."""
+
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+
+def lines_of(shown: Shown) -> np.ndarray:
+    """Of logits, those that a step's tokens were picked by, int64 `[n]`."""
+    step, first = shown
+    return np.append(0, step.path + 1)[: len(step.tokens)] + first
 
 
 @dataclass(eq=False)
@@ -20,7 +38,7 @@ class _Course:
     encoded: np.ndarray | None = None
     tokens: list[np.ndarray] = field(default_factory=list)
     errors: list[np.ndarray] = field(default_factory=list)
-    tops: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    tops: list[_Top] = field(default_factory=list)
     first: int = 0  # position of the first hidden state
     num_tokens: int = 0
     hidden: list[dict[int, torch.Tensor]] = field(default_factory=list)
@@ -62,31 +80,45 @@ class SampleRecorder(Recorder):
         self._courses[request_id] = _Course(prompt, is_greedy, encoded)
 
     @torch.no_grad()
-    def show(self, request_id: Hashable, step: Committed) -> None:
+    def show(self, steps: Mapping[Hashable, Shown], logits: torch.Tensor | None) -> None:
+        wanted = [(course, steps[name]) for name in steps if (course := self._wanting(name)) is not None]
+        for course, _ in wanted:
+            course.is_broken = True  # unless all that follows is done
+        tops = self._tops([lines_of(shown) for _, shown in wanted], logits)
+        for (course, (step, _)), top in zip(wanted, tops):
+            is_broken = False
+            if self.hidden_layers:
+                is_broken = self._take_hidden(course, step)
+            if len(step.tokens):
+                if top is None:
+                    continue
+                is_broken |= self._take_tokens(course, step, top)
+            course.is_broken = is_broken
+
+    def _wanting(self, request_id: Hashable) -> _Course | None:
+        """The request's course, if there is more to keep of it."""
         course = self._courses.get(request_id)
         if course is None or course.is_broken:
-            return
-        if self._max_length is not None and course.num_tokens >= self._max_length - 1:
-            return
-        course.is_broken = True  # unless all that follows is done
-        is_broken = False
-        if self.hidden_layers:
-            is_broken = self._take_hidden(course, step)
-        if len(step.tokens):
-            if step.scores is None:
-                return
-            is_broken |= self._take_tokens(course, step, step.scores)
-        course.is_broken = is_broken
+            return None
+        is_full = self._max_length is not None and course.num_tokens >= self._max_length - 1
+        return None if is_full else course
 
-    def _take_tokens(self, course: _Course, step: Committed, scores: torch.Tensor) -> bool:
+    def _tops(self, lines: Sequence[np.ndarray], logits: torch.Tensor | None) -> Sequence[_Top | None]:
+        """Of all requests at once: what is likeliest in these lines of logits."""
+        sizes = list(map(len, lines))
+        if logits is None or not sum(sizes):
+            return [None] * len(lines)
+        chosen = logits.index_select(0, to_device(np.concatenate(lines), logits.device))
+        together = _LINES if chosen.device.type == "cpu" else len(chosen)
+        parts = [likeliest_tokens(part.float(), self._top_k) for part in chosen.split(together)]
+        ids = torch.cat([ids for ids, _ in parts]).to(torch.int32)
+        probs = torch.cat([probs for _, probs in parts]).to(torch.float16)
+        return [_Top(*pair) if len(pair[0]) else None for pair in zip(ids.split(sizes), probs.split(sizes))]
+
+    def _take_tokens(self, course: _Course, step: Committed, top: _Top) -> bool:
         """Returns whether some are missing."""
-        num = min(len(step.tokens), 1 + len(step.path))
-        if len(scores) > 1 + len(step.path):  # of all nodes
-            scores = scores[[0, *(step.path + 1).tolist()]]
-        logits = scores[:num].float()
-        best = logits.topk(min(self._top_k, logits.shape[-1]), dim=-1)
-        probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        course.tops.append((best.indices.to(torch.int32), probs.to(torch.float16)))
+        num = len(top.ids)
+        course.tops.append(top)
         course.tokens.append(step.tokens[:num].copy())  # sources have it, too
         course.num_tokens += num
         errors = np.zeros(num, bool)

@@ -7,7 +7,9 @@ from transformers import GenerationMixin
 
 from hf_smartspec import Engine, OnlineDistillation, SmartSpecConfig, enable
 from hf_smartspec.candidates.committed import Committed
+from hf_smartspec.decoding.learning import Shown
 from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.online import recorder as recorders
 from hf_smartspec.online.recorder import SampleRecorder
 
 from ..models import VOCAB_SIZE, with_noise
@@ -106,12 +108,22 @@ def test_cancelled_requests_teach_what_they_have(target):
     assert sample.response.tolist()[: len(seen)] == seen
 
 
+def test_all_rows_of_a_step_are_looked_at_together(target, monkeypatch):
+    calls = []
+    original = recorders.likeliest_tokens
+    monkeypatch.setattr(recorders, "_LINES", 10**6)
+    monkeypatch.setattr(recorders, "likeliest_tokens", lambda *args: calls.append(len(args[0])) or original(*args))
+    online = online_that_keeps()
+    assistant = SmartSpecConfig(new_drafter("draft", target), num_nodes=2, online=online)
+    output = target.generate(torch.tensor([[5, 6, 7]] * 4), assistant=assistant, max_new_tokens=10, eos_token_id=-1)
+    assert len(calls) <= 10 and sum(calls) == output[:, 3:].numel() == 40
+
+
 def step(tokens, path=(), tree=None, **fields):
     size = 1 + (0 if tree is None else len(tree))
-    scores = torch.randn(size, VOCAB_SIZE, generator=torch.Generator().manual_seed(size))
-    return Committed(
-        np.array(tokens), np.array(path, np.int64), scores=scores, tree=tree or DraftTree.empty(), **fields
-    )
+    logits = torch.randn(3 + size, VOCAB_SIZE, generator=torch.Generator().manual_seed(size))
+    found = Committed(np.array(tokens), np.array(path, np.int64), tree=tree or DraftTree.empty(), **fields)
+    return {"a": Shown(found, 3)}, logits  # behind lines of others
 
 
 def test_errors_stand_where_a_draft_had_something_else():
@@ -119,10 +131,10 @@ def test_errors_stand_where_a_draft_had_something_else():
     recorder = SampleRecorder(samples.append, 4)
     recorder.start("a", np.array([3, 4]), True)
     tree = DraftTree(np.array([5, 6, 7]), np.array([-1, 0, 1]), np.ones(3, np.float32))
-    recorder.show("a", step([9]))  # nothing was drafted
-    recorder.show("a", step([5, 6, 8], [0, 1], tree))  # right, right, wrong
-    recorder.show("a", step([5, 6, 7, 1], [0, 1, 2], tree))  # right, and behind the draft nothing was said
-    recorder.show("a", step([2], [], tree))  # wrong at once
+    recorder.show(*step([9]))  # nothing was drafted
+    recorder.show(*step([5, 6, 8], [0, 1], tree))  # right, right, wrong
+    recorder.show(*step([5, 6, 7, 1], [0, 1, 2], tree))  # right, and behind the draft nothing was said
+    recorder.show(*step([2], [], tree))  # wrong at once
     recorder.stop("a")
     (sample,) = samples
     assert sample.response.tolist() == [9, 5, 6, 8, 5, 6, 7, 1, 2]
@@ -137,9 +149,9 @@ def test_texts_that_are_run_anew_have_each_state_once():
     samples = []
     recorder = SampleRecorder(samples.append, 4, [0])
     recorder.start("a", np.array([3, 4, 5]), True)
-    recorder.show("a", Committed(np.empty(0, np.int64), hidden_states=hidden(0, 2)))
-    recorder.show("a", step([6], hidden_states=hidden(2, 1), start=2))
-    recorder.show("a", step([7], hidden_states=hidden(1, 3), start=1))  # weights have changed, say
+    recorder.show({"a": Shown(Committed(np.empty(0, np.int64), hidden_states=hidden(0, 2)), 0)}, None)
+    recorder.show(*step([6], hidden_states=hidden(2, 1), start=2))
+    recorder.show(*step([7], hidden_states=hidden(1, 3), start=1))  # weights have changed, say
     recorder.stop("a")
     assert samples[0].hidden[0][:, 0].tolist() == [0, 1, 2, 3] and samples[0].num_tokens == 5
 
@@ -148,8 +160,8 @@ def test_texts_with_gaps_are_left_out():
     samples = []
     recorder = SampleRecorder(samples.append, 4, [0])
     recorder.start("a", np.array([3, 4, 5]), True)
-    recorder.show("a", step([6], hidden_states=hidden(0, 3)))
-    recorder.show("a", step([7], hidden_states=hidden(5, 1), start=5))
+    recorder.show(*step([6], hidden_states=hidden(0, 3)))
+    recorder.show(*step([7], hidden_states=hidden(5, 1), start=5))
     recorder.stop("a")
     recorder.start("b", np.array([3, 4, 5]), True)
     recorder.stop("b")
@@ -178,10 +190,9 @@ def test_of_long_requests_no_more_is_kept_meanwhile_than_samples_need(target, ki
     most = []
     original = SampleRecorder.show
 
-    def show(self, request_id, step):
-        original(self, request_id, step)
-        course = self._courses[request_id]
-        most.append((course.num_hidden, course.num_tokens))
+    def show(self, steps, logits):
+        original(self, steps, logits)
+        most.extend((self._courses[name].num_hidden, self._courses[name].num_tokens) for name in steps)
 
     monkeypatch.setattr(SampleRecorder, "show", show)
     prompt, new = list(range(5, 45)), 20
@@ -208,9 +219,9 @@ def test_a_request_of_which_a_step_could_not_be_kept_teaches_nothing():
     samples = []
     recorder = SampleRecorder(samples.append, 4)
     recorder.start("a", np.array([1, 2]), True)
-    recorder.show("a", step([3]))
-    with pytest.raises((AttributeError, TypeError)):
-        recorder.show("a", Committed(np.array([4]), scores="none"))
-    recorder.show("a", step([5]))
+    recorder.show(*step([3]))
+    with pytest.raises(AttributeError):
+        recorder.show({"a": Shown(Committed(np.array([4])), 0)}, "none")
+    recorder.show(*step([5]))
     recorder.stop("a")
     assert not samples and not recorder._courses
