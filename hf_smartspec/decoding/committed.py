@@ -1,6 +1,6 @@
 """What sources that need more than tokens are shown of a step: the target's hidden states and scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -44,14 +44,25 @@ def run_forward(
     return output
 
 
-def committed_steps(rows: Sequence[Request], tokens: Mapping[Request, np.ndarray]) -> dict[Request, Committed]:
+def show_steps(
+    rows: Sequence[Request], tokens: Mapping[Request, np.ndarray], show: Callable[[Request, Committed], None]
+) -> None:
     """
-    What rows of sources with needs are shown.
+    Rows' steps for their sources with needs, which `show` gets, and for what learns from them.
 
     Args:
         rows (sequence of `Request`): Those whose draft was verified, and those of whose prompt a piece was run.
         tokens (mapping of `Request` to `np.ndarray`): What the former have newly committed.
     """
+    steps = _committed_steps(rows, tokens)
+    for request, step in steps.items():
+        show(request, step)
+    _show_recorders(steps)
+    for request in rows:
+        request.fed = request.verified = None
+
+
+def _committed_steps(rows: Sequence[Request], tokens: Mapping[Request, np.ndarray]) -> dict[Request, Committed]:
     fed = [request for request in rows if request.fed is not None]
     states = dict(zip(fed, select([_wanted(request, request in tokens) for request in fed])))
     steps = {request: _step(request, states.get(request, {}), tokens.get(request)) for request in rows}
@@ -80,7 +91,7 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
     )
 
 
-def show_recorders(steps: Mapping[Request, Committed]) -> None:
+def _show_recorders(steps: Mapping[Request, Committed]) -> None:
     """What learns from requests is shown their steps: all those of a forward in one call."""
     groups: dict[tuple[Recorder, int], dict[Request, Shown]] = {}
     for request, step in steps.items():

@@ -12,7 +12,7 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
 from ..target.rows import RowInput
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
-from .committed import committed_steps, run_forward, show_recorders
+from .committed import run_forward, show_steps
 from .drafting import Drafting
 from .learning import Learning
 from .request import Request
@@ -332,12 +332,7 @@ class DecodingLoop:
         """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
         asking = [request for request in self.running if request.is_shown]
         told = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
-        steps = committed_steps(told, committed)
-        for request, step in steps.items():
-            self.drafting.sources.show(request, step)
-        show_recorders(steps)
-        for request in told:
-            request.fed = request.verified = None
+        show_steps(told, committed, self.drafting.sources.show)
 
     # 6. report
 

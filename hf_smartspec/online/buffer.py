@@ -11,7 +11,8 @@ EVICTIONS = ("release", "newest", "informative")
 
 class ReplayBuffer:
     """
-    Samples that wait to be learnt, and such as were learnt before and may come again, within a bound on memory.
+    Samples that wait to be learnt, such as are held out, and such as were learnt before and may come again, within a
+    bound on memory.
 
     Args:
         max_bytes (`int`): Bound on what is kept. Where more comes than is learnt, the oldest go.
@@ -23,17 +24,28 @@ class ReplayBuffer:
         self.max_bytes, self.eviction = max_bytes, eviction
         self.new: list[Sample] = []
         self.old: list[Sample] = []  # the best ones last
+        self.fresh: list[Sample] = []  # held out: nothing is learnt from them yet
 
     @property
     def num_bytes(self) -> int:
-        return sum(item.num_bytes for item in (*self.new, *self.old))
+        return sum(item.num_bytes for item in (*self.new, *self.old, *self.fresh))
 
     def __len__(self) -> int:
-        return len(self.new) + len(self.old)
+        return len(self.new) + len(self.old) + len(self.fresh)
 
     def add(self, sample: Sample) -> None:
         self.new.append(sample)
         self._evict()
+
+    def hold_out(self, sample: Sample, most: int) -> None:
+        """Like `add`, but it is learnt only when as many as `most` further ones have been held out."""
+        self.fresh.append(sample)
+        if len(self.fresh) > most:
+            self.new.append(self.fresh.pop(0))
+        self._evict()
+
+    def clear(self) -> None:
+        self.new, self.old, self.fresh = [], [], []
 
     def take(self, num_replayed: int, generator: np.random.Generator) -> tuple[list[Sample], list[Sample]]:
         """All new samples, and some that were learnt before, at random."""
@@ -57,7 +69,8 @@ class ReplayBuffer:
         self._evict()
 
     def _evict(self) -> None:
+        """What was learnt goes first; held-out samples never take more room than those that are to be learnt."""
         total = self.num_bytes
-        for samples in (self.old, self.new):
-            while total > self.max_bytes and samples and len(self) > 1:
-                total -= samples.pop(0).num_bytes
+        while total > self.max_bytes and len(self) > 1:
+            samples = self.old or (self.fresh if len(self.fresh) > len(self.new) else self.new)
+            total -= samples.pop(0).num_bytes

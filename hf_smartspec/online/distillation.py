@@ -5,7 +5,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ from torch import nn
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.routed.source import RoutedCandidates
 from ..decoding.learning import Learning, Recorder
-from ..log import get_logger
 from .checkpoint import Checkpoint
 from .learner import Learner, LearningEndedError, LearningStatistics
 from .options import LearningOptions
 from .students import check_student, module_of, student_of
 
-logger = get_logger(__name__)
-
-_running: "WeakSet[OnlineDistillation]" = WeakSet()  # that have a thread
+_all: "WeakSet[OnlineDistillation]" = WeakSet()
+_running: "WeakSet[OnlineDistillation]" = WeakSet()  # that have a thread, or have had one
 
 
 class OnlineDistillation(Learning):
@@ -34,7 +32,8 @@ class OnlineDistillation(Learning):
     `SmartSpecConfig`, the same object to all calls that are to teach the same drafters.
 
     Whatever the weights are, outputs stay those of plain decoding. New weights are taken over between two steps, and
-    only if shadow drafts of texts that nothing was learnt from are as good as before.
+    only if shadow drafts of texts that nothing was learnt from are as good as before, as far as so few texts can tell;
+    if not, learning goes on, and is given up after five updates in vain.
 
     Args:
         every_requests, every_tokens, every_seconds (*optional*): An update is due as soon as one of these has come
@@ -55,7 +54,7 @@ class OnlineDistillation(Learning):
             where calls end, and take their time there; at the same requests, weights are the same then.
         max_running (`int`): Requests that may run while it learns in the background; it never does while any waits.
         shadow (`int`): Texts that are held out for shadow drafting; 0 takes over all that is learnt.
-        tolerance (`float`): How much lower their acceptance rate may be, since it is measured on few texts.
+        tolerance (`float`): How much lower their acceptance rate may be, beyond two standard errors.
         checkpoint (`str` or `Path`, *optional*): Folder where what was learnt is kept, and found.
         seed (`int`): Of the order in which samples are learnt.
 
@@ -71,13 +70,13 @@ class OnlineDistillation(Learning):
 
     def __init__(self, **options: Any):
         self.options = LearningOptions(**options)
-        self._learners: dict[nn.Module, Learner] = {}
-        self._names: dict[str, nn.Module] = {}
+        self._learners: dict[int, Learner] = {}  # by the id of what drafts, as long as anybody holds that
         self._changed = threading.Condition()
         self._loads: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of loops: running, waiting
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_learning = False
         self._num_urging = 0
+        _all.add(self)
 
     # What the decoding loop asks
 
@@ -93,7 +92,7 @@ class OnlineDistillation(Learning):
 
     def recorders(self, sources: Sequence[TreeCandidateGenerator]) -> tuple[Recorder, ...]:
         learners = [learner for source in sources if (learner := self._learner_of(source)) is not None]
-        return tuple(learner.recorder for learner in dict.fromkeys(learners))
+        return tuple(learner.recorder for learner in dict.fromkeys(learners) if not learner.has_failed)
 
     def between_steps(self, loop: Any, num_running: int, num_waiting: int) -> None:
         load = num_running, num_waiting
@@ -105,16 +104,10 @@ class OnlineDistillation(Learning):
                 self._loads[loop] = load
             else:
                 self._loads.pop(loop, None)
-            try:
-                self._publish(loop)
-            except Exception as error:
-                self._fail(error)
+            self._publish(loop)
             self._changed.notify_all()
         if not self.options.background and not num_running and self._is_due:
-            try:
-                self.update()
-            except Exception as error:
-                self._fail(error)
+            self.update()
 
     @property
     def _has_news(self) -> bool:
@@ -129,23 +122,27 @@ class OnlineDistillation(Learning):
         if module is None:
             return None
         with self._changed:
-            learner = self._learners.get(module)
+            learner = self._learners.get(id(module))
             if learner is None:
-                learner = Learner(student_of(module), self.options, self._checkpoint(module))
-                self._learners[module] = learner
-                self._begin()
+                name = self._new_name(module)
+                learner = Learner(student_of(module), self.options, self._checkpoint(name), name)
+                self._learners[id(module)] = learner
+                weakref.finalize(module, _let_go, weakref.ref(self), id(module)).atexit = False
+            self._begin()
             learner.sources.add(source.origin)
         return learner
 
-    def _checkpoint(self, module: Any) -> Checkpoint | None:
+    def _new_name(self, module: Any) -> str:
         """Drafters are told apart by the folders that they were loaded from, and the order in which they came."""
         base = os.path.basename(os.path.normpath(getattr(module, "name_or_path", "") or type(module).__name__))
         name = base = re.sub(r"[^\w.-]", "_", base)
-        number = 1
-        while name in self._names:
+        number, known = 1, {learner.name for learner in list(self._learners.values())}
+        while name in known:
             number += 1
             name = f"{base}-{number}"
-        self._names[name] = module
+        return name
+
+    def _checkpoint(self, name: str) -> Checkpoint | None:
         folder = self.options.checkpoint
         return None if folder is None else Checkpoint(Path(folder) / f"{name}.pt")
 
@@ -153,26 +150,30 @@ class OnlineDistillation(Learning):
         """New weights are taken over, unless another loop may be drafting just now."""
         if all(other is loop for other in list(self._loads)):
             for learner in list(self._learners.values()):
-                learner.publish()
+                if learner.has_pending:
+                    _guarded(learner, learner.publish)
 
     # Learning
 
     def _begin(self) -> None:
-        """The thread runs from the first request on."""
+        """The thread runs from the first request on, and behind a fork anew."""
         if self.options.background and self._thread is None and not self._is_closed:
             arguments = weakref.ref(self), self._changed
             self._thread = threading.Thread(target=_learn, args=arguments, name="hf-smartspec online", daemon=True)
             self._thread.start()
             _running.add(self)
 
-    def _fail(self, error: Exception) -> None:
-        logger.warning(f"Drafters do not learn any more: {error!r}")
-        self._is_closed = True
+    def _begin_behind_fork(self) -> None:
+        """In a child of `os.fork`, there is no thread, and whoever held a lock is gone."""
+        self._changed, self._loads, self._thread = threading.Condition(), WeakKeyDictionary(), None
+        self._is_learning, self._num_urging = False, 0
+        for learner in self._learners.values():
+            learner.begin_behind_fork()
 
     def update(self, only_due: bool = True) -> None:
         """
         Updates that are due, or all for which there are samples, in this thread and at once; one that waits for
-        capacity meanwhile goes on.
+        capacity meanwhile goes on. A drafter whose update fails learns no more; `report()` says so.
         """
         with self._changed:
             self._num_urging += 1
@@ -180,7 +181,7 @@ class OnlineDistillation(Learning):
         try:
             for learner in list(self._learners.values()):
                 if learner.is_due or not only_due:
-                    learner.update()
+                    _guarded(learner, learner.update)
         finally:
             with self._changed:
                 self._num_urging -= 1
@@ -210,15 +211,17 @@ class OnlineDistillation(Learning):
 
     @property
     def statistics(self) -> dict[str, LearningStatistics]:
-        """By drafter."""
-        return {name: self._learners[module].statistics for name, module in list(self._names.items())}
+        """By drafter, of those that are still in use."""
+        return {learner.name: learner.statistics for learner in list(self._learners.values())}
 
     def report(self) -> str:
         """One line for each drafter."""
         lines = [
             f"{name}: {item.requests} requests, {item.tokens} tokens; {item.updates} updates in {item.seconds:.1f} s, "
-            f"{item.swaps} taken over, {item.rollbacks} given up; shadow acceptance {item.acceptance_before:.3f} -> "
+            f"{item.swaps} taken over, {item.rollbacks} not; shadow acceptance {item.acceptance_before:.3f} -> "
             f"{item.acceptance:.3f}; samples {item.buffer_bytes / 2**20:.1f} MiB"
+            + f"; learns no more: {item.failure}"
+            * bool(item.failure)
             for name, item in self.statistics.items()
         ]
         return "\n".join(lines) or "Nothing has been learnt yet."
@@ -230,6 +233,32 @@ def _close_all() -> None:
     for online in list(_running):
         if online._thread is not None and online._thread.is_alive():  # not so behind a fork
             online.close()
+
+
+def _begin_behind_fork() -> None:
+    for online in list(_all):
+        online._begin_behind_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_behind_fork)
+
+
+def _let_go(reference: "weakref.ref[OnlineDistillation]", module_id: int) -> None:
+    """Nobody drafts with it any more."""
+    online = reference()
+    if online is not None:
+        online._learners.pop(module_id, None)
+
+
+def _guarded(learner: Learner, call: Callable[..., Any], *args: Any) -> None:
+    """What one drafter does wrong ends learning for it alone."""
+    try:
+        call(*args)
+    except LearningEndedError:
+        raise
+    except Exception as error:
+        learner.give_up(error)
 
 
 def _members(source: TreeCandidateGenerator) -> Iterator[TreeCandidateGenerator]:
@@ -258,13 +287,11 @@ def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Cond
         online._is_learning = True
         try:
             for learner in due:
-                learner.update(_Turn(online, changed))
+                _guarded(learner, learner.update, _Turn(online, changed))
                 with changed:
                     online._publish()
         except LearningEndedError:
             return
-        except Exception as error:
-            online._fail(error)
         finally:
             with changed:
                 online._is_learning = False

@@ -30,6 +30,8 @@ _STATES = {  # of parameters, by optimizer
     "adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
 }
 _HELD_OUT = 4  # every so many-th sample is for shadow drafting first
+_CHANCE = 2.0  # standard errors by which shadow drafts may be worse
+_MOST_REFUSED = 4  # updates in a row that draft worse, before what they have learnt is given up
 
 
 @dataclass
@@ -50,6 +52,7 @@ class LearningStatistics:
     acceptance_before: float = float("nan")
     acceptance: float = float("nan")
     buffer_bytes: int = 0
+    failure: str = ""
 
 
 class LearningEndedError(Exception):
@@ -62,20 +65,23 @@ class Learner:
         student (`Student`): The drafter.
         options (`LearningOptions`): How it learns.
         checkpoint (`Checkpoint`, *optional*): Where what it has learnt is kept, and found.
+        name (`str`): Of the drafter, for reports.
     """
 
-    def __init__(self, student: Student, options: LearningOptions, checkpoint: Checkpoint | None = None):
-        self.student, self.options, self.checkpoint = student, options, checkpoint
+    def __init__(
+        self, student: Student, options: LearningOptions, checkpoint: Checkpoint | None = None, name: str = "drafter"
+    ):
+        self.student, self.options, self.checkpoint, self.name = student, options, checkpoint, name
         self.recorder = SampleRecorder(self._keep, options.top_k, student.hidden_layers, options.max_length)
         self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # that draft with it
         self._buffer = ReplayBuffer(options.max_bytes, options.eviction)
-        self._fresh: list[Sample] = []  # that nothing has been learnt from
         self._lock = threading.Lock()  # of the buffer and what counts it, and of weights that are handed over
         self._updating = threading.Lock()  # one update at a time
         self._statistics = LearningStatistics()
         self._since_update = [0, 0]  # requests, tokens
         self._updated_at = time.monotonic()
         self._pending: list[torch.Tensor] | None = None
+        self._num_refused = 0  # updates since the last one that was taken over, which go on from each other
         self._noticed, self._num_renewals = 0.0, 0  # the acceptance rate when policies were last told
         self._optimizer = options.new_optimizer([item for _, item in student.parameters])
         self._generator = np.random.default_rng(options.seed)
@@ -93,12 +99,28 @@ class Learner:
             counts.tokens += len(sample.response)
             self._since_update[0] += 1
             self._since_update[1] += len(sample.response)
+            if self.has_failed:
+                return
             if self.options.shadow and counts.requests % _HELD_OUT == 0:
-                self._fresh.append(sample)
-                if len(self._fresh) > self.options.shadow:
-                    self._buffer.add(self._fresh.pop(0))
+                self._buffer.hold_out(sample, self.options.shadow)
             else:
                 self._buffer.add(sample)
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._statistics.failure)
+
+    def give_up(self, error: Exception) -> None:
+        """It drafts as it is from now on."""
+        with self._lock:
+            self._statistics.failure, self._pending = repr(error), None
+            self._buffer.clear()
+        logger.warning(f"{self.name} learns no more, and drafts as it is: {error!r}")
+
+    def begin_behind_fork(self) -> None:
+        """Whoever held its locks, or was learning, was left behind in the parent."""
+        self._lock, self._updating = threading.Lock(), threading.Lock()
+        self._optimizer.zero_grad(set_to_none=True)
 
     @property
     def is_due(self) -> bool:
@@ -117,7 +139,7 @@ class Learner:
         """What has been learnt drafts from now on; nothing may draft with it meanwhile."""
         with self._lock:
             weights, self._pending = self._pending, None
-            if weights is None:
+            if weights is None or self.student.module is None:
                 return
             self.student.publish(weights)
             self._statistics.swaps += 1
@@ -128,8 +150,7 @@ class Learner:
     @property
     def statistics(self) -> LearningStatistics:
         with self._lock:
-            num_bytes = self._buffer.num_bytes + sum(item.num_bytes for item in self._fresh)
-            return replace(self._statistics, buffer_bytes=num_bytes)
+            return replace(self._statistics, buffer_bytes=self._buffer.num_bytes)
 
     # From the thread that learns
 
@@ -152,17 +173,20 @@ class Learner:
     def _update(self, go_on: Callable[[], None]) -> bool:
         with self._lock:
             new, replayed = self._buffer.take(self._num_replayed(), self._generator)
-            fresh = list(self._fresh)
+            fresh = list(self._buffer.fresh)
             self._since_update, self._updated_at = [0, 0], time.monotonic()
-            if not new:
+            module = self.student.module  # stays, as long as the update takes
+            if not new or module is None:
                 return False
             before = self._pending or self.student.live_weights()
         start = time.perf_counter()
         try:
-            self.student.take(before)
+            if not self._num_refused:
+                self.student.take(before)
             self._learn([*new, *replayed], go_on)
             is_better = self._judge(before, fresh or new, go_on)
         except BaseException:
+            self._begin_anew()
             with self._lock:
                 self._buffer.return_new(new)
             raise
@@ -172,14 +196,29 @@ class Learner:
             counts.updates += 1
             counts.seconds += time.perf_counter() - start
             if is_better:
-                self._pending = self.student.weights()
+                self._pending, self._num_refused = self.student.weights(), 0
                 self._notice(counts.acceptance)
             else:
                 counts.rollbacks += 1
-                self._optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
+                self._refuse()
         if is_better and self.checkpoint is not None:
             self.checkpoint.save(self.student.weights(), self._optimizer.state_dict(), vars(self.statistics))
         return is_better
+
+    def _refuse(self) -> None:
+        """
+        Learning goes on where it is, since texts that others were like before may be drafted worse for a while; unless
+        it leads nowhere.
+        """
+        self._num_refused += 1
+        is_sound = all(bool(item.isfinite().all()) for _, item in self.student.parameters)
+        if self._num_refused > _MOST_REFUSED or not is_sound:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """From what drafts."""
+        self._num_refused = 0
+        self._optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
 
     def _notice(self, acceptance: float) -> None:
         """Whoever found out what drafts are worth is to find out anew, when they have become much better."""
@@ -236,37 +275,46 @@ class Learner:
         self._statistics.steps += 1
 
     def _judge(self, before: Sequence[torch.Tensor], samples: Sequence[Sample], go_on: Callable[[], None]) -> bool:
-        """Shadow drafting: whether texts that were not learnt are drafted no worse than before."""
+        """
+        Shadow drafting: whether texts that were not learnt are drafted no worse than before, as far as so few can tell.
+        """
         if not self.options.shadow:
             return True
         after = self.student.weights()
-        new = self.acceptance(samples, go_on)
+        new, weights = self._judged(samples, go_on)
         self.student.take(before)
         try:
-            old = self.acceptance(samples, go_on)
+            old, _ = self._judged(samples, go_on)
         finally:
             self.student.take(after)
-        counts = self._statistics
-        is_better = new >= old - self.options.tolerance and np.isfinite(new)
-        counts.acceptance_before, counts.acceptance = old, new if is_better else old
-        return bool(is_better)
+        counts, total = self._statistics, weights.sum()
+        chance = _CHANCE * float((new - old).std() * len(new) ** 0.5 / total) if len(new) > 1 else 0.0
+        rates = [float(item.sum() / total) for item in (old, new)]
+        is_better = bool(rates[1] >= rates[0] - self.options.tolerance - chance and np.isfinite(rates[1]))
+        counts.acceptance_before, counts.acceptance = rates[0], rates[is_better]
+        return is_better
 
-    @torch.no_grad()
-    def acceptance(self, samples: Sequence[Sample], go_on: Callable[[], None] = lambda: None) -> float:
+    def acceptance(self, samples: Sequence[Sample]) -> float:
         """
         How often its first tokens (of heads: all tokens, weighted as in the loss) are right: what the target chose,
         where that was greedy, else as probable as samples are accepted.
         """
-        right = weights = 0.0
+        rights, weights = self._judged(samples, lambda: None)
+        return float(rights.sum() / weights.sum())
+
+    @torch.no_grad()
+    def _judged(self, samples: Sequence[Sample], go_on: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every token how right it is, times its weight, and this weight, both float32 `[n]`."""
+        rights, weights = [torch.zeros(0)], [torch.zeros(0)]
         for is_greedy in (True, False):
             alike = [item for item in samples if item.is_greedy == is_greedy]
             for group in in_batches(alike, self.options.batch_tokens):
                 go_on()
                 batch = Batch.of(group, self.student.device)
                 for item in self._predictions(batch):
-                    right += item.weight * float(self._rights(item, batch, is_greedy).sum())
-                    weights += item.weight * len(item.logits)
-        return right / weights if weights else float("nan")
+                    rights.append(item.weight * self._rights(item, batch, is_greedy).cpu())
+                    weights.append(torch.full((len(item.logits),), item.weight))
+        return torch.cat(rights), torch.cat(weights)
 
     def _rights(self, item: Predictions, batch: Batch, is_greedy: bool) -> torch.Tensor:
         own = self.student.own

@@ -1,6 +1,7 @@
 """Drafters that learn: a copy of each in float32, apart from the one that drafts."""
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -56,7 +57,7 @@ class Student(ABC):
 
     @torch.inference_mode(False)  # of what is made there, nothing can be learnt
     def __init__(self, module: nn.Module, shared: Sequence[Any] = ()):
-        self.module = module
+        self._module = weakref.ref(module)  # who learns keeps nothing that nobody drafts with any more
         self.copy = copy.deepcopy(module, {id(item): item for item in shared})
         learns = {name for name, _ in self.learnt(module)}
         for name, parameter in self.copy.named_parameters():
@@ -64,7 +65,6 @@ class Student(ABC):
                 parameter.data = parameter.data.float()
                 parameter.requires_grad_(True)
         self.parameters = [(name, item) for name, item in self.copy.named_parameters() if name in learns]
-        self._live = dict(self.learnt(module))
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
@@ -86,7 +86,17 @@ class Student(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """In which it drafts."""
-        return next(iter(self._live.values())).dtype
+        return next(iter(self._live().values())).dtype
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What drafts; None when nobody holds it any more."""
+        return self._module()
+
+    def _live(self) -> dict[str, nn.Parameter]:
+        module = self.module
+        assert module is not None, "whoever asks for weights of a drafter holds it"
+        return dict(self.learnt(module))
 
     def weights(self) -> list[torch.Tensor]:
         """A copy of what has been learnt, float32."""
@@ -94,7 +104,8 @@ class Student(ABC):
 
     def live_weights(self) -> list[torch.Tensor]:
         """A copy of what drafts."""
-        return [self._live[name].detach().float().clone() for name, _ in self.parameters]
+        live = self._live()
+        return [live[name].detach().float().clone() for name, _ in self.parameters]
 
     @torch.no_grad()
     def take(self, weights: Sequence[torch.Tensor]) -> None:
@@ -105,8 +116,9 @@ class Student(ABC):
     @torch.inference_mode()  # in which models may have been made, too
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """These are what drafts from now on."""
+        live = self._live()
         for (name, _), weight in zip(self.parameters, weights):
-            self._live[name].copy_(weight)
+            live[name].copy_(weight)
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's tokens as the drafter's own; -1 where it has none."""

@@ -6,6 +6,7 @@ from transformers import GenerationMixin
 
 from hf_smartspec import DraftModelCandidates, FeatureCandidates, MedusaCandidates, MedusaHeads, SmartSpecConfig
 from hf_smartspec.online.samples import Sample
+from hf_smartspec.online.students import student_of
 from hf_smartspec.training.eagle import new_heads
 
 from ..models import VOCAB_SIZE, new_model
@@ -75,3 +76,10 @@ def weights_of(draft):
 
 def are_equal(first, second) -> bool:
     return all(torch.equal(*pair) for pair in zip(first, second))
+
+
+def student_with(drafter):
+    """What learns of a drafter, and holds it."""
+    student = student_of(drafter)
+    student.drafter = drafter
+    return student

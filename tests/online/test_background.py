@@ -1,6 +1,8 @@
 """Learning in a thread of its own: on spare capacity, and without being in anybody's way."""
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +11,7 @@ import pytest
 from transformers.generation import BaseStreamer
 
 from hf_smartspec import (
+    DraftModelCandidates,
     Engine,
     OnlineDistillation,
     enable,
@@ -180,14 +183,30 @@ def test_who_waited_in_vain_keeps_nobody_from_learning(target, end):
     assert not online._loads and online.is_idle
 
 
-def test_weights_that_cannot_be_taken_over_disturb_nobody(target, monkeypatch):
-    def fail(self):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(Learner, "publish", fail)
-    online = OnlineDistillation(background=False, **EAGER)
-    for _ in range(3):
-        generate(target, online, new_drafter("draft", target))
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_of_a_fork_in_the_middle_of_an_update_wait_for_nobody(target, work):
+    online = OnlineDistillation(**EAGER)
+    draft = new_drafter("draft", target)
+    generate(target, online, draft)
+    assert work[0].acquire(timeout=TIMEOUT)  # an update has begun
+    (learner,) = online._learners.values()
+    with online._changed, learner._lock:  # as another thread may, just then
+        child = os.fork()
+        if not child:
+            signal.alarm(int(TIMEOUT))  # ends it, should it hang
+            try:
+                assert online.wait(TIMEOUT) and learner.statistics.requests == 2 and online._thread is None
+                online.recorders([*learner.sources, DraftModelCandidates(draft)])
+                assert online._thread.is_alive()
+                online.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    work[1].release(100)
+    assert online.wait(TIMEOUT) and learner.statistics.swaps == 1
+    online.close()
 
 
 _EXIT = """

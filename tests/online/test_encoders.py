@@ -8,9 +8,9 @@ import hf_smartspec
 from hf_smartspec import OnlineDistillation, SmartSpecConfig
 from hf_smartspec.online.samples import Batch
 from hf_smartspec.online.sampling import MixedWithEncodedTarget, sampled, taught
-from hf_smartspec.online.students import student_of
 
 from ..models import new_model
+from .helpers import student_with
 
 TEXTS = torch.arange(3, 67).reshape(8, 8)
 NEW = {"max_new_tokens": 12, "eos_token_id": None}
@@ -46,7 +46,7 @@ def test_samples_hold_what_the_encoder_has_read():
     assert [item.encoded.tolist() for item in samples] == [[5, 6, 7, 8], [9, 10]]
     batch = Batch.of(samples, torch.device("cpu"))
     assert torch.equal(batch.ids, output)
-    (found,) = student_of(target).predictions(batch)
+    (found,) = student_with(target).predictions(batch)
     assert torch.equal(found.logits.argmax(-1), output[:, 1:].flatten())
     online.close()
 

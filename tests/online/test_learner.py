@@ -12,9 +12,8 @@ from hf_smartspec.online.checkpoint import Checkpoint
 from hf_smartspec.online.learner import Learner, LearningEndedError
 from hf_smartspec.online.losses import LOSSES
 from hf_smartspec.online.options import LearningOptions
-from hf_smartspec.online.students import student_of
 
-from .helpers import KINDS, new_drafter, new_target, samples_of
+from .helpers import KINDS, new_drafter, new_target, samples_of, student_with
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def target():
 
 def learner_of(target, kind="draft", checkpoint=None, **options):
     options = {"learning_rate": 3e-3, "every_requests": 4, "shadow": 2, "batch_tokens": 64, "top_k": 8, **options}
-    return Learner(student_of(new_drafter(kind, target)), LearningOptions(**options), checkpoint)
+    return Learner(student_with(new_drafter(kind, target)), LearningOptions(**options), checkpoint)
 
 
 def feed(learner, target, num=12, seed=0):
@@ -59,7 +58,7 @@ def test_every_loss_brings_the_drafter_nearer(target, loss):
 def test_what_drafts_worse_is_given_up(target):
     learner = learner_of(target, learning_rate=30.0)
     # A drafter that is always right.
-    learner = Learner(student_of(new_target()), learner.options)
+    learner = Learner(student_with(new_target()), learner.options)
     feed(learner, target)
     live = learner.student.live_weights()
     assert not learner.update()
@@ -67,25 +66,79 @@ def test_what_drafts_worse_is_given_up(target):
     assert all(torch.equal(*pair) for pair in zip(learner.student.live_weights(), live))
     counts = learner.statistics
     assert (counts.rollbacks, counts.swaps, counts.acceptance, counts.acceptance_before) == (1, 0, 1.0, 1.0)
-    # It goes on from what drafts.
-    feed(learner, target, seed=1)
+    # When that has led nowhere for long, it goes on from what drafts.
+    for seed in range(1, 5):
+        feed(learner, target, seed=seed)
+        assert not learner.update()
+    feed(learner, target, seed=5)
     learner.options.__dict__["learning_rate"] = 0.0  # frozen against accidents
     assert learner.update()
     assert all(torch.equal(*pair) for pair in zip(learner.student.weights(), live))
+
+
+def test_updates_that_are_not_taken_over_lose_nothing_that_was_learnt(target, monkeypatch):
+    """After a shift, texts that are held out are those before it at first."""
+    patient, eager = learner_of(target, shadow=0), learner_of(target, shadow=0)
+    verdicts = iter([False, False, True])
+    monkeypatch.setattr(patient, "_judge", lambda *args: next(verdicts))
+    live = patient.student.live_weights()
+    for seed in range(3):
+        assert not patient.has_pending and all(torch.equal(*pair) for pair in zip(patient.student.live_weights(), live))
+        for learner in (patient, eager):
+            feed(learner, target, 4, seed)
+            learner.update()
+    assert all(torch.equal(*pair) for pair in zip(patient._pending, eager._pending))
+    assert patient.statistics.rollbacks == 2
+
+
+@pytest.mark.parametrize("is_worse", [False, True])
+def test_what_may_be_chance_is_taken_over(target, monkeypatch, is_worse):
+    learner = learner_of(target, tolerance=0.0)
+    feed(learner, target)
+    before = torch.ones(100)
+    after = before.clone()
+    after[: 10 if is_worse else 3] = 0.0  # a tenth is three standard errors
+    answers = iter([(after, torch.ones(100)), (before, torch.ones(100))])
+    monkeypatch.setattr(learner, "_judged", lambda samples, go_on: next(answers))
+    assert learner.update() is not is_worse
+
+
+def test_weights_that_are_no_numbers_any_more_are_given_up_at_once(target, monkeypatch):
+    learner = learner_of(target, shadow=0)
+    original, live = learner._learn, learner.student.live_weights()
+    monkeypatch.setattr(learner, "_judge", lambda *args: False)
+    monkeypatch.setattr(learner, "_learn", lambda *args: learner.student.parameters[0][1].data.fill_(float("nan")))
+    feed(learner, target)
+    assert not learner.update()
+    monkeypatch.undo()
+    monkeypatch.setattr(learner, "_learn", original)
+    learner.options.__dict__["learning_rate"] = 0.0
+    feed(learner, target, 4)
+    assert learner.update() and all(torch.equal(*pair) for pair in zip(learner._pending, live))
 
 
 def test_shadow_drafts_are_of_texts_that_nothing_was_learnt_from(target, monkeypatch):
     learner = learner_of(target)
     learnt, judged = [], []
     monkeypatch.setattr(learner, "_learn", lambda samples, go_on: learnt.append(list(samples)))
-    monkeypatch.setattr(learner, "acceptance", lambda samples, go_on: judged.append(list(samples)) or 0.0)
+    monkeypatch.setattr(learner, "_judged", lambda samples, go_on: judged.append(list(samples)) or [torch.ones(1)] * 2)
     for seed in range(3):
         feed(learner, target, 8, seed)
         learner.update()
         before = [sample for samples in learnt for sample in samples]
         assert judged[-1] and not set(judged[-1]) & set(before)
     everything = {sample for samples in learnt for sample in samples}
-    assert len(everything) == 24 - len(learner._fresh)  # what was fresh is learnt later
+    assert len(everything) == 24 - len(learner._buffer.fresh)  # what was fresh is learnt later
+
+
+def test_held_out_samples_count_and_leave_room_for_others(target):
+    size = samples_of(target, 1)[0].num_bytes
+    learner = learner_of(target, shadow=50, max_bytes=6 * size)
+    feed(learner, target, 40)
+    assert learner.statistics.buffer_bytes <= 6 * size
+    assert len(learner._buffer.new) == len(learner._buffer.fresh) == 3
+    learner.update()
+    assert learner.statistics.updates == 1
 
 
 def test_an_update_that_is_cut_short_loses_nothing_but_itself(target):
@@ -139,7 +192,7 @@ def test_what_was_learnt_is_found_again(target, tmp_path):
     for learner in (first, second):
         learner._generator = np.random.default_rng(5)
         learner._buffer.old.clear()
-        learner._fresh.clear()
+        learner._buffer.fresh.clear()
         feed(learner, target, seed=2)
         learner.update()
     assert all(torch.equal(*pair) for pair in zip(first.student.weights(), second.student.weights()))
@@ -223,7 +276,7 @@ def test_what_a_drafter_of_the_same_shape_has_learnt_is_left_aside(target, tmp_p
     learner = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
     feed(learner, target)
     assert learner.update()
-    other = Learner(student_of(new_target(seed=7)), learner.options, Checkpoint(path))
+    other = Learner(student_with(new_target(seed=7)), learner.options, Checkpoint(path))
     assert not other.has_pending and other.statistics.updates == 0
     assert learner_of(target, checkpoint=Checkpoint(path)).has_pending
 
@@ -311,7 +364,7 @@ def test_an_update_never_begins_with_weights_that_are_half_taken_over(target, mo
 def test_callers_contexts_change_nothing(target, dtype):
     found = []
     for context in (torch.enable_grad(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
-        student = student_of(new_drafter("draft", target).to(dtype))
+        student = student_with(new_drafter("draft", target).to(dtype))
         learner = Learner(student, LearningOptions(learning_rate=3e-3, shadow=0, batch_tokens=64, passes=2))
         feed(learner, target, 6)
         with context:

@@ -1,5 +1,8 @@
 """Learning while requests are served: outputs stay, weights change between steps, and only spare capacity is used."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import GenerationMixin
@@ -205,11 +208,43 @@ def test_calls_in_inference_mode_teach(target, kind, background):
     assert counts.updates >= counts.swaps >= 2
 
 
-def test_one_that_fails_to_learn_disturbs_nobody(target, monkeypatch):
-    def fail(self, *args):
-        raise RuntimeError("no memory")
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("verb", ["_learn", "publish"])
+def test_where_one_drafter_fails_to_learn_the_others_go_on(target, monkeypatch, caplog, verb, background):
+    original, failing = getattr(Learner, verb), set()
 
-    monkeypatch.setattr(Learner, "_learn", fail)
-    online = OnlineDistillation(background=False, **EAGER)
-    generate(target, online, new_drafter("draft", target))
-    generate(target, online, new_drafter("draft", target))
+    def fail(self, *args):
+        if self in failing:
+            raise RuntimeError("no memory")
+        return original(self, *args)
+
+    monkeypatch.setattr(Learner, verb, fail)
+    online = OnlineDistillation(background=background, **EAGER)
+    drafters = {"a": new_drafter("draft", target), "b": new_drafter("medusa", target)}
+    assistant = SmartSpecConfig(RoutedCandidates(drafters), tag=["a", "b"], online=online)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    for _ in range(4):
+        output = target.generate(ids, assistant=assistant, max_new_tokens=12)
+        assert torch.equal(output, GenerationMixin.generate(target, ids, max_new_tokens=12))
+        failing.add(next(iter(online._learners.values())))
+        assert online.wait(TIMEOUT)
+    online.close()
+    broken, sound = online.statistics.values()
+    assert "no memory" in broken.failure and broken.buffer_bytes == 0 and broken.requests < 4
+    assert not sound.failure and sound.swaps >= 3
+    assert [record.message.count("learns no more") for record in caplog.records].count(1) == 1
+    assert "learns no more: RuntimeError" in online.report()
+
+
+def test_drafters_that_nobody_uses_any_more_are_let_go(target, tmp_path):
+    online, path = OnlineDistillation(background=False, checkpoint=tmp_path, **EAGER), None
+    for _ in range(2):
+        draft = new_drafter("draft", target)
+        generate(target, online, draft)
+        (learner,), (path,) = online._learners.values(), tmp_path.iterdir()
+        assert learner.checkpoint.path == path  # what one has learnt, the next one of this name goes on with
+        weights = [weakref.ref(draft), *map(weakref.ref, learner.student.copy.parameters()), weakref.ref(learner)]
+        del draft, learner
+        gc.collect()
+        gc.collect()  # what goes with it
+        assert not any(item() is not None for item in weights) and not online.statistics

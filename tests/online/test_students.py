@@ -6,10 +6,10 @@ from peft import LoraConfig, get_peft_model
 
 from hf_smartspec.candidates.committed import LAST
 from hf_smartspec.online.samples import Batch
-from hf_smartspec.online.students import DraftStudent, EagleStudent, MedusaStudent, check_student, student_of
+from hf_smartspec.online.students import DraftStudent, EagleStudent, MedusaStudent, check_student
 
 from ..models import VOCAB_SIZE, new_model
-from .helpers import KINDS, new_drafter, new_target, samples_of
+from .helpers import KINDS, new_drafter, new_target, samples_of, student_with
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def batch_of(target, student, num=3, **options):
 
 
 def test_a_draft_model_says_what_it_would_draft(target):
-    student = student_of(new_drafter("draft", target))
+    student = student_with(new_drafter("draft", target))
     assert isinstance(student, DraftStudent)
     batch = batch_of(target, student)
     (found,) = student.predictions(batch)
@@ -34,7 +34,7 @@ def test_a_draft_model_says_what_it_would_draft(target):
 
 
 def test_medusa_heads_say_what_they_would_draft(target):
-    student = student_of(new_drafter("medusa", target))
+    student = student_with(new_drafter("medusa", target))
     assert isinstance(student, MedusaStudent)
     batch = batch_of(target, student)
     for head, found in enumerate(student.predictions(batch)):
@@ -46,7 +46,7 @@ def test_medusa_heads_say_what_they_would_draft(target):
 
 
 def test_eagle_heads_say_what_they_would_draft(target):
-    student = student_of(new_drafter("eagle3", target))
+    student = student_with(new_drafter("eagle3", target))
     assert isinstance(student, EagleStudent)
     batch = batch_of(target, student)
     for step, found in enumerate(student.predictions(batch)):
@@ -57,7 +57,7 @@ def test_eagle_heads_say_what_they_would_draft(target):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_only_errors_count_nothing_else_is_learnt(target, kind):
-    student = student_of(new_drafter(kind, target))
+    student = student_with(new_drafter(kind, target))
     samples = samples_of(target, 2, student.hidden_layers)
     for sample in samples:
         sample.errors[[7, 9]] = True
@@ -69,7 +69,7 @@ def test_where_only_errors_count_nothing_else_is_learnt(target, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_changes_nothing(target, kind):
-    student = student_of(new_drafter(kind, target))
+    student = student_with(new_drafter(kind, target))
     short, long = samples_of(target, 1, student.hidden_layers), samples_of(target, 1, student.hidden_layers, length=30)
     alone, together = Batch.of(short, CPU), Batch.of(short + long, CPU)
     for one, both in zip(student.predictions(alone), student.predictions(together)):
@@ -83,7 +83,7 @@ def test_learning_changes_what_drafts_only_when_it_is_told_to(target, kind):
     others = {name: item.clone() for name, item in target.state_dict().items()}
     live = {name: item.clone() for name, item in drafter.state_dict().items()}
     versions = [item._version for item in drafter.parameters()]
-    student = student_of(drafter)
+    student = student_with(drafter)
     student.take([item + 1 for item in student.weights()])
     assert all(torch.equal(item, live[name]) for name, item in drafter.state_dict().items())
     student.publish(student.weights())
@@ -99,20 +99,20 @@ def test_learning_changes_what_drafts_only_when_it_is_told_to(target, kind):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 def test_of_a_draft_with_adapters_these_alone_learn(target):
     draft = get_peft_model(new_drafter("draft", target), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    student = student_of(draft.get_base_model())
+    student = student_with(draft.get_base_model())
     assert student.parameters and all("lora_" in name for name, _ in student.parameters)
 
 
 def test_drafters_in_half_precision_learn_in_float32(target):
     drafter = new_drafter("draft", target).bfloat16()
-    student = student_of(drafter)
+    student = student_with(drafter)
     assert all(item.dtype == torch.float32 for _, item in student.parameters)
     student.publish([item + 1e-5 for item in student.weights()])
     assert drafter.dtype == torch.bfloat16
 
 
 def test_tokens_of_a_smaller_vocabulary(target):
-    student = student_of(new_drafter("eagle3", target))
+    student = student_with(new_drafter("eagle3", target))
     assert student.own(torch.tensor([0, 1, 2, 96, 95])).tolist() == [0, -1, 1, 48, -1]
 
 
@@ -126,7 +126,7 @@ def test_tokens_of_a_smaller_vocabulary(target):
 )
 def test_logits_are_scaled_and_capped_as_the_model_does(target, architecture, options):
     draft = new_model(architecture, **options)
-    student = student_of(draft)
+    student = student_with(draft)
     batch = batch_of(target, student)
     (found,) = student.predictions(batch)
     torch.testing.assert_close(found.logits, draft(batch.ids).logits[:, 4:-1].flatten(0, 1))
@@ -185,12 +185,12 @@ def test_kinds_that_cannot_learn_are_refused(target):
 def test_in_inference_mode_it_learns_as_elsewhere(target, kind):
     drafter = new_drafter(kind, target)
     with torch.inference_mode():
-        student = student_of(drafter)
+        student = student_with(drafter)
     for where in (torch.inference_mode(), torch.no_grad()):
         with where:
             student.publish([item + 1 for item in student.live_weights()])
     assert not any(item.is_inference() for _, item in student.parameters)
     with torch.inference_mode():
         made_there = new_drafter(kind, target)
-    student = student_of(made_there)
+    student = student_with(made_there)
     student.publish([item + 1 for item in student.live_weights()])
