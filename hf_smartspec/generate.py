@@ -1,32 +1,29 @@
-"""`assistant=` in `model.generate`: switching it on and off, and handing the call to `decode`."""
+"""Switching `assistant=` on and off in a model's `generate` and in its continuous batching."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
-import torch
-from transformers import GenerationMixin, Pipeline, PreTrainedModel
+from transformers import GenerationMixin
 
-from .log import get_logger
-from .prepare.arguments import by_name, check_arguments, run_with
-from .prepare.decode import decode_prepared, decode_undrafted
-from .prepare.defaults import Default, choose, serving, without_assistant
-from .prepare.model_state import ModelStatistics, warn_once
-from .prepare.resolve import check_assistant, resolve
+from .prepare import entry
+from .prepare.defaults import Default
+from .prepare.entry import generating
+from .prepare.model_state import ModelStatistics
+from .prepare.resolve import check_assistant
+from .serving.stand_in import entries
 from .target import kept_memory
 from .target.written import forget
 
-logger = get_logger(__name__)
-
 ModelT = TypeVar("ModelT")
 
-_PREVIOUS = "_smartspec_previous_generate"
+_PREVIOUS = "_smartspec_previous"
 _STATISTICS = "smartspec_statistics"
-_DOCUMENTATION = """
+_ADDED = """
 
         hf_smartspec adds:
 
@@ -34,9 +31,33 @@ _DOCUMENTATION = """
                 What drafts for this call: a preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH",
                 "tuned:PATH", "none"), a draft model or its folder or hub id, a candidate source, a list of these or a
                 `hf_smartspec.SmartSpecConfig`. By default, what `enable` or a generation config says.
-            seed (`int` or sequence of `int`, *optional*):
+        """
+_SEED = """    seed (`int` or sequence of `int`, *optional*):
                 For sampling: the same tokens for the same seed, whatever drafts; one seed, or one per row.
         """
+
+
+class _Method(NamedTuple):
+    """
+    A method of models that is enabled.
+
+    Args:
+        call (`Callable`): Serves a call of it: `entry.generate`, or another with the same arguments.
+        documentation (`str`): What is added to its docstring.
+    """
+
+    call: Callable[..., Any]
+    documentation: str = _ADDED + _SEED
+    parameters: tuple[str, ...] = ("assistant", "seed")
+
+
+_METHODS = {
+    "generate": _Method(entry.generate),
+    "generate_batch": _Method(entries.generate_batch),
+    "continuous_batching_context_manager": _Method(entries.continuous_batching_context_manager),
+    "init_continuous_batching": _Method(entries.init_continuous_batching),
+    "destroy_cached_continuous_batching_manager": _Method(entries.destroy_cached_manager, "", ()),
+}
 
 
 @overload
@@ -45,8 +66,9 @@ def enable(model: None = None, assistant: Any = None) -> AbstractContextManager[
 def enable(model: ModelT, assistant: Any = None) -> ModelT: ...
 def enable(model: Any = None, assistant: Any = None) -> Any:
     """
-    Makes `generate` understand `assistant=` and `seed=`. Calls without either go to the original untouched, unless a
-    default is given here, or as `assistant` in a generation config.
+    Makes `generate` understand `assistant=` and `seed=`, and so transformers' continuous batching: `generate_batch`,
+    `continuous_batching_context_manager` and `init_continuous_batching`. Calls without either go to the original
+    untouched, unless a default is given here, or as `assistant` in a generation config.
 
     Args:
         model (`PreTrainedModel`, *optional*): The model to enable, in place; a pipeline, PEFT's or torch.compile's
@@ -77,21 +99,30 @@ def enable(model: Any = None, assistant: Any = None) -> Any:
         _enable_all(assistant)
         return _disabling()
     target = generating(model)
-    enabled_before = vars(target).get("generate")
     vars(target).setdefault(_STATISTICS, ModelStatistics())
-    if not isinstance(enabled_before, _EnabledGenerate):
-        # A `generate` set on the instance, as other patches do, stays underneath.
-        _set(target, _EnabledGenerate(_generate, target, enabled_before, Default(assistant)))
-    elif assistant is not None:
-        _set(target, _EnabledGenerate(_generate, target, enabled_before.previous, Default(assistant)))
+    known = vars(target).get("generate")
+    default = known.default if isinstance(known, _EnabledMethod) else Default(assistant)
+    if assistant is not None and default.assistant is not assistant:
+        default = Default(assistant)
+    _enable_methods(target, default)
     return model
+
+
+def _enable_methods(target: Any, default: Default) -> None:
+    for name in _METHODS:
+        before = vars(target).get(name)
+        # A method set on the instance, as other patches do, stays underneath.
+        previous = before.previous if isinstance(before, _EnabledMethod) else before
+        setattr(target, name, _EnabledMethod(_call, name, target, previous, default))
 
 
 def _enable_all(assistant: Any) -> None:
     if not _is_globally_enabled():
-        GenerationMixin.generate = _routed(GenerationMixin.generate, Default(assistant))  # type: ignore[method-assign]
+        default = Default(assistant)
+        for name in _METHODS:
+            setattr(GenerationMixin, name, _routed(name, getattr(GenerationMixin, name), default))
     elif assistant is not None:
-        getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant = assistant
+        _common_default().assistant = assistant
 
 
 def disable(model: Any = None) -> Any:
@@ -104,21 +135,33 @@ def disable(model: Any = None) -> Any:
         target: Any = generating(model)
         forget(target)
         kept_memory.forget(target)
+        entries.forget(target)
     return _take_back(model)
 
 
 def _take_back(model: Any) -> Any:
     if model is None:
-        if _is_globally_enabled():
-            GenerationMixin.generate = getattr(GenerationMixin.generate, _PREVIOUS)[1]  # type: ignore[method-assign]
+        for name in _METHODS:
+            function = getattr(GenerationMixin, name)
+            if _is_ours(function):
+                _restore(name, getattr(function, _PREVIOUS)[1])
         return None
     target = generating(model)
-    if _is_enabled(target):
-        previous = vars(target).pop("generate").previous
+    found = {name: item for name, item in vars(target).items() if isinstance(item, _EnabledMethod)}
+    for name, method in found.items():
+        vars(target).pop(name)
+        if method.previous is not None:
+            setattr(target, name, method.previous)
+    if found:
         vars(target).pop(_STATISTICS, None)
-        if previous is not None:
-            _set(target, previous)
     return model
+
+
+def _restore(name: str, previous: Callable) -> None:
+    """Puts a method of all models back; those of continuous batching come from a class below."""
+    delattr(GenerationMixin, name)
+    if getattr(GenerationMixin, name, None) is not previous:
+        setattr(GenerationMixin, name, previous)
 
 
 @contextmanager
@@ -134,15 +177,17 @@ def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[Mode
         if not was_enabled:
             _take_back(model)  # what is known of it serves the next block
         elif target is None:
-            getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant = default
+            _common_default().assistant = default
         else:
-            _set(target, _EnabledGenerate(_generate, target, vars(target)["generate"].previous, Default(default)))
+            _enable_methods(target, Default(default))
 
 
 def _default_of(target: GenerationMixin | None) -> Any:
-    if target is None:
-        return getattr(GenerationMixin.generate, _PREVIOUS)[2].assistant
-    return vars(target)["generate"].default.assistant
+    return _common_default().assistant if target is None else vars(target)["generate"].default.assistant
+
+
+def _common_default() -> Default:
+    return getattr(GenerationMixin.generate, _PREVIOUS)[2]
 
 
 @contextmanager
@@ -153,154 +198,84 @@ def _disabling() -> Iterator[None]:
         disable()
 
 
-def generating(model: Any) -> GenerationMixin:
-    """The model inside a pipeline, PEFT's wrapper or torch.compile's; `TypeError` if there is none that generates."""
-    inner: Any = model.model if isinstance(model, Pipeline) else model
-    while not isinstance(inner, GenerationMixin):
-        if isinstance(inner, torch.nn.Module) and "_orig_mod" in inner._modules:  # torch.compile's
-            inner = inner._modules["_orig_mod"]
-        elif hasattr(inner, "get_base_model"):  # PEFT's pass `generate` on to the model inside
-            inner = inner.get_base_model()
-        else:
-            raise TypeError(f"`model` must be a transformers model that can generate, got {type(model).__name__}.")
-    return inner
-
-
-class _EnabledGenerate(partial):
+class _EnabledMethod(partial):
     """
-    `generate` of an enabled model, for a place on the instance. A partial, not a bound method: only partials survive
+    A method of an enabled model, for a place on the instance. A partial, not a bound method: only partials survive
     pickling as an attribute of the model they are bound to. To `help` and `inspect` it looks like a method.
     """
 
-    __name__ = "generate"
-
-    def __get__(self, instance: Any, owner: Any = None) -> "_EnabledGenerate":
+    def __get__(self, instance: Any, owner: Any = None) -> "_EnabledMethod":
         return self
+
+    @property
+    def __name__(self) -> str:
+        return self.args[0]
 
     @property
     def previous(self) -> Callable | None:
         """What was set on the instance before."""
-        return self.args[1]
-
-    @property
-    def default(self) -> Default:
         return self.args[2]
 
     @property
+    def default(self) -> Default:
+        return self.args[3]
+
+    @property
     def __wrapped__(self) -> Callable:
-        return self.previous or MethodType(type(self.args[0]).generate, self.args[0])
+        name, model, previous, _ = self.args
+        return previous or MethodType(getattr(type(model), name), model)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return _with_ours(inspect.signature(self.__wrapped__))
+        return _with_ours(inspect.signature(self.__wrapped__), self.__name__)
 
     @property
     def __doc__(self) -> str:  # type: ignore[override]
-        return _documented(self.__wrapped__)
+        return _documented(self.__wrapped__, self.__name__)
 
 
-def _with_ours(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a `generate`, with the parameters that are added to it."""
-    added = inspect.signature(_generate).parameters
-    names = [name for name in ("assistant", "seed") if name not in signature.parameters]
+def _with_ours(signature: inspect.Signature, method: str) -> inspect.Signature:
+    """The signature of a method, with the parameters that are added to it."""
+    names = [name for name in _METHODS[method].parameters if name not in signature.parameters]
     parameters = list(signature.parameters.values())
     place = len(parameters) - any(item.kind is item.VAR_KEYWORD for item in parameters)
-    parameters[place:place] = [added[name] for name in names]
+    parameters[place:place] = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     return signature.replace(parameters=parameters)
 
 
-def _documented(generate: Callable) -> str:
-    text = inspect.getdoc(generate) or ""
-    return text if _DOCUMENTATION in text else text + _DOCUMENTATION
-
-
-def _set(target: Any, generate: Any) -> None:
-    target.generate = generate
+def _documented(function: Callable, method: str) -> str:
+    text, added = inspect.getdoc(function) or "", _METHODS[method].documentation
+    return text if added in text else text + added
 
 
 def _is_enabled(model: GenerationMixin) -> bool:
-    return isinstance(vars(model).get("generate"), _EnabledGenerate)
+    return isinstance(vars(model).get("generate"), _EnabledMethod)
 
 
 def _is_globally_enabled() -> bool:
+    return _is_ours(GenerationMixin.generate)
+
+
+def _is_ours(function: Callable) -> bool:
     # Somebody else's wrapper may have copied our attributes.
-    function = getattr(GenerationMixin.generate, _PREVIOUS, (None,))[0]
-    return function is GenerationMixin.generate
+    return getattr(function, _PREVIOUS, (None,))[0] is function
 
 
-def _generate(
-    model: Any,
-    previous: Callable | None,
-    default: Default,
-    *args: Any,
-    assistant: Any = None,
-    seed: int | Sequence[int] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """`generate` of an enabled model; `previous` is the one that was set on the instance before, if any."""
-    original: Any = previous or MethodType(type(model).generate, model)
-    common = getattr(GenerationMixin.generate, _PREVIOUS)[2] if _is_globally_enabled() else None
-    if isinstance(previous, partial):  # a recipe of the model's repository, which has a decoding method of its own
-        return _route(model, original, args, kwargs, assistant, seed, None, None)
-    return _route(model, original, args, kwargs, assistant, seed, default, common)
+def _call(name: str, model: Any, previous: Callable | None, default: Default, *args: Any, **kwargs: Any) -> Any:
+    """A method of an enabled model; `previous` is the one that was set on the instance before, if any."""
+    original: Any = previous or MethodType(getattr(type(model), name), model)
+    common = _common_default() if _is_globally_enabled() else None
+    return _METHODS[name].call(model, original, args, kwargs, default, common)
 
 
-def _routed(previous: Callable, default: Default) -> Callable:
-    """`generate` of every model, while enabled for all; `previous` is what stood there before."""
+def _routed(name: str, previous: Callable, default: Default) -> Callable:
+    """A method of every model, while enabled for all; `previous` is what stood there before."""
 
     @functools.wraps(previous)
-    def generate(
-        self: Any, *args: Any, assistant: Any = None, seed: int | Sequence[int] | None = None, **kwargs: Any
-    ) -> Any:
-        return _route(self, MethodType(previous, self), args, kwargs, assistant, seed, None, default)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _METHODS[name].call(self, MethodType(previous, self), args, kwargs, None, default)
 
-    generate.__signature__ = _with_ours(inspect.signature(previous))  # type: ignore[attr-defined]
-    generate.__doc__ = _documented(previous)
-    setattr(generate, _PREVIOUS, (generate, previous, default))
-    return generate
-
-
-def _route(
-    model: PreTrainedModel,
-    original: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    assistant: Any,
-    seed: Any,
-    own: Default | None,
-    common: Default | None,
-) -> Any:
-    """
-    The call with its assistant, or untouched. A default gives way to whatever it cannot go with: it never makes a call
-    fail that works without it.
-    """
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    choice = choose(model, assistant, config, own, common)
-    with serving():
-        if choice.assistant is None:
-            return _undrafted(model, original, args, kwargs, seed)
-        try:
-            named = without_assistant(by_name(original, args, kwargs))
-            arguments = check_arguments(model, named, choice.assistant, seed)
-        except (TypeError, ValueError) as error:
-            if not choice.is_default:
-                raise
-            logger.info(f"This call is left to transformers: {error}")
-            return _undrafted(model, original, args, kwargs, seed)
-        try:
-            resolved = resolve(arguments.assistant, model)
-        except (OSError, TypeError, ValueError) as error:
-            if not choice.is_default:
-                raise
-            warn_once(model, f"The default assistant cannot draft for {type(model).__name__}: {error}")
-            return _undrafted(model, original, args, kwargs, seed)
-        return arguments.run(model, decode_prepared, original, resolved, choice.is_default)
-
-
-def _undrafted(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], seed: Any) -> Any:
-    if seed is None:
-        return original(*args, **kwargs)
-    try:
-        return run_with(decode_undrafted, model, original, by_name(original, args, kwargs), "none", seed)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`assistant`", "`seed`")) from error  # it is served in the same calls
+    method.__signature__ = _with_ours(inspect.signature(previous), name)  # type: ignore[attr-defined]
+    method.__doc__ = _documented(previous, name)
+    setattr(method, _PREVIOUS, (method, previous, default))
+    return method

@@ -18,13 +18,13 @@ from ..decoding.call import DecodingCall
 from ..decoding.learning import Learning
 from ..decoding.statistics import GenerationStatistics
 from ..decoding.trace import RequestTrace
-from ..generate import generating
-from ..goodput import GoodputAuction
+from ..goodput import CostModel, GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
 from ..prepare.arguments import run_with
 from ..prepare.call import PreparedCall, model_limits
 from ..prepare.config import SmartSpecConfig
 from ..prepare.defaults import assistant_of, without_assistant
+from ..prepare.entry import generating
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Drafters, resolve, tagged
 from ..target.profiling import doubt_profile
@@ -98,7 +98,7 @@ class Engine:
         self._memory = self._new_memory(max_batch_size, max_kv_bytes)
         self._drafters = Drafters()
         self._assistant = resolve(self.config, self.model, self._drafters)
-        self._results = Results()
+        self._results = self._new_results()
         self._policy = self._make_policy()
         self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
         weakref.finalize(self, EngineRunner.end, self._runner)
@@ -109,6 +109,12 @@ class Engine:
     def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
         return memory_of(self.model, max_batch_size, max_bytes)
 
+    def _new_results(self) -> Results:
+        return Results()
+
+    def _new_auction(self, cost: CostModel) -> GoodputAuction:
+        return GoodputAuction(cost)
+
     def _make_policy(self) -> LoggedPolicy:
         policy = self.config.policy_for(self._assistant.source)
         if policy is not None:
@@ -116,7 +122,7 @@ class Engine:
         cost = cost_of(self.model) if self._memory.shares_forward else None
         if cost is None:
             return LoggedPolicy(self.config.fixed_policy_for(self._assistant.source))
-        return LoggedPolicy(GoodputAuction(cost), cost)
+        return LoggedPolicy(self._new_auction(cost), cost)
 
     # Requests
 
@@ -126,6 +132,7 @@ class Engine:
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         streaming: bool = False,
+        record_timestamps: bool = False,
         assistant: Any = None,
         seed: int | None = None,
         tag: str | None = None,
@@ -140,6 +147,7 @@ class Engine:
                 text too, or a chat: a list of messages (`{"role": "user", "content": "..."}`) to answer.
             request_id (`str`, *optional*): Its name; made up where not given.
             streaming (`bool`): Whether outputs are handed out while it runs, too.
+            record_timestamps (`bool`): Whether outputs say when each token was there (`timestamps`).
             assistant (*optional*): What drafts for it, in place of the engine's: "none" for no speculation, or a
                 `SmartSpecConfig` for a bound on draft nodes or a namespace. By default, what a `generation_config` of
                 the request's says; that of the model says nothing here.
@@ -169,6 +177,7 @@ class Engine:
             request_id = self._new_name()
         output = EngineOutput(request_id, request.prompt.tolist(), created_time=time.perf_counter())
         output.statistics = call.statistics
+        output.timestamps = [] if record_timestamps else None
         self._runner.submit(Ticket(call, output, streaming))
         return request_id
 

@@ -22,7 +22,7 @@ from .scheduler import Scheduler
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
-_FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
+_FALLBACK_BYTES = 2**34  # where the machine does not say how much memory it has
 
 
 class EngineMemory(RequestMemory):
@@ -181,11 +181,16 @@ def _keeper(request: Request) -> TreeCandidateGenerator | None:
     return request.call.source if request.call.line.hidden_layers else None
 
 
-def default_bytes(device: torch.device) -> int:
-    """The bound on keys and values where none is given."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that nothing uses at present, as far as the machine tells."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+        return torch.cuda.mem_get_info(device)[0]
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     except (AttributeError, ValueError):  # Windows, macOS
         return _FALLBACK_BYTES
+
+
+def default_bytes(device: torch.device) -> int:
+    """The bound on keys and values where none is given."""
+    return free_bytes(device) // (2 if device.type == "cuda" else 4)

@@ -49,6 +49,12 @@ class Ticket:
     def request(self) -> Request:
         return self.call.requests[0]
 
+    def note(self, now: float) -> None:
+        """Its new tokens are there since `now`."""
+        times = self.output.timestamps
+        if times is not None:
+            times.extend([now] * (self.request.num_valid - len(times)))
+
 
 class Results:
     """

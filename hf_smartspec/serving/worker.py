@@ -54,6 +54,7 @@ class EngineRunner:
         self._thread: threading.Thread | None = None
         self._is_stopping = self._rests = False
         self._num_pauses = 0
+        self.fatal_error: BaseException | None = None
         self.num_answered, self.seconds_waited = 0, 0.0
 
     # From other threads
@@ -83,6 +84,7 @@ class EngineRunner:
         with self._changed:
             if not self.is_running:
                 self._is_stopping = self._rests = False
+                self.fatal_error = None
                 self.memory.expire()
                 self._thread = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
                 self._thread.start()
@@ -132,6 +134,7 @@ class EngineRunner:
             self._fail_all("cancelled", "the engine was stopped")
         except BaseException as error:
             logger.error(f"The engine failed: {error!r}", exc_info=True)
+            self.fatal_error = error
             self._take_in()
             self._fail_all("error", repr(error))
         finally:
@@ -197,6 +200,7 @@ class EngineRunner:
         now = time.perf_counter()
         for call in self.loop.calls:
             ticket = self._tickets[call]
+            ticket.note(now)
             if ticket.request.num_generated and ticket.output.first_token_time is None:
                 ticket.output.first_token_time, ticket.output.status = now, RequestStatus.DECODING
             if ticket.is_streaming and ticket.request.num_generated:
@@ -207,6 +211,8 @@ class EngineRunner:
         request, trace = ticket.request, ticket.request.trace
         tokens = request.tokens[: request.num_valid]
         output = replace(ticket.output, generated_tokens=tokens, statistics=replace(ticket.call.statistics))
+        if output.timestamps is not None:
+            output.timestamps = output.timestamps[: len(tokens)]
         if trace is not None:
             output.token_sources, output.traced_steps = trace.traced()
         return output
@@ -214,6 +220,7 @@ class EngineRunner:
     def _finish(self, ticket: Ticket) -> None:
         self._leave(ticket)
         now, request = time.perf_counter(), ticket.request
+        ticket.note(now)
         output = self._snapshot(ticket)
         output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
         output.first_token_time = output.first_token_time or now

@@ -1,0 +1,175 @@
+"""Calls of an enabled model's continuous batching: which assistant they get, and who serves them."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from ...log import get_logger
+from ...prepare.call import row_seeds
+from ...prepare.defaults import Choice, Default, choose, serving
+from ...prepare.route import way_of
+from .manager import SpeculativeBatchingManager
+
+logger = get_logger(__name__)
+
+_CACHED = "_smartspec_cached_manager"  # a manager that was kept for the next session
+
+_GENERATE_BATCH = inspect.signature(GenerationMixin.generate_batch)
+_INIT = inspect.signature(GenerationMixin.init_continuous_batching)
+
+
+class _Asked(NamedTuple):
+    """
+    What a call of a method asks for that transformers does not hand on to those that it calls.
+
+    Args:
+        choice (`Choice`): What drafts.
+        seed (`int` or sequence of `int`, *optional*): For the requests in the order in which they come.
+        settings (`dict`): Arguments of `generate` for all requests.
+    """
+
+    choice: Choice
+    seed: int | Sequence[int] | None = None
+    settings: dict[str, Any] = {}  # noqa: RUF012  # nobody writes into it
+
+
+_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    original: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    own: Default | None,
+    common: Default | None,
+) -> Any:
+    """
+    transformers' `generate_batch`, whose manager is ours where something drafts. Further arguments of `generate`
+    (`temperature`, `tokenizer`, ...), which transformers ignores, then count.
+    """
+    given = _GENERATE_BATCH.bind_partial(model, *args, **kwargs).arguments
+    settings = dict(given.get("kwargs", {}))
+    assistant, seed = settings.pop("assistant", None), settings.pop("seed", None)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("assistant", "seed")}
+    settings.pop("max_new_tokens", None)  # reaches the requests
+    asked = _ask(model, assistant, seed, given.get("generation_config"), own, common, settings)
+    if asked is None:
+        return original(*args, **kwargs)
+    if seed is not None and not isinstance(seed, int):
+        config = given.get("generation_config") or model.generation_config
+        num_rows = len(given.get("inputs", ())) * (getattr(config, "num_return_sequences", None) or 1)
+        row_seeds(seed, num_rows, do_sample=True)  # refuses another number of them
+    with _asking(asked):
+        return original(*args, **{name: value for name, value in kwargs.items() if name not in settings})
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    model: PreTrainedModel,
+    original: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    own: Default | None,
+    common: Default | None,
+) -> Iterator[Any]:
+    """transformers' context manager, with a manager of ours where something drafts."""
+    assistant, seed = kwargs.pop("assistant", None), kwargs.pop("seed", None)
+    config = kwargs.get("generation_config", args[0] if args else None)
+    asked = None if assistant is None and seed is None else _ask(model, assistant, seed, config, own, common)
+    with ExitStack() as stack:
+        with _asking(asked or _asked.get()):
+            manager = stack.enter_context(original(*args, **kwargs))
+        yield manager
+
+
+def init_continuous_batching(
+    model: PreTrainedModel,
+    original: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    own: Default | None,
+    common: Default | None,
+) -> Any:
+    """A manager of ours where something drafts, else transformers'."""
+    assistant, seed = kwargs.pop("assistant", None), kwargs.pop("seed", None)
+    given = _INIT.bind(model, *args, **kwargs).arguments
+    config = given.get("generation_config")
+    asked = None if assistant is not None or seed is not None else _asked.get()
+    asked = asked or _ask(model, assistant, seed, config, own, common)
+    if asked is None:
+        return _plain(original, args, kwargs)
+    try:
+        return _manager(model, asked, config, given.get("continuous_batching_config"), given.get("workload_hints"))
+    except (OSError, TypeError, ValueError) as error:
+        if not asked.choice.is_default:
+            raise
+        logger.warning(f"Continuous batching of {type(model).__name__} is left to transformers: {error}")
+        return _plain(original, args, kwargs)
+
+
+def destroy_cached_manager(
+    model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], *_: Default | None
+) -> None:
+    """Ours goes too."""
+    forget(model)
+    original(*args, **kwargs)
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Ends a manager that was kept for a next session, and frees its memory."""
+    manager = vars(model).pop(_CACHED, None)
+    if manager is not None:
+        manager.destroy()
+
+
+def _plain(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with serving():  # a default of all models' has had its turn
+        return original(*args, **kwargs)
+
+
+def _ask(
+    model: PreTrainedModel,
+    assistant: Any,
+    seed: Any,
+    config: Any,
+    own: Default | None,
+    common: Default | None,
+    settings: dict[str, Any] | None = None,
+) -> _Asked | None:
+    """None where nothing drafts and no seed is given: then the call is transformers'."""
+    choice = choose(model, assistant, config, own, common)
+    if choice.assistant is None:
+        if seed is None:
+            return None
+        choice = Choice("none")
+    elif seed is not None:
+        choice = Choice(choice.assistant)  # transformers, to which a default gives way, knows no seeds
+    return _Asked(choice, seed, settings or {})
+
+
+@contextmanager
+def _asking(asked: _Asked | None) -> Iterator[None]:
+    token = _asked.set(asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def _manager(model: PreTrainedModel, asked: _Asked, config: Any, options: Any, hints: Any) -> Any:
+    """A new manager, or that which was kept from an earlier session with the same assistant."""
+    known = vars(model).get(_CACHED)
+    if known is not None and known.drafts_with(asked.choice.assistant):
+        manager = known
+    else:
+        if asked.choice.is_default and (way := way_of(model))[0] != "packed":
+            raise ValueError(f"its requests cannot share forwards, since {way[1]}.")
+        forget(model)
+        manager = SpeculativeBatchingManager(model, asked.choice.assistant, options, hints, _CACHED)
+    manager.begin(config, asked.seed, asked.settings)
+    return manager
