@@ -11,7 +11,6 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...log import get_logger
 from ...prepare.call import row_seeds
 from ...prepare.defaults import Choice, Default, choose, serving
-from ...prepare.route import way_of
 from .manager import SpeculativeBatchingManager
 
 logger = get_logger(__name__)
@@ -167,9 +166,7 @@ def _manager(model: PreTrainedModel, asked: _Asked, config: Any, options: Any, h
     if known is not None and known.drafts_with(asked.choice.assistant):
         manager = known
     else:
-        if asked.choice.is_default and (way := way_of(model))[0] != "packed":
-            raise ValueError(f"its requests cannot share forwards, since {way[1]}.")
         forget(model)
-        manager = SpeculativeBatchingManager(model, asked.choice.assistant, options, hints, _CACHED)
+        manager = SpeculativeBatchingManager(model, asked.choice, options, hints, _CACHED)
     manager.begin(config, asked.seed, asked.settings)
     return manager

@@ -14,8 +14,9 @@ from ...decoding.call import DRAFT_ROOM
 from ...decoding.statistics import GenerationStatistics
 from ...log import get_logger
 from ...prepare.call import model_limits
-from ...prepare.defaults import serving
+from ...prepare.defaults import Choice, serving
 from ...prepare.model_state import record
+from ...prepare.route import way_of
 from ...sampling.noise import row_seed
 from ...target.compat import GenerationOutput, RequestStatus
 from ...validate import check_seed
@@ -33,7 +34,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
 
     Args:
         model (`PreTrainedModel`): Is put into evaluation mode, as by transformers' own.
-        assistant: What drafts.
+        choice (`Choice`): What drafts; a default does not go with forwards that requests do not share.
         options (`ContinuousBatchingConfig`, *optional*): Of memory and batches.
         hints (`WorkloadHints`, *optional*): How many requests there will be.
         cached_as (`str`): The model's attribute for a manager that is kept.
@@ -50,7 +51,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
     def __init__(
         self,
         model: PreTrainedModel,
-        assistant: Any,
+        choice: Choice,
         options: ContinuousBatchingConfig | None = None,
         hints: Any = None,
         cached_as: str = "",
@@ -59,13 +60,18 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             raise ValueError(
                 "Weights that are spread over processes cannot be served with an `assistant`: leave it out."
             )
-        self.model, self.assistant, self._cached_as = model, assistant, cached_as
+        self.model, self.assistant, self._cached_as = model, choice.assistant, cached_as
         self.continuous_batching_config = options or ContinuousBatchingConfig()
         was_training = model.training
         model.eval()
         try:
+            way, reason = way_of(model)
+            if choice.is_default and way != "packed":
+                raise ValueError(f"Its requests cannot share forwards, since {reason}.")
             found = engine_options(model, self.continuous_batching_config, hints)
-            self.engine = ManagedEngine(model, assistant, num_cached_tokens(self.continuous_batching_config), **found)
+            self.engine = ManagedEngine(
+                model, choice.assistant, num_cached_tokens(self.continuous_batching_config), **found
+            )
         except BaseException:
             model.train(was_training)
             raise

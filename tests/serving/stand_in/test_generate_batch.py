@@ -12,7 +12,8 @@ from hf_smartspec import DraftModelCandidates
 from hf_smartspec.serving.stand_in.manager import SpeculativeBatchingManager
 from hf_smartspec.target.compat import RequestStatus
 
-from ...generate.helpers import EOS, PAD, Spy, noisy_copy, prompts, tiny_llama
+from ...generate.helpers import EOS, PAD, Spy, noisy_copy, prompts, set_special_tokens, tiny_llama
+from ...models import new_model
 from ..helpers import suffix
 
 LENGTHS = [5, 9, 3, 12, 7]
@@ -144,6 +145,15 @@ def test_what_no_engine_serves_is_left_to_transformers_or_refused(model, caplog)
             raise AssertionError("nothing runs")
         with pytest.raises(ValueError, match="'misspelt'"):
             model.generate_batch(PROMPTS, GenerationConfig(**GREEDY), assistant="suffix", misspelt=1)
+
+
+def test_models_whose_requests_share_no_forward_are_left_to_transformers(caplog):
+    model = hf_smartspec.enable(set_special_tokens(new_model("bloom"), EOS), assistant="suffix")
+    assert not isinstance(model.init_continuous_batching(GenerationConfig(**GREEDY)), SpeculativeBatchingManager)
+    assert "BloomForCausalLM is left to transformers: Its requests cannot share forwards" in caplog.text
+    config = GenerationConfig(**GREEDY)
+    found = model.generate_batch(PROMPTS, config, assistant="prompt_lookup")  # asked for: row by row
+    assert tokens(found) == completions(model, config, assistant="none")
 
 
 def test_enabling_is_taken_back_wholly(model):
