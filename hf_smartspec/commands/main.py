@@ -22,6 +22,7 @@ class Command(NamedTuple):
 COMMANDS = {
     ("generate",): Command("generate.command", "answer prompts, or every row of a dataset"),
     ("chat",): Command("chat.command", "talk with a model in the terminal"),
+    ("serve",): Command("serve.command", "serve models over HTTP, with the interface of OpenAI's"),
     ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
     ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
     ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),

@@ -52,8 +52,8 @@ class SmartSpecConfig:
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of the target and of the draft model,
             where these have two: drafts are translated (see `TranslatedDraftCandidates`). Where not given, and sizes of
             vocabularies differ, those that lie beside the models.
-        namespace (`str`): For suffix trees: whose outputs are drafted from and joined. Tenants that must not see one
-            another's text in drafts get different ones.
+        namespace (`str`): For suffix trees: whose outputs are drafted from and joined; in an engine, whose keys and
+            values are reused, too. Tenants that must not see one another's text in drafts get different ones.
         reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
         references (sequence of sequences of `int`): For suffix trees and prompt lookup: token ids of texts that the
             answers are likely to repeat (a file to be edited, a predicted output, retrieved passages). They feed this

@@ -1,7 +1,7 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -80,7 +80,7 @@ class EngineMemory(RequestMemory):
         """Gives a request its row, with as much of its prompt as some row there holds already."""
         self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
-        shared = self.prefixes.longest(request.prompt, texts, _keeper(request))
+        shared = self.prefixes.longest(request.prompt, texts, _keeper(request), _namespace(request))
         if shared is not None and not self._agrees(shared, request):
             shared = None
         row = self._new_row(self.size_of(request.call), shared)
@@ -173,7 +173,13 @@ class EngineMemory(RequestMemory):
 
 def _cached(request: Request) -> CachedText:
     """What the request's row holds."""
-    return CachedText(request.text()[: request.cache_row.length], request.request_id, _keeper(request))
+    text = request.text()[: request.cache_row.length]
+    return CachedText(text, request.request_id, _keeper(request), _namespace(request))
+
+
+def _namespace(request: Request) -> Hashable:
+    """Whose text it is."""
+    return request.call.assignment.get("namespace", "")
 
 
 def _keeper(request: Request) -> TreeCandidateGenerator | None:

@@ -24,6 +24,7 @@ class EngineOutput(GenerationOutput):
         finish_reason (`str`, *optional*): "stop" (end of text, a stop string or a criterion), "length", "cancelled" or
             "error"; None while it runs.
         first_token_time (`float`, *optional*): When its first token was there, on the same clock.
+        num_cached_tokens (`int`): Tokens of its prompt whose keys and values were another's.
         statistics (`GenerationStatistics`): Its steps, drafted and accepted tokens.
         token_sources (list, *optional*): Of requests with `trace=True`, one entry per generated token: the label of the
             source that drafted it ("suffix", "prompt_lookup", "draft_model", ...), None for the target's own tokens.
@@ -32,6 +33,7 @@ class EngineOutput(GenerationOutput):
 
     finish_reason: str | None = None
     first_token_time: float | None = None
+    num_cached_tokens: int = 0
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
     token_sources: list[str | None] | None = None
     traced_steps: list[TracedStep] | None = None

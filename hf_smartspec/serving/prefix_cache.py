@@ -13,13 +13,14 @@ _MIN_SHARED = 8  # tokens; below, copying is not worth the trouble
 
 class CachedText(NamedTuple):
     """
-    What a row holds: int64 tokens `[length]`, of which request, and the source that may have kept something of its own
-    beside (None: it has not).
+    What a row holds: int64 tokens `[length]`, of which request, the source that may have kept something of its own
+    beside (None: it has not), and whose text it is.
     """
 
     tokens: np.ndarray
     request_id: Hashable = None
     source: TreeCandidateGenerator | None = None
+    namespace: Hashable = ""
 
 
 class SharedPrefix(NamedTuple):
@@ -79,16 +80,17 @@ class PrefixRows:
         prompt: np.ndarray,
         running: Iterable[tuple[CacheRow, CachedText]],
         source: TreeCandidateGenerator | None = None,
+        namespace: Hashable = "",
     ) -> SharedPrefix | None:
         """
         The row, of these and of running ones with their cached texts, that shares most of a prompt's beginning; for a
         `source` that keeps something beside, of its own requests if any does. At least the prompt's last token is left
-        to be fed.
+        to be fed. Rows of other namespaces are passed over: how quickly a prompt is read would tell what others asked.
         """
         best, best_rank = None, (False, 0)
         beginning = prompt[:_MIN_SHARED].tobytes()
-        for row, (tokens, request_id, owner) in [*self._rows.items(), *running]:
-            if tokens[:_MIN_SHARED].tobytes() != beginning:
+        for row, (tokens, request_id, owner, of_whom) in [*self._rows.items(), *running]:
+            if of_whom != namespace or tokens[:_MIN_SHARED].tobytes() != beginning:
                 continue
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
             rank = source is None or owner is source, length

@@ -178,6 +178,7 @@ class EngineRunner:
             try:
                 self.memory.place(ticket.request, self.loop.running)
                 self.loop.add(ticket.call)
+                ticket.output.num_cached_tokens = ticket.request.cache_row.length
                 self.memory.settle(ticket.request)
             except Exception as error:
                 self._on_failure(ticket.call, error)

@@ -1,0 +1,86 @@
+"""Models, engines and the application of `smartspec serve`."""
+
+import argparse
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...prepare.resolve import check_assistant
+from ...serving.server.app import make_app
+from ...serving.server.engine import ServedEngine
+from ...serving.server.keys import ApiKeys
+from ...serving.server.limits import Limits
+from ...serving.server.metrics import ServerMetrics
+from ...serving.server.running import DrainingServer
+from ...serving.server.served import ServedModel
+from ...target.quantized import quantize
+from ..common.models import UsageError, load_draft, load_model, load_tokenizer
+
+_MIB = 2**20
+
+
+def serve(
+    args: argparse.Namespace,
+    names: Mapping[str, str],
+    keys: ApiKeys,
+    listener: socket.socket,
+    on_start: Callable[[], None],
+) -> None:
+    """Loads models by name, and serves them until the process is told to end."""
+    limits = Limits(
+        max_body_bytes=args.max_body_mib * _MIB,
+        max_model_len=args.max_model_len,
+        max_new_tokens=args.max_new_tokens,
+        max_queue=args.max_queue,
+        timeout=args.timeout,
+    )
+    metrics = ServerMetrics()
+    models: dict[str, ServedModel] = {}
+    try:
+        for name, path in names.items():
+            models[name] = load_served(args, name, path, limits, metrics)
+        app = make_app(models, metrics, keys, limits.max_body_bytes, args.chat_template_kwargs)
+        DrainingServer(app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
+    finally:
+        for served in models.values():
+            served.stop()
+
+
+def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics) -> ServedModel:
+    """A model with its engine, which runs."""
+    try:
+        check_assistant(args.assistant)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--assistant: {error}") from error
+    model = load_model(path, args.dtype, args.device)
+    if args.quantize:
+        try:
+            quantize(model, args.quantize)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--quantize: {error}") from error
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise UsageError(f"the model {path!r} has no tokenizer, which a server needs")
+    try:
+        engine = ServedEngine(
+            model,
+            _assistant(args, model),
+            max_batch_size=args.max_batch_size,
+            max_kv_bytes=args.max_kv_mib and args.max_kv_mib * _MIB,
+            max_prefill_tokens=args.max_prefill_tokens,
+            tokenizer=tokenizer,
+        )
+        served = ServedModel(name, engine, limits, metrics, args.max_batch_size)
+    except (TypeError, ValueError, OSError) as error:
+        raise UsageError(f"{name}: {error}") from error
+    engine.start()
+    return served
+
+
+def _assistant(args: argparse.Namespace, model: PreTrainedModel) -> Any:
+    sources: list[Any] = list(args.assistant)
+    if args.draft:
+        sources = [*(item for item in sources if item != "none"), load_draft(args.draft, model, args.dtype)]
+    return sources[0] if len(sources) == 1 else sources

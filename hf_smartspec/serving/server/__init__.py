@@ -1,0 +1,1 @@
+"""transformers' serving application, with engines behind it: continuous batching and speculative decoding over HTTP."""

@@ -1,0 +1,164 @@
+"""One answer on its way: from the engine's outputs to pieces of text."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..outputs import EngineOutput
+from .errors import ApiError
+from .processors import LogprobsRecorder, TokenLogprobs
+from .texts import TextStream
+
+if TYPE_CHECKING:
+    from .served import ServedModel
+
+
+class Piece(NamedTuple):
+    """
+    What has come of an answer since the last piece.
+
+    Args:
+        text (`str`): Up to the first stop string.
+        tokens (list of `int`): All of them, also where text is held back.
+        logprobs (list of `TokenLogprobs`, *optional*): Of these tokens, where the request asked for them.
+        output (`EngineOutput`): All so far.
+        finish_reason (`str`, *optional*): "stop" or "length" in the last piece.
+        stop_reason (`str`, *optional*): The stop string that the text has come to.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    output: EngineOutput
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+
+
+class Answer:
+    """
+    An answer that an engine has begun, or will.
+
+    Args:
+        served (`ServedModel`): Who answers.
+        request_id (`str`): Its name in the engine.
+        text (`TextStream`): Makes text of its tokens.
+        recorder (`LogprobsRecorder`, *optional*): Knows its log-probabilities.
+        timeout (`float`, *optional*): Seconds after which it is given up.
+    """
+
+    def __init__(
+        self,
+        served: "ServedModel",
+        request_id: str,
+        prompt: Sequence[int],
+        text: TextStream,
+        recorder: LogprobsRecorder | None,
+        timeout: float | None,
+    ):
+        self.request_id, self.prompt = request_id, prompt
+        self._served, self._text, self._recorder = served, text, recorder
+        self._is_late = self._is_over = False
+        loop = asyncio.get_running_loop()
+        self._alarm = None if timeout is None else loop.call_later(timeout, self._give_up)
+
+    def _give_up(self) -> None:
+        self._is_late = True
+        self._served.engine.cancel_request(self.request_id)
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        if not self._is_over:
+            self._is_over = True
+            self._served.forget(self.request_id)
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """
+        What comes, as it comes; the last piece has a `finish_reason`.
+
+        Raises:
+            ApiError: 504 when time is over, 503 where the server stops, 500 if the request failed.
+        """
+        num_seen = 0
+        async for output in self._served.engine.request_id_aiter(self.request_id):
+            if output.is_finished():
+                self._is_over = True
+                self._served.note_end(output)
+                self._check(output)
+            tokens = output.generated_tokens
+            new, first = tokens[num_seen:], num_seen
+            num_seen = len(tokens)
+            if not output.is_finished():
+                self._served.metrics.note_step(self._served.name, output)
+            text = self._text.feed(new)
+            logprobs = None if self._recorder is None else self._recorder.of(tokens, first)
+            if output.is_finished():
+                text += self._text.end()
+                stop = self._text.stop_reason
+                yield Piece(text, new, logprobs, output, "stop" if stop else output.finish_reason, stop)
+            else:
+                yield Piece(text, new, logprobs, output)
+
+    async def whole(self) -> Piece:
+        """All in one piece."""
+        text, last = "", None
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        async for piece in self.pieces():
+            text += piece.text
+            tokens += piece.tokens
+            logprobs += piece.logprobs or ()
+            last = piece
+        assert last is not None, "an engine answers every request"
+        return last._replace(text=text, tokens=tokens, logprobs=None if last.logprobs is None else logprobs)
+
+    def _check(self, output: EngineOutput) -> None:
+        if output.finish_reason == "error":
+            raise ApiError(500, f"The request failed: {output.error}")
+        if output.finish_reason == "cancelled":
+            if self._is_late:
+                raise ApiError(504, "The request took too long and was given up", code="timeout")
+            raise ApiError(503, "The server stops", retry_after=1)
+
+
+async def interleaved(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
+    """Pieces of several answers as they come, with the answer's number. What nobody has read to its end is dropped."""
+    queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def pump(index: int, answer: Answer) -> None:
+        try:
+            async for piece in answer.pieces():
+                queue.put_nowait((index, piece))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
+    try:
+        num_left = len(answers)
+        while num_left:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        for answer in answers:
+            answer.drop()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_whole(answers: Sequence[Answer]) -> list[Piece]:
+    """All answers, each in one piece; if one fails, or nobody waits any more, the others are dropped."""
+    try:
+        return list(await asyncio.gather(*(answer.whole() for answer in answers)))
+    finally:
+        for answer in answers:
+            answer.drop()

@@ -1,0 +1,56 @@
+"""The application: transformers' own, its handlers replaced, with what it lacks beside it."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from transformers.cli.serving.server import build_server
+
+from .chat import EngineChatHandler
+from .completions import EngineCompletionHandler
+from .errors import add_error_handlers
+from .guard import Guard
+from .keys import ApiKeys
+from .metrics import ServerMetrics
+from .models import EngineState, ServedModels
+from .responses import EngineResponseHandler
+from .routes import add_routes
+from .served import ServedModel
+
+# transformers' routes for what engines do not do: sounds, classification, and unloading models.
+_NOT_SERVED = ("/v1/audio/transcriptions", "/v1/systemone", "/reset")
+
+
+def make_app(
+    models: Mapping[str, ServedModel],
+    metrics: ServerMetrics,
+    keys: ApiKeys,
+    max_body_bytes: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> FastAPI:
+    """
+    Args:
+        models (mapping of `ServedModel`): By name, with engines that run. At least one, which is the default.
+        metrics (`ServerMetrics`): Of these models.
+        keys (`ApiKeys`): Who may ask.
+        max_body_bytes (`int`): Of a request.
+        chat_template_kwargs (`dict`, *optional*): Defaults for chat templates.
+    """
+    manager, state = ServedModels(models), EngineState(models)
+    template_kwargs = dict(chat_template_kwargs or {})
+    parts = {
+        "model_manager": manager,
+        "chat_handler": EngineChatHandler(manager, state, template_kwargs),
+        "completion_handler": EngineCompletionHandler(manager, state),
+        "response_handler": EngineResponseHandler(manager, state, template_kwargs),
+        "generation_state": state,
+    }
+    rest = inspect.signature(build_server).parameters.keys() - parts.keys() - {"enable_cors"}
+    app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of routes that go
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
+    metrics.watch(models)
+    add_routes(app, state, metrics)
+    add_error_handlers(app)
+    app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes)
+    return app

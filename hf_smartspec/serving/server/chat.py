@@ -1,0 +1,172 @@
+"""`/v1/chat/completions`."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.utils import ReasoningText, ToolCall
+
+from .answers import Answer, Piece, all_whole, interleaved
+from .fields import ChatFields, read_fields
+from .models import EngineState
+from .processors import TokenLogprobs
+from .rendering import MessageReader, check_template_kwargs, has_parser, render
+from .sampling import Settings, read_settings
+from .served import ServedModel
+from .streaming import AnswerStream, event, events
+from .usage import speculation_of, usage_of
+
+LEAST_LOGPROB = -9999.0  # JSON knows no infinity
+
+
+class EngineChatHandler(ChatCompletionHandler):
+    """transformers' handler with an engine behind it."""
+
+    generation_state: EngineState
+
+    async def handle_request(self, body: dict, request_id: str) -> Response:  # type: ignore[override]
+        fields = read_fields(ChatFields, body)
+        served = self.generation_state.find(fields.model)
+        tools = None if fields.tool_choice == "none" else fields.tools
+        kwargs = self.chat_template_kwargs | check_template_kwargs(fields.chat_template_kwargs)
+        messages = [message.model_dump(exclude_none=True) for message in fields.messages]
+        prompt = await served.in_worker(render, served, messages, tools, kwargs)
+        limit = fields.max_completion_tokens or fields.max_tokens
+        num_top = (fields.top_logprobs or 0) if fields.logprobs else None
+        settings = read_settings(fields, served.model.generation_config, limit, num_top)
+        answers = await served.begin([prompt], settings, keeps_special=has_parser(served))
+        exchange = _Exchange(served, fields, settings, prompt, f"chatcmpl-{request_id}", tools)
+        if fields.stream:
+            return AnswerStream(events(exchange.chunks(answers)), answers)
+        return JSONResponse(exchange.completion(await all_whole(answers)))
+
+
+class _Exchange:
+    """A question, and how its answers are shown."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        fields: ChatFields,
+        settings: Settings,
+        prompt: list[int],
+        name: str,
+        tools: list[dict[str, Any]] | None,
+    ):
+        self._served, self._fields, self._prompt, self._tools = served, fields, prompt, tools
+        self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": served.name}
+        self._prediction = served.prediction_of(settings)
+
+    # Whole
+
+    def completion(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        outputs = [piece.output for piece in pieces]
+        result = ChatCompletion(
+            **self._head,
+            object="chat.completion",
+            choices=[self._choice(index, piece) for index, piece in enumerate(pieces)],
+            usage=usage_of([len(self._prompt)], outputs, self._prediction),
+        )
+        return result.model_dump(exclude_none=True) | {"metrics": speculation_of(outputs)}
+
+    def _choice(self, index: int, piece: Piece) -> Choice:
+        items = MessageReader(self._served, self._prompt, self._tools).feed(piece.text, is_last=True)
+        calls = [_tool_call(piece, number, item) for number, item in enumerate(_of_kind(items, ToolCall))]
+        reasoning = "".join(_of_kind(items, ReasoningText)) or None
+        content = "".join(item for item in items if type(item) is str)
+        message = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls or None}
+        return Choice.model_validate(
+            {"index": index, "message": message, "finish_reason": "tool_calls" if calls else piece.finish_reason,
+             "stop_reason": piece.stop_reason, "logprobs": chat_logprobs(piece, self._served.tokenizer)}
+        )  # fmt: skip
+
+    # In chunks
+
+    async def chunks(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
+        """The first of each choice has its role, the last its `finish_reason`; usage comes in one without choices."""
+        readers = [MessageReader(self._served, self._prompt, self._tools) for _ in answers]
+        num_calls = [0] * len(answers)
+        last: dict[int, Piece] = {}
+        for index in range(len(answers)):
+            yield self._chunk(index, {"role": "assistant", "content": ""}, None, last)
+        async for index, piece in interleaved(answers):
+            last[index] = piece
+            is_last = piece.finish_reason is not None
+            deltas: list[dict[str, Any]] = []
+            for item in readers[index].feed(piece.text, is_last):
+                if isinstance(item, ToolCall):
+                    deltas.append(
+                        {"tool_calls": [{"index": num_calls[index], **_tool_call(piece, num_calls[index], item)}]}
+                    )
+                    num_calls[index] += 1
+                else:
+                    name = "reasoning_content" if isinstance(item, ReasoningText) else "content"
+                    deltas.append({name: str(item)})
+            if not deltas and (piece.logprobs or is_last):
+                deltas.append({})
+            for number, delta in enumerate(deltas):
+                is_end = is_last and number == len(deltas) - 1
+                yield self._chunk(index, delta, piece, last, number == 0, is_end, num_calls[index] > 0)
+        if self._fields.includes_usage:
+            outputs = [piece.output for _, piece in sorted(last.items())]
+            chunk = ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[])
+            usage = usage_of([len(self._prompt)], outputs, self._prediction)
+            yield event(chunk, usage, metrics=speculation_of(outputs))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        piece: Piece | None,
+        last: dict[int, Piece],
+        is_first: bool = False,
+        is_end: bool = False,
+        has_calls: bool = False,
+    ) -> str:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": None}
+        if piece is not None and is_end:
+            choice["finish_reason"] = "tool_calls" if has_calls else piece.finish_reason
+            choice["stop_reason"] = piece.stop_reason
+        if piece is not None and is_first and piece.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(piece, self._served.tokenizer)
+        chunk = ChatCompletionChunk(
+            **self._head, object="chat.completion.chunk", choices=[ChunkChoice.model_validate(choice)]
+        )
+        outputs = [item.output for item in last.values()]
+        return event(chunk, usage_of([len(self._prompt)], outputs) if self._fields.counts_usage else None)
+
+
+def _of_kind(items: Sequence[Any], kind: type) -> list[Any]:
+    return [item for item in items if isinstance(item, kind)]
+
+
+def _tool_call(piece: Piece, number: int, call: ToolCall) -> dict[str, Any]:
+    name = f"call_{piece.output.request_id}_{number}"
+    return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def chat_logprobs(piece: Piece, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    if piece.logprobs is None:
+        return None
+    content = []
+    for token, known in zip(piece.tokens, piece.logprobs):
+        top = [TopLogprob(**_shown(other, value, tokenizer)) for other, value in known.top]
+        content.append(ChatCompletionTokenLogprob(**_shown(token, known.logprob, tokenizer), top_logprobs=top))
+    return ChoiceLogprobs(content=content).model_dump()  # chunks have a type of their own
+
+
+def _shown(token: int, logprob: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    text = str(tokenizer.decode([token]))
+    return {"token": text, "bytes": list(text.encode()), "logprob": max(logprob, LEAST_LOGPROB)}
+
+
+def plain_logprob(known: TokenLogprobs | None) -> float | None:
+    """None where there is nothing before a token that could tell."""
+    return None if known is None else max(known.logprob, LEAST_LOGPROB)

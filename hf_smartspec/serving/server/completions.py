@@ -1,0 +1,166 @@
+"""`/v1/completions`."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+from openai.types import Completion, CompletionChoice
+from openai.types.completion_choice import Logprobs
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.completion import CompletionHandler
+
+from .answers import Answer, Piece, all_whole, interleaved
+from .chat import plain_logprob
+from .errors import ApiError
+from .fields import CompletionFields, read_fields
+from .models import EngineState
+from .processors import TokenLogprobs
+from .prompt_scores import prompt_logprobs
+from .sampling import Settings, read_settings
+from .served import ServedModel
+from .streaming import AnswerStream, event, events
+from .usage import speculation_of, usage_of
+
+_USUAL_TOKENS = 16  # of an answer whose request does not say, as OpenAI has it
+
+
+class EngineCompletionHandler(CompletionHandler):
+    """transformers' handler with an engine behind it."""
+
+    generation_state: EngineState
+
+    async def handle_request(self, body: dict, request_id: str) -> Response:  # type: ignore[override]
+        fields = read_fields(CompletionFields, body)
+        if fields.suffix is not None:
+            raise ApiError(400, "suffix is not supported: write the text around the gap into the prompt", "suffix")
+        served = self.generation_state.find(fields.model)
+        prompts = [await served.in_worker(served.encode, prompt) for prompt in fields.prompts]
+        settings = read_settings(fields, served.model.generation_config, fields.max_tokens, fields.logprobs)
+        exchange = _Exchange(served, fields, settings, prompts, f"cmpl-{request_id}")
+        if fields.echo:
+            await exchange.read_prompts()
+        if fields.max_tokens == 0:
+            if not fields.echo or fields.stream:
+                raise ApiError(400, "max_tokens must be at least 1, but with echo and without stream", "max_tokens")
+            return JSONResponse(exchange.completion([]))
+        answers = await served.begin(prompts, settings, _USUAL_TOKENS)
+        if fields.stream:
+            return AnswerStream(events(exchange.chunks(answers)), answers)
+        return JSONResponse(exchange.completion(await all_whole(answers)))
+
+
+class _Exchange:
+    """Prompts, and how their answers are shown: those of the first prompt, those of the second, ..."""
+
+    def __init__(
+        self, served: ServedModel, fields: CompletionFields, settings: Settings, prompts: list[list[int]], name: str
+    ):
+        self._served, self._fields, self._prompts = served, fields, prompts
+        self._per_prompt = len(settings.seeds)
+        self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": served.name}
+        self._prediction = served.prediction_of(settings)
+        self._echoes = [""] * len(prompts)
+        self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prompts]
+
+    async def read_prompts(self) -> None:
+        """Texts of prompts, and where log-probabilities are wanted, those of their tokens."""
+        tokenizer = self._served.tokenizer
+        for index, (prompt, ids) in enumerate(zip(self._fields.prompts, self._prompts)):
+            self._echoes[index] = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
+            if self._fields.logprobs is not None:
+                self._scores[index] = await prompt_logprobs(self._served, ids, self._fields.logprobs)
+
+    # Whole
+
+    def completion(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Without pieces: the prompts alone, which were asked for by `echo`."""
+        outputs = [piece.output for piece in pieces]
+        if pieces:
+            choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        else:
+            numbers = range(len(self._prompts) * self._per_prompt)
+            choices = [
+                CompletionChoice(
+                    index=index, text=self._echo(index), finish_reason="length", logprobs=self._logprobs(index)
+                )
+                for index in numbers
+            ]
+        lengths = list(map(len, self._prompts))
+        usage = usage_of(lengths, outputs, self._prediction)
+        result = Completion(**self._head, object="text_completion", choices=choices, usage=usage)
+        shown = result.model_dump(exclude_none=True)
+        for choice in shown["choices"]:
+            choice.setdefault("logprobs", None)
+        return shown | {"metrics": speculation_of(outputs)}
+
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        return CompletionChoice.model_validate(
+            {"index": index, "text": self._echo(index) + piece.text, "finish_reason": piece.finish_reason,
+             "stop_reason": piece.stop_reason, "logprobs": self._logprobs(index, piece)}
+        )  # fmt: skip
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._per_prompt]
+
+    def _logprobs(self, index: int, piece: Piece | None = None, echoes: bool = True) -> Logprobs | None:
+        """Of the prompt, where it is echoed, and of an answer."""
+        if self._fields.logprobs is None:
+            return None
+        at = index // self._per_prompt
+        scores: list[TokenLogprobs | None] = list(self._scores[at]) if echoes else []
+        tokens = self._prompts[at][: len(scores)]
+        if piece is not None:
+            tokens, scores = [*tokens, *piece.tokens], [*scores, *(piece.logprobs or ())]
+        return completion_logprobs(tokens, scores, self._served.tokenizer)
+
+    # In chunks
+
+    async def chunks(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
+        last: dict[int, Piece] = {}
+        async for index, piece in interleaved(answers):
+            is_first = index not in last
+            last[index] = piece
+            text = self._echo(index) + piece.text if is_first else piece.text
+            if text or piece.logprobs or piece.finish_reason:
+                yield self._chunk(index, text, piece, last, is_first)
+        if self._fields.includes_usage:
+            outputs = [piece.output for _, piece in sorted(last.items())]
+            usage = usage_of(list(map(len, self._prompts)), outputs, self._prediction)
+            chunk = Completion(**self._head, object="text_completion", choices=[])
+            yield event(chunk, usage, metrics=speculation_of(outputs))
+
+    def _chunk(self, index: int, text: str, piece: Piece, last: dict[int, Piece], is_first: bool) -> str:
+        choice = CompletionChoice.model_construct(
+            index=index, text=text, logprobs=self._logprobs(index, piece, is_first), finish_reason=piece.finish_reason
+        )
+        if piece.finish_reason:
+            choice.stop_reason = piece.stop_reason  # type: ignore[attr-defined]
+        chunk = Completion.model_construct(**self._head, object="text_completion", choices=[choice])
+        outputs = [item.output for item in last.values()]
+        counts = self._fields.counts_usage
+        return event(chunk, usage_of(list(map(len, self._prompts)), outputs) if counts else None)
+
+
+def completion_logprobs(
+    tokens: Sequence[int], scores: Sequence[TokenLogprobs | None], tokenizer: PreTrainedTokenizerBase
+) -> Logprobs:
+    """In the form of completions: lists, one entry per token."""
+    texts = [str(tokenizer.decode([token])) for token in tokens]
+    offsets = [0]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    tops: list[Any] = []
+    for token, known in zip(tokens, scores):
+        if known is None:
+            tops.append(None)
+        else:
+            chosen = {str(tokenizer.decode([token])): plain_logprob(known)}
+            others = {
+                str(tokenizer.decode([other])): plain_logprob(TokenLogprobs(value, [])) for other, value in known.top
+            }
+            tops.append(others | chosen)
+    values: Any = [plain_logprob(known) for known in scores]
+    return Logprobs.model_construct(
+        tokens=texts, token_logprobs=values, top_logprobs=tops, text_offset=offsets[: len(texts)]
+    )

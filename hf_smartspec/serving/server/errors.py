@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients read them."""
+
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """
+    An answer that is an error.
+
+    Args:
+        status (`int`): Of HTTP.
+        message (`str`): One line for whoever reads it.
+        param (`str`, *optional*): The field that is to blame.
+        code (`str`, *optional*): For programs.
+        retry_after (`int`, *optional*): Seconds until it is worth trying again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, " ".join(message.split()), param, code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": _TYPES.get(self.status, usual), "param": self.param}
+        return {"error": error | {"code": self.code or self.status}}
+
+    def response(self) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return JSONResponse(self.body, self.status, headers)
+
+
+def invalid(error: ValidationError | RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"] if part != "body"]
+    where = ".".join(names)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {message}" if where else message, param=names[0] if names else None)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Whatever goes wrong is answered in one form."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(_: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
+        return invalid(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+        status = 400 if error.status_code == 422 else error.status_code
+        return ApiError(status, str(error.detail)).response()
+
+    @app.exception_handler(Exception)
+    async def _fault(_: Request, error: Exception) -> JSONResponse:  # and the server writes it down
+        return ApiError(500, f"The server failed: {type(error).__name__}").response()

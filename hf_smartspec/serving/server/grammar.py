@@ -1,0 +1,140 @@
+"""Answers of a given form: JSON, a schema, a regular expression, a choice, a grammar."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import llguidance.hf
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from .errors import ApiError
+
+_ANY_OBJECT = {"type": "object"}
+_FORMS = "json, regex, choice or grammar"
+_LAYOUT: Any = {"whitespace_pattern": r"\n?[ ]{0,16}"}  # small models otherwise write nothing but blanks
+_KEPT = 64  # forms whose grammar is kept
+
+
+class GrammarProcessor(LogitsProcessor):
+    """
+    Allows the tokens with which the answer can still take its form. Its state belongs to one request of one row.
+
+    Args:
+        matcher (`LLMatcher`): At the answer's beginning.
+        prompt_len (`int`): Where that is.
+    """
+
+    def __init__(self, matcher: LLMatcher, prompt_len: int):
+        self._matcher, self._num_seen = matcher, prompt_len
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        for token in input_ids[0, self._num_seen :].tolist():
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+        self._num_seen = input_ids.shape[1]
+        if self._matcher.is_error():
+            raise RuntimeError(f"The grammar cannot go on: {self._matcher.get_error()}")
+        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8).astype(bool)[: scores.shape[1]]
+        mask = torch.zeros(scores.shape[1], dtype=torch.bool)
+        mask[: len(allowed)] = torch.from_numpy(allowed)
+        return scores.masked_fill(~mask.to(scores.device), -torch.inf)  # type: ignore[return-value]
+
+
+class Grammars:
+    """
+    Grammars in a model's tokens. To be asked from one thread, which may take a second the first time.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Of the model.
+        vocab_size (`int`): Of the model's scores.
+        eos_token_ids (list of `int`): What ends an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: list[int]):
+        self._tokenizer = tokenizer
+        self._num_tokens, self._eos_token_ids = max(vocab_size, len(tokenizer)), eos_token_ids
+        self._llguidance_tokenizer: Any = None
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def processor(self, form: str) -> Callable[[int], GrammarProcessor]:
+        """
+        What makes processors from lengths of prompts, for a form of `form_of`.
+
+        Raises:
+            ApiError: 400, for what is no grammar.
+        """
+        matcher = self._compiled(form)
+        return lambda prompt_len: GrammarProcessor(matcher.deep_copy(), prompt_len)
+
+    def _compile(self, form: str) -> LLMatcher:
+        if self._llguidance_tokenizer is None:
+            self._llguidance_tokenizer = llguidance.hf.from_tokenizer(
+                self._tokenizer,  # type: ignore[arg-type]  # it is one of these, which was checked before
+                n_vocab=self._num_tokens,
+                eos_token=self._eos_token_ids or None,
+            )
+        kind, value = json.loads(form)
+        try:
+            matcher = LLMatcher(self._llguidance_tokenizer, _grammar(kind, value), log_level=0)
+        except Exception as error:  # of several kinds, for what the schema says
+            raise ApiError(400, f"response_format: {error}", param="response_format") from None
+        if matcher.is_error():
+            raise ApiError(400, f"response_format: {matcher.get_error()}", param="response_format")
+        return matcher
+
+
+def _grammar(kind: str, value: Any) -> str:
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(value, defaults=_LAYOUT)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    return LLMatcher.grammar_from_lark(value)
+
+
+def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None = None) -> str | None:
+    """
+    The form that a request asks for, as a string; None for free text.
+
+    Args:
+        response_format (`dict`, *optional*): OpenAI's: of type "text", "json_object" or "json_schema".
+        structured (`dict`, *optional*): vLLM's `structured_outputs`: one of "json", "regex", "choice" and "grammar".
+
+    Raises:
+        ApiError: 400, for what is neither.
+    """
+    if structured is not None:
+        return _structured(structured)
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json.dumps(["json", _ANY_OBJECT])
+    if kind == "json_schema":
+        inner = response_format.get("json_schema", response_format)  # `/v1/responses` has it one level higher
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if isinstance(schema, Mapping):
+            return json.dumps(["json", schema])
+        raise ApiError(400, "response_format: json_schema needs a schema, an object", param="response_format")
+    message = f"response_format: type must be text, json_object or json_schema, got {kind!r}"
+    raise ApiError(400, message, param="response_format")
+
+
+def _structured(structured: Mapping[str, Any]) -> str:
+    given = {name: value for name, value in structured.items() if value is not None}
+    if len(given) != 1:
+        raise ApiError(400, f"structured_outputs: name one of {_FORMS}", param="structured_outputs")
+    kind, value = next(iter(given.items()))
+    if kind == "json" and isinstance(value, str | Mapping):
+        return json.dumps(["json", value])
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        return json.dumps([kind, value])
+    if kind == "choice" and isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return json.dumps(["regex", "|".join(map(re.escape, value))])
+    raise ApiError(400, f"structured_outputs: must be one of {_FORMS}, of the right type", param="structured_outputs")

@@ -1,0 +1,106 @@
+"""What stands before the application: keys, the size of bodies, and clients that leave."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .caller import CALLER
+from .errors import ApiError
+from .keys import ApiKeys
+
+_OPEN = frozenset(["/health", "/ping"])  # for whoever watches the server
+_BODY_SECONDS = 30.0  # in which a body must have come
+
+
+class Guard:
+    """
+    Reads the whole body before anything else begins, and ends the handling of a request whose client has left.
+
+    Args:
+        app: The application.
+        keys (`ApiKeys`): Who may ask.
+        max_body_bytes (`int`): Of a request.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int):
+        self.app, self.keys, self.max_body_bytes = app, keys, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+            body = await asyncio.wait_for(self._body(scope, receive), _BODY_SECONDS)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        except asyncio.TimeoutError:
+            await ApiError(408, "The body did not come").response()(scope, receive, send)
+            return
+        if body is not None:
+            await _run(self.app, scope, body, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        """Whose request it is; what begins from here on knows it."""
+        if scope["path"] in _OPEN:
+            return
+        caller = self.keys.caller(_header(scope, b"authorization"))
+        if caller is None:
+            raise ApiError(401, "This server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
+        CALLER.set(caller)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """None if the client leaves before."""
+        told = _header(scope, b"content-length") or "0"
+        if told.isdigit() and int(told[:20]) > self.max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self.max_body_bytes} bytes")
+
+
+async def _run(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    """The application with a body that is there already, as long as the client waits."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    left = asyncio.Event()
+
+    async def read() -> Message:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    handling: asyncio.Task[None] = asyncio.ensure_future(app(scope, read, send))
+    watching = asyncio.create_task(watch())
+    try:
+        await asyncio.wait({handling, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not handling.done():
+            handling.cancel()
+        with suppress(asyncio.CancelledError):
+            await handling
+    finally:
+        for task in (handling, watching):
+            task.cancel()
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    values: list[Any] = [value for key, value in scope["headers"] if key == name]
+    return values[-1].decode("latin-1") if values else None

@@ -1,0 +1,62 @@
+"""Who may ask: API keys, and whose texts are whose."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from .caller import Caller
+
+_BEARER = "bearer "
+
+
+class ApiKeys:
+    """
+    Args:
+        keys (iterable of `str`): Each is a tenant of its own. Without any, everybody may ask, as one tenant.
+
+    Raises:
+        ValueError: for keys that no header can carry.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()):
+        self._callers: dict[bytes, Caller] = {}
+        for key in keys:
+            if not key.isascii() or not key.isprintable() or not key.strip():
+                raise ValueError("API keys must be printable ASCII text, and not empty.")
+            digest = _digest(key.strip())
+            self._callers[digest] = Caller(f"key:{digest.hex()[:16]}")  # the key itself is written nowhere
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def caller(self, authorization: str | None) -> Caller | None:
+        """Whose key a header brings; None for nobody's. It takes as long whatever the key has in common with one."""
+        if not self._callers:
+            return Caller()
+        text = authorization or ""
+        given = _digest(text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER else "")
+        found = None
+        for digest, caller in self._callers.items():
+            if hmac.compare_digest(digest, given):
+                found = caller
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(path: str | Path) -> list[str]:
+    """
+    One key per line; empty lines and those that begin with # are none.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it holds none.
+    """
+    lines = [line.strip() for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"{str(path)!r} holds no API keys.")
+    return keys

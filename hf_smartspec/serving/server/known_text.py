@@ -1,0 +1,47 @@
+"""An answer that is known beforehand: drafted as it is, and the only one that is allowed."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+
+from ...candidates import TreeCandidateGenerator
+from ...drafts.tree import DraftTree
+
+KNOWN_NODES = 16  # tokens of the text per step
+
+
+class ForcedText(LogitsProcessor):
+    """Allows one token at every place: that of a known text."""
+
+    keeps_no_state = True
+
+    def __init__(self, text: np.ndarray, prompt_len: int):
+        self._text, self._prompt_len = text, prompt_len
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        result = torch.full_like(scores, -torch.inf)
+        result[:, int(self._text[input_ids.shape[1] - self._prompt_len])] = 0.0
+        return result  # type: ignore[return-value]
+
+
+class KnownText(TreeCandidateGenerator):
+    """Drafts the text of one request, int64 `[length]`."""
+
+    default_num_nodes = KNOWN_NODES
+
+    def __init__(self, text: np.ndarray):
+        self._text, self._num_seen = text, 0
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        self._num_seen = 0
+
+    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.chain(self._text[self._num_seen : self._num_seen + limit]) for limit in max_nodes]
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        self._num_seen += len(tokens)
+
+    def stop(self, request_id: Hashable) -> None:
+        pass

@@ -1,0 +1,129 @@
+"""Numbers for Prometheus, under the names that vLLM gave them."""
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..outputs import EngineOutput
+
+if TYPE_CHECKING:
+    from .served import ServedModel
+
+_MODEL = ["model_name"]
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request to its first token.", (*_SHORT, 20.0, 40.0, 80.0, 160.0)),
+    "inter_token_latency_seconds": ("Between two steps of a request that yield tokens.", _SHORT),
+    "request_time_per_output_token_seconds": ("Of a request, from the first token to the last.", _SHORT),
+    "e2e_request_latency_seconds": ("From a request to the end of its answer.", _LONG),
+    "request_queue_time_seconds": ("Until a request begins to run.", _LONG),
+    "request_prefill_time_seconds": ("From then to its first token.", _LONG),
+    "request_decode_time_seconds": ("From then to its end.", _LONG),
+    "request_inference_time_seconds": ("From the beginning of its run to the end.", _LONG),
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of finished requests.",
+    "generation_tokens": "Generated tokens of finished requests.",
+    "prefix_cache_queries": "Prompt tokens that were looked up among those of earlier requests.",
+    "prefix_cache_hits": "Prompt tokens whose keys and values were there.",
+    "spec_decode_num_drafts": "Steps of requests, each of which verifies a draft.",
+    "spec_decode_num_draft_tokens": "Drafted tokens.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+}
+
+
+class ServerMetrics:
+    """What a server counts; a registry of its own, so that several may live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, _MODEL, buckets=buckets, registry=self.registry)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(f"vllm:{name}", text, _MODEL, registry=self.registry)
+            for name, text in _COUNTERS.items()
+            if not name.startswith("spec_decode")
+        }
+        self._ended = Counter(
+            "vllm:request_success", "Finished requests.", [*_MODEL, "finished_reason"], registry=self.registry
+        )
+        self._last_step: dict[str, float] = {}
+
+    def watch(self, models: Mapping[str, "ServedModel"]) -> None:
+        """What engines count themselves is asked for whenever somebody looks."""
+        self.registry.register(_Engines(models))
+        for name in models:
+            for counter in self._counters.values():
+                counter.labels(name)
+            for reason in ("stop", "length", "abort", "error"):
+                self._ended.labels(name, reason)
+
+    def note_step(self, model: str, output: EngineOutput) -> None:
+        """A running request has got further tokens."""
+        now = time.perf_counter()
+        before = self._last_step.get(output.request_id)
+        if before is not None:
+            self._histograms["inter_token_latency_seconds"].labels(model).observe(now - before)
+        self._last_step[output.request_id] = now
+
+    def note_end(self, model: str, output: EngineOutput) -> None:
+        self._last_step.pop(output.request_id, None)
+        reason = "abort" if output.finish_reason == "cancelled" else output.finish_reason or "error"
+        self._ended.labels(model, reason).inc()
+        if reason not in ("stop", "length"):
+            return
+        num_prompt, num_generated = len(output.prompt_ids), len(output.generated_tokens)
+        self._counters["prompt_tokens"].labels(model).inc(num_prompt)
+        self._counters["generation_tokens"].labels(model).inc(num_generated)
+        self._counters["prefix_cache_queries"].labels(model).inc(num_prompt)
+        self._counters["prefix_cache_hits"].labels(model).inc(output.num_cached_tokens)
+        for name, seconds in _times(output, num_generated).items():
+            self._histograms[name].labels(model).observe(max(seconds, 0.0))
+
+    def note_left(self, model: str, request_id: str) -> None:
+        """Whoever asked has left."""
+        self._last_step.pop(request_id, None)
+        self._ended.labels(model, "abort").inc()
+
+
+def _times(output: EngineOutput, num_generated: int) -> dict[str, float]:
+    begin, end = output.lifespan
+    first = output.first_token_time or end
+    times = {
+        "time_to_first_token_seconds": first - output.created_time,
+        "e2e_request_latency_seconds": end - output.created_time,
+        "request_queue_time_seconds": begin - output.created_time,
+        "request_prefill_time_seconds": first - begin,
+        "request_decode_time_seconds": end - first,
+        "request_inference_time_seconds": end - begin,
+    }
+    if num_generated > 1:
+        times["request_time_per_output_token_seconds"] = (end - first) / (num_generated - 1)
+    return times
+
+
+class _Engines(Collector):
+    def __init__(self, models: Mapping[str, "ServedModel"]):
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests that run.", labels=_MODEL)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for their turn.", labels=_MODEL)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of key/value memory in use.", labels=_MODEL)
+        names = [name for name in _COUNTERS if name.startswith("spec_decode")]
+        counters = [CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=_MODEL) for name in names]
+        for name, served in self._models.items():
+            load, counts = served.engine.load, served.engine.statistics
+            running.add_metric([name], load.num_running)
+            waiting.add_metric([name], load.num_waiting)
+            usage.add_metric([name], load.kv_usage)
+            for family, value in zip(counters, (counts.steps, counts.drafted_tokens, counts.accepted_tokens)):
+                family.add_metric([name], value)
+        return [running, waiting, usage, *counters]

@@ -1,0 +1,81 @@
+"""The models of a server, as transformers' application asks for them."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerationState
+
+from .errors import ApiError
+from .served import ServedModel
+
+
+class ServedModels(ModelManager):
+    """
+    transformers' manager of models, which here are loaded before the server starts and stay.
+
+    Args:
+        models (mapping of `ServedModel`): By name.
+    """
+
+    def __init__(self, models: Mapping[str, ServedModel]):
+        super().__init__(device="cpu", model_timeout=-1)
+        self._models = models
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """Names are served as they were given."""
+        return model_id
+
+    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Raises `ApiError`, 404, for others than those that are served."""
+        served = find(self._models, model_id_and_revision)
+        return served.model, served.tokenizer
+
+    async def load_model_streaming(self, model_id_and_revision: str, *_: Any, **__: Any) -> AsyncIterator[str]:
+        """What `transformers chat` waits for before it asks."""
+        status = {"status": "ready", "model": model_id_and_revision, "cached": True}
+        try:
+            find(self._models, model_id_and_revision)
+        except ApiError as error:
+            status = {"status": "error", "model": model_id_and_revision, "message": error.message}
+        yield f"data: {json.dumps(status)}\n\n"
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
+        return [model_card(served) for served in self._models.values()]
+
+    def shutdown(self) -> None:
+        """Models stay as long as the server: engines hold them."""
+
+
+class EngineState(GenerationState):
+    """transformers' shared state, of which engines take the place."""
+
+    def __init__(self, models: Mapping[str, ServedModel]):
+        super().__init__(continuous_batching=True)
+        self.models = models
+
+    def find(self, name: str | None) -> ServedModel:
+        """A model by name; the first one where a request names none. Raises `ApiError`, 404, for others."""
+        return find(self.models, name)
+
+    def is_cb_alive(self) -> bool:
+        return all(served.engine.is_running for served in self.models.values())
+
+    def shutdown(self) -> None:
+        for served in self.models.values():
+            served.stop()
+
+
+def find(models: Mapping[str, ServedModel], name: Any) -> ServedModel:
+    if not name:
+        return next(iter(models.values()))
+    if not isinstance(name, str) or name not in models:
+        raise ApiError(404, f"The model {name!r} is not served here", param="model", code="model_not_found")
+    return models[name]
+
+
+def model_card(served: ServedModel) -> dict[str, Any]:
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "hf-smartspec"}
+    return card | {"max_model_len": served.max_model_len}

@@ -1,0 +1,25 @@
+"""Log-probabilities of a prompt's own tokens, for `echo`: the prompt is decoded as if it were an answer."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .processors import TokenLogprobs
+from .sampling import Settings
+from .served import ServedModel
+
+
+async def prompt_logprobs(served: ServedModel, ids: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
+    """
+    One entry per token; None for the first, before which there is nothing. All that follow are drafted and come true,
+    so that a step reads many, beside the requests of others.
+    """
+    if len(ids) == 1:
+        return [None]
+    known = np.array(ids[1:], np.int64)
+    arguments = {"do_sample": False, "eos_token_id": None, "repetition_penalty": 1.0}
+    [answer] = await served.begin([ids[:1]], Settings(arguments, len(known), [None], num_top=num_top, known=known))
+    try:
+        return [None, *((await answer.whole()).logprobs or ())]
+    finally:
+        answer.drop()

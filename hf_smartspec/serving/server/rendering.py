@@ -1,0 +1,99 @@
+"""Chats as prompts, and answers as messages: by transformers' own templates and parsers."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.utils import (
+    BaseHandler,
+    Modality,
+    build_response_parser,
+    get_response_template,
+    response_events_to_chunks,
+)
+
+from ...log import get_logger
+from .errors import ApiError
+from .served import ServedModel
+
+logger = get_logger(__name__)
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def render(
+    served: ServedModel,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """
+    Token ids of a chat whose answer is to begin.
+
+    Raises:
+        ApiError: 400, for chats that the model's template cannot render.
+    """
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+                raise ApiError(400, f"messages: {served.name} reads text only", param="messages")
+    try:
+        turns = BaseHandler.get_processor_inputs_from_messages(list(messages), Modality.LLM)
+        encoding: Any = served.tokenizer.apply_chat_template(
+            turns,
+            add_generation_prompt=True,
+            tools=list(tools) if tools else None,
+            tokenize=True,
+            return_dict=True,
+            **template_kwargs,
+        )
+        return served.encode(encoding["input_ids"])
+    except ApiError:
+        raise
+    except Exception as error:  # of many kinds, which templates raise for what they do not know
+        raise ApiError(400, f"messages: cannot be rendered: {error}", param="messages") from None
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """
+    What a client hands to the template; not to what runs it: a template of the client's own would be a program.
+
+    Raises:
+        ApiError: 400
+    """
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name in kwargs or {}:
+        if name in own or name == "messages":
+            raise ApiError(400, f"chat_template_kwargs: {name!r} is not for clients", param="chat_template_kwargs")
+    return dict(kwargs or {})
+
+
+def has_parser(served: ServedModel) -> bool:
+    """Whether transformers knows how the model's messages tell tool calls and reasoning from text."""
+    return get_response_template(served.tokenizer, served.model) is not None
+
+
+class MessageReader:
+    """
+    Tells text, reasoning and tool calls of an answer apart, as its text comes. Items are `str`, `ReasoningText` and
+    `ToolCall` of transformers.
+    """
+
+    def __init__(self, served: ServedModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None):
+        self._parser = build_response_parser(served.tokenizer, served.model, list(prompt), tools=tools)
+        self._first = [] if self._parser is None else response_events_to_chunks(self._parser.initial_events)
+
+    def feed(self, text: str, is_last: bool) -> list[Any]:
+        items, self._first = self._first, []
+        if self._parser is None:
+            return [*items, text] if text else items
+        if text:
+            items = items + response_events_to_chunks(self._parser.feed(text))
+        if is_last:
+            try:
+                items = items + response_events_to_chunks(self._parser.finalize()[1])
+            except (ValueError, RuntimeError) as error:  # the answer ended within a tool call, say
+                logger.info(f"The end of a message could not be read: {error}")
+        return items

@@ -1,0 +1,92 @@
+"""Routes that transformers' application lacks: what clients ask of servers beside answers."""
+
+from typing import Any
+
+import prometheus_client
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from ... import __version__
+from .errors import ApiError
+from .fields import Fields, Message, TokenId, read_fields
+from .metrics import ServerMetrics
+from .models import EngineState, model_card
+from .rendering import check_template_kwargs, render
+
+_NEITHER = "prompt or messages: name one of them"
+
+
+class TokenizeFields(Fields):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeFields(Fields):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics) -> None:
+    """`/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/metrics`, `/load`, `/version` and `/ping`."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: dict) -> JSONResponse:
+        fields = read_fields(TokenizeFields, body)
+        served = state.find(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise ApiError(400, _NEITHER)
+        if fields.messages is not None:
+            kwargs = check_template_kwargs(fields.chat_template_kwargs)
+            messages = [message.model_dump(exclude_none=True) for message in fields.messages]
+            ids = await served.in_worker(render, served, messages, fields.tools, kwargs)
+        else:
+            adds = fields.add_special_tokens
+            encoding = await served.in_worker(lambda: served.tokenizer(fields.prompt, add_special_tokens=adds))
+            ids = list(encoding.input_ids)
+        shown: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+        if fields.return_token_strs:
+            shown["token_strs"] = served.tokenizer.convert_ids_to_tokens(ids)
+        return JSONResponse(shown)
+
+    @app.post("/detokenize")
+    async def detokenize(body: dict) -> JSONResponse:
+        fields = read_fields(DetokenizeFields, body)
+        served = state.find(fields.model)
+        try:
+            return JSONResponse({"prompt": served.tokenizer.decode(fields.tokens)})
+        except (OverflowError, IndexError, KeyError, TypeError) as error:
+            raise ApiError(400, f"tokens: {error}", param="tokens") from None
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(model: str | None = None) -> JSONResponse:
+        tokenizer = state.find(model).tokenizer
+        special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        shown = {"tokenizer_class": type(tokenizer).__name__, "chat_template": tokenizer.chat_template}
+        return JSONResponse(shown | {"model_max_length": tokenizer.model_max_length} | special)
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        return JSONResponse(model_card(state.find(name)))
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        text = prometheus_client.generate_latest(metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.get("/load")
+    async def load() -> JSONResponse:
+        return JSONResponse({"server_load": sum(served.num_open for served in state.models.values())})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        return Response(status_code=200 if state.is_cb_alive() else 503)

@@ -1,0 +1,149 @@
+"""A request's fields as arguments of `generate`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from ...sampling.noise import row_seed
+from .errors import ApiError
+from .fields import GenerationFields, Speculation
+from .grammar import form_of
+
+# What a request's `generation_config` may say: nothing else of it is looked at.
+_OF_CONFIG = (
+    "do_sample temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_new_tokens "
+    "min_new_tokens"
+).split()
+_SAMPLES = ("top_p", "top_k", "min_p", "typical_p")  # fields that mean nothing to who takes the likeliest token
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    What one request asks for, its prompts aside.
+
+    Args:
+        arguments (`dict`): Of `generate`.
+        max_new_tokens (`int`, *optional*): As far as it says so.
+        seeds (sequence): One per choice: what `generate(seed=, num_return_sequences=)` gives to its rows.
+        stops (sequence of `str`): Where texts end.
+        num_top (`int`, *optional*): Log-probabilities are wanted, with so many of the likeliest tokens.
+        form (`str`, *optional*): Which the answer must have, see `form_of`.
+        known (`np.ndarray`, int64, *optional*): The answer itself, of which nothing but log-probabilities is asked.
+    """
+
+    arguments: dict[str, Any]
+    max_new_tokens: int | None
+    seeds: Sequence[list[int] | None]
+    stops: Sequence[str] = ()
+    keeps_stop: bool = False
+    num_top: int | None = None
+    form: str | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
+    assistant: str | None = None
+    num_nodes: int | None = None
+    references: Sequence[str] = ()
+    prediction: str | None = None
+    known: np.ndarray | None = None
+
+
+def read_settings(
+    fields: GenerationFields,
+    own: GenerationConfig,
+    max_new_tokens: int | None,
+    num_top: int | None = None,
+    response_format: dict[str, Any] | None = None,
+) -> Settings:
+    """
+    Args:
+        own (`GenerationConfig`): The model's, which decides where the request says nothing.
+        max_new_tokens (`int`, *optional*): What the request says of it, under whatever name.
+    """
+    told = _told(fields.generation_config)
+    arguments = {**told, **_sampling(fields, told, own)}
+    limit = arguments.pop("max_new_tokens", None)
+    if fields.no_repeat_ngram_size is not None:
+        arguments["no_repeat_ngram_size"] = fields.no_repeat_ngram_size
+    if fields.min_tokens:
+        arguments["min_new_tokens"] = fields.min_tokens
+    if fields.logit_bias:
+        arguments["sequence_bias"] = [[[int(name)], value] for name, value in fields.logit_bias.items()]
+    if fields.ignore_eos:
+        arguments["eos_token_id"] = fields.stop_token_ids or None
+    elif fields.stop_token_ids:
+        arguments["eos_token_id"] = [*eos_ids(own), *fields.stop_token_ids]
+    speculation = fields.speculation or Speculation.model_validate({})
+    return Settings(
+        arguments,
+        limit if max_new_tokens is None else max_new_tokens,
+        _seeds(fields, arguments["do_sample"]),
+        fields.stops,
+        bool(fields.include_stop_str_in_output),
+        num_top,
+        form_of(response_format or fields.response_format, fields.structured_outputs),
+        fields.presence_penalty or 0.0,
+        fields.frequency_penalty or 0.0,
+        speculation.assistant,
+        speculation.num_nodes,
+        speculation.references,
+        None if fields.prediction is None else fields.prediction.text,
+    )
+
+
+def eos_ids(config: GenerationConfig) -> list[int]:
+    """What ends a text."""
+    ids: Any = config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _told(text: str | None) -> dict[str, Any]:
+    """What `transformers chat` says in JSON, as far as it is about sampling."""
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text)
+        known = {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+        checked = GenerationFields.model_validate(known)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        message = "generation_config: must be an object of generation settings, as JSON text"
+        raise ApiError(400, message, param="generation_config") from None
+    for name in ("max_new_tokens", "min_new_tokens"):
+        if name in known and not (isinstance(known[name], int) and 0 < known[name] < 2**31):
+            raise ApiError(400, f"generation_config: {name} must be a positive integer", param="generation_config")
+    return {name: getattr(checked, name, value) for name, value in known.items()}
+
+
+def _sampling(fields: GenerationFields, told: dict[str, Any], own: GenerationConfig) -> dict[str, Any]:
+    """
+    A temperature above 0 samples, one of 0 does not. Without any, who asks for what means nothing otherwise (`top_p`,
+    several choices) samples, and the model's own settings decide for the rest.
+    """
+    named = ("temperature", "repetition_penalty", *_SAMPLES)
+    values = {name: told[name] for name in named if name in told}
+    values |= {name: getattr(fields, name) for name in named if getattr(fields, name) is not None}
+    if values.get("top_k", 1) <= 0:
+        values["top_k"] = 0  # off
+    if values.get("min_p") == 0:
+        del values["min_p"]
+    asks = any(name in values for name in _SAMPLES) or (fields.n or 1) > 1
+    if fields.temperature is not None:
+        samples = fields.temperature > 0
+    else:
+        samples = bool(told.get("do_sample", own.do_sample or asks))
+    if not samples:
+        values = {name: value for name, value in values.items() if name not in ("temperature", *_SAMPLES)}
+    return values | {"do_sample": samples}
+
+
+def _seeds(fields: GenerationFields, samples: bool) -> list[list[int] | None]:
+    count = fields.n or 1
+    if not samples:
+        return [None] * count
+    seed = int(torch.randint(2**62, ())) if fields.seed is None else fields.seed
+    return [[row_seed(seed, index)] for index in range(count)]

@@ -1,0 +1,184 @@
+"""A model that is served: its engine, its tokenizer, and requests on their way in."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from ...prepare.call import model_limits
+from ...prepare.config import SmartSpecConfig
+from ...prepare.resolve import Assistant
+from ..outputs import EngineOutput
+from .answers import Answer
+from .caller import CALLER, Caller
+from .engine import ServedEngine
+from .errors import ApiError
+from .grammar import GrammarProcessor, Grammars
+from .known_text import KNOWN_NODES, ForcedText, KnownText
+from .limits import Limits, new_tokens
+from .metrics import ServerMetrics
+from .processors import LogprobsRecorder, Penalties
+from .sampling import Settings, eos_ids
+from .texts import StopTexts, TextStream
+
+Result = TypeVar("Result")
+
+
+class _Prepared(NamedTuple):
+    """What drafts for the answers to one request, and what makes processors of the form that they must have."""
+
+    assistant: SmartSpecConfig | Assistant
+    grammar: Callable[[int], GrammarProcessor] | None = None
+
+
+class ServedModel:
+    """
+    Args:
+        name (`str`): By which clients ask for it.
+        engine (`ServedEngine`): With a tokenizer of the `tokenizers` library.
+        limits (`Limits`): What is refused.
+        metrics (`ServerMetrics`): Where ends of requests are noted.
+        max_batch_size (`int`): The engine's.
+
+    Raises:
+        ValueError: without such a tokenizer.
+    """
+
+    def __init__(self, name: str, engine: ServedEngine, limits: Limits, metrics: ServerMetrics, max_batch_size: int):
+        if engine.tokenizer is None or not engine.tokenizer.is_fast:
+            raise ValueError(f"{name!r} has no tokenizer of the `tokenizers` library, which a server needs.")
+        self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
+        self.model: PreTrainedModel = engine.model
+        self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
+        self.created = int(time.time())
+        own = model_limits(self.model)
+        given = [value for value in (limits.max_model_len, own.num_positions) if value is not None]
+        self.max_model_len = min(given, default=None)
+        self._max_batch_size, self.num_open = max_batch_size, 0
+        self._grammars = Grammars(self.tokenizer, own.vocab_size, eos_ids(self.model.generation_config))
+        # Text becomes tokens, and tokens requests, in a thread of their own, one after the other: clients are answered
+        # meanwhile, and what is dropped has been added before.
+        self._worker = ThreadPoolExecutor(1, f"requests of {name}")
+
+    async def in_worker(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Runs what takes a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args))
+
+    def stop(self) -> None:
+        """Ends the engine; what still runs is cancelled."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self.engine.stop(drain=False)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """
+        Token ids of a prompt.
+
+        Raises:
+            ApiError: 400, for an empty one.
+        """
+        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ApiError(400, "The prompt is empty: it must have at least one token", param="prompt")
+        return ids
+
+    async def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Settings,
+        usual_tokens: int | None = None,
+        keeps_special: bool = False,
+    ) -> list[Answer]:
+        """
+        Hands requests to the engine: for every prompt as many as choices are wanted, in this order.
+
+        Args:
+            usual_tokens (`int`, *optional*): Of an answer whose request does not say; by default as `limits` say.
+            keeps_special (`bool`): Whether special tokens are text, too.
+
+        Raises:
+            ApiError: 400, for what cannot be served, and 429, where too many wait.
+        """
+        usual = self.limits.max_new_tokens if usual_tokens is None else usual_tokens
+        room = [new_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]
+        count = len(prompts) * len(settings.seeds)
+        self.limits.check_queue(self.num_open, count, self._max_batch_size)
+        self.num_open += count
+        answers: list[Answer] = []
+        try:
+            prepared = await self.in_worker(self._prepared, settings, CALLER.get(Caller()).namespace)
+            for ids, limit in zip(prompts, room):
+                for seed in settings.seeds:
+                    answers.append(await self._begin(ids, limit, seed, settings, prepared, keeps_special))
+        except BaseException:
+            self.num_open -= count - len(answers)
+            for answer in answers:
+                answer.drop()
+            raise
+        return answers
+
+    def _prepared(self, settings: Settings, namespace: str) -> "_Prepared":
+        grammar = None if settings.form is None else self._grammars.processor(settings.form)
+        texts = [*settings.references, *([settings.prediction] if settings.prediction else [])]
+        references = [ids for text in texts if (ids := self.tokenizer(text, add_special_tokens=False).input_ids)]
+        if settings.known is not None:
+            return _Prepared(SmartSpecConfig(KnownText(settings.known), num_nodes=KNOWN_NODES, namespace=namespace))
+        if settings.assistant is not None:
+            return _Prepared(SmartSpecConfig(settings.assistant, namespace=namespace), grammar)
+        own = self.engine.own_assistant(settings.num_nodes, namespace=namespace, references=references)
+        return _Prepared(own, grammar)
+
+    async def _begin(
+        self,
+        ids: Sequence[int],
+        limit: int,
+        seed: list[int] | None,
+        settings: Settings,
+        prepared: "_Prepared",
+        keeps_special: bool,
+    ) -> Answer:
+        recorder = None if settings.num_top is None else LogprobsRecorder(settings.num_top, len(ids))
+        processors = LogitsProcessorList([] if recorder is None else [recorder])
+        if settings.presence or settings.frequency:
+            processors.append(Penalties(settings.presence, settings.frequency, len(ids)))
+        if prepared.grammar is not None:
+            processors.append(prepared.grammar(len(ids)))
+        if settings.known is not None:
+            processors.append(ForcedText(settings.known, len(ids)))
+        arguments = settings.arguments | {"max_new_tokens": limit, "assistant": prepared.assistant, "seed": seed}
+        if processors:
+            arguments["logits_processor"] = processors
+        if settings.stops:
+            criterion = StopTexts(TextStream(self.tokenizer, settings.stops, keeps_special), len(ids))
+            arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
+        text = TextStream(self.tokenizer, settings.stops, keeps_special, settings.keeps_stop)
+        request_id = uuid.uuid4().hex
+        add = partial(self.engine.add_request, ids, request_id=request_id, streaming=True, **arguments)
+        try:
+            await self.in_worker(add)
+        except asyncio.CancelledError:
+            self._worker.submit(self.engine.drop_request, request_id)  # behind its adding
+            raise
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ApiError(400, str(error)) from None
+        return Answer(self, request_id, ids, text, recorder, self.limits.timeout)
+
+    def forget(self, request_id: str) -> None:
+        """Whoever asked has left."""
+        self.num_open -= 1
+        self.metrics.note_left(self.name, request_id)
+        self._worker.submit(self.engine.drop_request, request_id)
+
+    def prediction_of(self, settings: Settings) -> list[int] | None:
+        """Tokens of the predicted output, if there is one."""
+        if settings.prediction is None:
+            return None
+        return list(self.tokenizer(settings.prediction, add_special_tokens=False).input_ids)
+
+    def note_end(self, output: EngineOutput) -> None:
+        self.num_open -= 1
+        self.metrics.note_end(self.name, output)

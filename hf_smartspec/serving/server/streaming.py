@@ -1,0 +1,54 @@
+"""Server-sent events, in vLLM's form."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from openai.types import CompletionUsage
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from ...log import get_logger
+from .answers import Answer
+from .errors import ApiError
+
+logger = get_logger(__name__)
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(chunk: BaseModel, usage: CompletionUsage | None = None, **extra: Any) -> str:
+    """One chunk; fields that nobody has set are left out."""
+    body = chunk.model_dump(exclude_unset=True)
+    if usage is not None:
+        body["usage"] = usage.model_dump(exclude_none=True)
+    return f"data: {json.dumps(body | extra, ensure_ascii=False)}\n\n"
+
+
+async def events(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The chunks and the end; what fails in the middle is told in the stream, whose status has been sent long ago."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except ApiError as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+    except Exception as error:
+        logger.error(f"A stream failed: {error!r}", exc_info=True)
+        yield f"data: {json.dumps(ApiError(500, 'The server failed').body)}\n\n"
+    yield DONE
+
+
+class AnswerStream(StreamingResponse):
+    """Streams what is made of answers; they are dropped when nobody reads any more, even if nobody has begun to."""
+
+    def __init__(self, chunks: AsyncIterator[str], answers: Sequence[Answer]):
+        super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self._answers:
+                answer.drop()

@@ -1,0 +1,99 @@
+"""Servers in threads, for tests."""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_smartspec import SmartSpecConfig
+from hf_smartspec.serving.server.app import make_app
+from hf_smartspec.serving.server.engine import ServedEngine
+from hf_smartspec.serving.server.keys import ApiKeys
+from hf_smartspec.serving.server.limits import Limits
+from hf_smartspec.serving.server.metrics import ServerMetrics
+from hf_smartspec.serving.server.running import DrainingServer, listen
+from hf_smartspec.serving.server.served import ServedModel
+
+from ..helpers import Asked
+
+TARGET = Path(__file__).parents[3] / "demos/models/target"
+TIMEOUT = 60.0
+
+
+@dataclass
+class Served:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def chat_ids(self, text: str, **kwargs) -> list[int]:
+        turn = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, **kwargs)[
+            "input_ids"
+        ]
+
+    def alone(self, prompt: list[int] | str, seed: int | None = None, **settings) -> list[int]:
+        """What plain `generate` yields."""
+        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        return Asked(ids, settings, seed).alone(self.model)
+
+    def text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@dataclass
+class Running:
+    url: str
+    models: dict[str, ServedModel]
+    server: DrainingServer
+
+    @property
+    def engine(self) -> ServedEngine:
+        return next(iter(self.models.values())).engine
+
+    def client(self, key: str = "none", **kwargs) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=TIMEOUT, **kwargs)
+
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=TIMEOUT)
+
+    def get(self, path: str, **kwargs) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=TIMEOUT, **kwargs)
+
+    def post(self, path: str, body=None, **kwargs) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=TIMEOUT, **kwargs)
+
+
+def served_demo() -> Served:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    return Served(model, AutoTokenizer.from_pretrained(TARGET))
+
+
+@contextmanager
+def running(
+    served: Served, keys=(), limits: Limits | None = None, max_batch_size: int = 8, assistant="suffix", names=("demo",)
+):
+    """Serves one model, under several names with an engine each."""
+    limits, metrics, models = limits or Limits(), ServerMetrics(), {}
+    for name in names:
+        config = SmartSpecConfig(assistant, num_nodes=8)
+        engine = ServedEngine(served.model, config, max_batch_size=max_batch_size, tokenizer=served.tokenizer).start()
+        models[name] = ServedModel(name, engine, limits, metrics, max_batch_size)
+    app = make_app(models, metrics, ApiKeys(keys), limits.max_body_bytes)
+    listener, started = listen("127.0.0.1", 0), threading.Event()
+    server = DrainingServer(app, 5, started.set, "error")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert started.wait(TIMEOUT)
+    try:
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", models, server)
+    finally:
+        server.should_exit = True
+        thread.join(TIMEOUT)
+        for item in models.values():
+            item.stop()
+        listener.close()
