@@ -54,7 +54,8 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
     outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
     for word in arguments:
         if ("/" in word or "." in word) and word not in outputs:
-            assert (REPOSITORY / word).exists(), f"{word!r} is not in the repository"
+            path_named = word.rpartition("=")[2]  # of NAME=PATH
+            assert (REPOSITORY / path_named).exists(), f"{word!r} is not in the repository"
 
 
 def test_make_knows_the_targets_that_the_pages_name():
