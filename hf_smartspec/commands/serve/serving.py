@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ... import __version__
 from ...prepare.resolve import check_assistant
 from ...serving.server.app import make_app
 from ...serving.server.engine import ServedEngine
@@ -41,7 +42,7 @@ def serve(
     try:
         for name, path in names.items():
             models[name] = load_served(args, name, path, limits, metrics)
-        app = make_app(models, metrics, keys, limits.max_body_bytes, args.chat_template_kwargs)
+        app = make_app(models, metrics, keys, limits.max_body_bytes, args.chat_template_kwargs, __version__)
         DrainingServer(app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
     finally:
         for served in models.values():

@@ -28,6 +28,7 @@ def make_app(
     keys: ApiKeys,
     max_body_bytes: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    version: str = "unknown",
 ) -> FastAPI:
     """
     Args:
@@ -36,6 +37,7 @@ def make_app(
         keys (`ApiKeys`): Who may ask.
         max_body_bytes (`int`): Of a request.
         chat_template_kwargs (`dict`, *optional*): Defaults for chat templates.
+        version (`str`): What `/version` says.
     """
     manager, state = ServedModels(models), EngineState(models)
     template_kwargs = dict(chat_template_kwargs or {})
@@ -50,7 +52,7 @@ def make_app(
     app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of routes that go
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
     metrics.watch(models)
-    add_routes(app, state, metrics)
+    add_routes(app, state, metrics, version)
     add_error_handlers(app)
     app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes)
     return app

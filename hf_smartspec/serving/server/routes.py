@@ -7,7 +7,6 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from ... import __version__
 from .errors import ApiError
 from .fields import Fields, Message, TokenId, read_fields
 from .metrics import ServerMetrics
@@ -32,7 +31,7 @@ class DetokenizeFields(Fields):
     tokens: list[TokenId]
 
 
-def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics) -> None:
+def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics, version_shown: str) -> None:
     """`/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/metrics`, `/load`, `/version` and `/ping`."""
 
     @app.post("/tokenize")
@@ -85,7 +84,7 @@ def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics) -> None
 
     @app.get("/version")
     async def version() -> JSONResponse:
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": version_shown})
 
     @app.get("/ping")
     async def ping() -> Response:
