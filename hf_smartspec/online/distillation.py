@@ -19,7 +19,7 @@ from ..decoding.learning import Learning, Recorder
 from .checkpoint import Checkpoint
 from .learner import Learner, LearningEndedError, LearningStatistics
 from .options import LearningOptions
-from .students import check_student, module_of, student_of
+from .students import check_drafts, check_student, module_of, student_of
 
 _all: "WeakSet[OnlineDistillation]" = WeakSet()
 _running: "WeakSet[OnlineDistillation]" = WeakSet()  # that have a thread, or have had one
@@ -41,6 +41,9 @@ class OnlineDistillation(Learning):
         loss (`str`): "kl", "reverse_kl", "jsd" (with `beta`), or "labels" (the target's tokens alone).
         temperature (`float`): Softens both distributions in the loss.
         positions (`str`): "all", or only the "errors" of drafts, as in algorithm 1.
+        sampling (`str`): Whose tokens are learnt (section 4.1): those of the target's text ("teacher"); those that were
+            drafted, also what was rejected, since verification has scored that ("student"); or both ("mixed"). For
+            draft models only; where several sources draft together, drafts are everybody's.
         top_k (`int`): Tokens of the target's distributions that are kept; the others count as one.
         max_bytes (`int`): Bound on the memory of samples.
         eviction (`str`): Which samples that were learnt stay, to be learnt again: "newest", "informative", or none
@@ -71,6 +74,7 @@ class OnlineDistillation(Learning):
     def __init__(self, **options: Any):
         self.options = LearningOptions(**options)
         self._learners: dict[int, Learner] = {}  # by the id of what drafts, as long as anybody holds that
+        self._reading: WeakSet[nn.Module] = WeakSet()  # drafters that can learn from their own texts
         self._changed = threading.Condition()
         self._loads: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of loops: running, waiting
         self._thread: threading.Thread | None = None
@@ -84,6 +88,9 @@ class OnlineDistillation(Learning):
         modules = [module for item in _members(source) if (module := module_of(item)) is not None]
         for module in modules:
             check_student(module, target)
+            if self.options.learns_drafts and module not in self._reading:
+                check_drafts(module, self.options.sampling, self.options.max_length)
+                self._reading.add(module)
         if not modules:
             raise ValueError(
                 f"`online` is given, and {type(source).__name__} has nothing that can learn: pass a draft model of the "

@@ -72,7 +72,9 @@ class Learner:
         self, student: Student, options: LearningOptions, checkpoint: Checkpoint | None = None, name: str = "drafter"
     ):
         self.student, self.options, self.checkpoint, self.name = student, options, checkpoint, name
-        self.recorder = SampleRecorder(self._keep, options.top_k, student.hidden_layers, options.max_length)
+        self.recorder = SampleRecorder(
+            self._keep, options.top_k, student.hidden_layers, options.max_length, options.learns_drafts
+        )
         self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # that draft with it
         self._buffer = ReplayBuffer(options.max_bytes, options.eviction)
         self._lock = threading.Lock()  # of the buffer and what counts it, and of weights that are handed over
@@ -237,8 +239,7 @@ class Learner:
             batches = in_batches(samples, options.batch_tokens)
             for index in self._generator.permutation(len(batches)):
                 go_on()
-                batch = Batch.of(batches[index], self.student.device, options.positions == "errors")
-                loss = self._loss(batch)
+                loss = self._loss(self._batch(batches[index]))
                 if loss is None:
                     continue
                 loss.backward(inputs=parameters)  # what it shares with the target gets no gradients
@@ -246,6 +247,12 @@ class Learner:
                 total, num = total + float(loss.detach()), num + 1
         if num:
             self._statistics.loss = total / num
+
+    def _batch(self, samples: Sequence[Sample]) -> Batch:
+        options, device = self.options, self.student.device
+        if options.learns_drafts:
+            return Batch.with_drafts(samples, device, options.sampling == "student")
+        return Batch.of(samples, device, options.positions == "errors")
 
     def _loss(self, batch: Batch) -> torch.Tensor | None:
         losses = [self._distance(item, batch) * item.weight for item in self._predictions(batch) if len(item.logits)]
@@ -259,7 +266,7 @@ class Learner:
 
     def _distance(self, item: Predictions, batch: Batch) -> torch.Tensor:
         own, options = self.student.own, self.options
-        ids, probs, tokens = own(batch.top_ids[item.where]), batch.top_probs[item.where], own(batch.ids[item.where])
+        ids, probs, tokens = own(batch.top_ids[item.where]), batch.top_probs[item.where], own(batch.chosen[item.where])
         return divergence(item.logits, ids, probs, tokens, options.loss, options.beta, options.temperature).mean()
 
     def _step(self) -> None:

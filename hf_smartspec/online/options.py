@@ -16,6 +16,7 @@ from .losses import LOSSES
 
 OPTIMIZERS = ("adamw", "adamw_8bit")
 POSITIONS = ("all", "errors")
+SAMPLINGS = ("teacher", "student", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class LearningOptions:
     beta: float = 0.5
     temperature: float = 1.0
     positions: str = "all"
+    sampling: str = "teacher"
     top_k: int = 64
     max_bytes: int = 2**28
     eviction: str = "newest"
@@ -53,10 +55,21 @@ class LearningOptions:
             check_positive(name, getattr(self, name))
         if self.max_length < 2:
             raise ValueError(f"`max_length` must be at least 2, got {self.max_length!r}.")
-        known = {"loss": LOSSES, "positions": POSITIONS, "eviction": EVICTIONS, "optimizer": OPTIMIZERS}
+        known = {
+            "loss": LOSSES,
+            "positions": POSITIONS,
+            "sampling": SAMPLINGS,
+            "eviction": EVICTIONS,
+            "optimizer": OPTIMIZERS,
+        }
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"`{name}` must be one of {list(values)}, got {getattr(self, name)!r}.")
+        if self.learns_drafts and self.positions == "errors":
+            raise ValueError(
+                f"`positions='errors'` is of the target's text: it goes with `sampling='teacher'`, got "
+                f"{self.sampling!r}."
+            )
         if not any((self.every_requests, self.every_tokens, self.every_seconds)):
             raise ValueError("One of `every_requests`, `every_tokens` and `every_seconds` must say when to learn.")
         if not 0 < self.beta < 1:
@@ -70,6 +83,11 @@ class LearningOptions:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)!r}.")
         if self.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError('`optimizer="adamw_8bit"` needs bitsandbytes: pip install "hf-smartspec[quantization]".')
+
+    @property
+    def learns_drafts(self) -> bool:
+        """Whether what was drafted and rejected is learnt, too."""
+        return self.sampling != "teacher"
 
     def new_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "adamw_8bit":

@@ -10,7 +10,9 @@ import torch
 from ..candidates.committed import Committed
 from ..decoding.learning import Recorder, Shown
 from ..device import to_device
+from ..drafts.tree import DraftTree
 from ..sampling.top import likeliest_tokens
+from .drafted import Branches, Drafted, rejected
 from .samples import Sample
 
 _LINES = 8  # that are looked at together on a CPU: what was computed of them is still in the cache
@@ -19,6 +21,17 @@ _LINES = 8  # that are looked at together on a CPU: what was computed of them is
 class _Top(NamedTuple):
     """The likeliest tokens (int32 `[n, k]`) and their probabilities (float16), on the target's device."""
 
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+
+class _Drafts(NamedTuple):
+    """See `Drafted`; of one step."""
+
+    is_asked: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
+    roots: np.ndarray
     ids: torch.Tensor
     probs: torch.Tensor
 
@@ -39,11 +52,30 @@ class _Course:
     tokens: list[np.ndarray] = field(default_factory=list)
     errors: list[np.ndarray] = field(default_factory=list)
     tops: list[_Top] = field(default_factory=list)
+    drafts: list["_Drafts"] = field(default_factory=list)
+    num_drafted: int = 0
     first: int = 0  # position of the first hidden state
     num_tokens: int = 0
     hidden: list[dict[int, torch.Tensor]] = field(default_factory=list)
     num_hidden: int = 0
     is_broken: bool = False  # something is missing in between
+
+    def take_drafts(self, tree: DraftTree, own: Branches, num_tokens: int, top: _Top) -> None:
+        """Of a step in which so many tokens were committed."""
+        parents = np.where(own.parents >= 0, own.parents + self.num_drafted, -1)
+        is_asked = np.full(num_tokens, len(tree) > 0)
+        self.drafts.append(_Drafts(is_asked, tree.tokens[own.nodes].astype(np.int32), parents, own.roots, *top))
+        self.num_drafted += len(parents)
+
+    def drafted(self) -> Drafted:
+        return Drafted(
+            np.concatenate([item.is_asked for item in self.drafts]),
+            np.concatenate([item.tokens for item in self.drafts]),
+            np.concatenate([item.parents for item in self.drafts]),
+            np.concatenate([item.roots for item in self.drafts]),
+            torch.cat([item.ids for item in self.drafts]).cpu(),
+            torch.cat([item.probs for item in self.drafts]).cpu(),
+        )
 
     def cut(self, start: int) -> None:
         """Lets go of hidden states from this position on."""
@@ -59,6 +91,7 @@ class SampleRecorder(Recorder):
         keep (`Callable`): Gets the samples.
         top_k (`int`): Tokens of the target's distributions that are kept.
         hidden_layers (sequence of `int`): Whose hidden states are kept; see `TreeCandidateGenerator`.
+        keeps_drafts (`bool`): Also what was drafted and rejected, and what the target thought behind it.
         max_length (`int`, *optional*): Of samples, as `Sample.end` will have it: no more is kept meanwhile than that
             needs, of prompts and responses of any length.
     """
@@ -69,8 +102,9 @@ class SampleRecorder(Recorder):
         top_k: int,
         hidden_layers: Sequence[int] = (),
         max_length: int | None = None,
+        keeps_drafts: bool = False,
     ):
-        self._max_length = max_length
+        self._max_length, self._keeps_drafts = max_length, keeps_drafts
         self._keep, self._top_k, self.hidden_layers = keep, top_k, tuple(dict.fromkeys(hidden_layers))
         self._courses: dict[Hashable, _Course] = {}
 
@@ -84,16 +118,27 @@ class SampleRecorder(Recorder):
         wanted = [(course, steps[name]) for name in steps if (course := self._wanting(name)) is not None]
         for course, _ in wanted:
             course.is_broken = True  # unless all that follows is done
-        tops = self._tops([lines_of(shown) for _, shown in wanted], logits)
-        for (course, (step, _)), top in zip(wanted, tops):
+        branches = [self._branches(course, shown.step) for course, shown in wanted]
+        lines = [np.append(lines_of(shown), own.nodes + 1 + shown.first) for (_, shown), own in zip(wanted, branches)]
+        for (course, (step, _)), own, top in zip(wanted, branches, self._tops(lines, logits)):
             is_broken = False
             if self.hidden_layers:
                 is_broken = self._take_hidden(course, step)
             if len(step.tokens):
                 if top is None:
                     continue
-                is_broken |= self._take_tokens(course, step, top)
+                num = len(top.ids) - len(own.nodes)
+                if self._keeps_drafts:
+                    course.take_drafts(step.tree, own, num, _Top(top.ids[num:], top.probs[num:]))
+                is_broken |= self._take_tokens(course, step, _Top(top.ids[:num], top.probs[:num]))
             course.is_broken = is_broken
+
+    def _branches(self, course: _Course, step: Committed) -> Branches:
+        """What was rejected in a step, as far as that is to be kept: no more tokens than of texts."""
+        has_room = self._max_length is None or course.num_drafted < self._max_length
+        if not (self._keeps_drafts and has_room and len(step.tokens) and len(step.tree)):
+            return Branches(*np.zeros((3, 0), np.int64))
+        return rejected(step.tree, step.path, course.num_tokens)
 
     def _wanting(self, request_id: Hashable) -> _Course | None:
         """The request's course, if there is more to keep of it."""
@@ -171,4 +216,5 @@ class SampleRecorder(Recorder):
             course.is_greedy,
             {layer: states[:num] for layer, states in hidden.items()},
             None if course.encoded is None else course.encoded.astype(np.int32),
+            course.drafted().within(len(response)) if self._keeps_drafts else None,
         )

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+
+from .drafted import Drafted, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,7 @@ class Sample:
         hidden (mapping of `int` to `torch.Tensor` of shape `[p + n - 1, hidden_size]`): By layer; of all tokens but the
             last. Empty where the drafter looks at tokens only.
         encoded (`np.ndarray` of shape `[e]`, int32, *optional*): What the target's encoder has read.
+        drafted (`Drafted`, *optional*): What drafts said instead, where that is to be learnt.
     """
 
     prompt: np.ndarray
@@ -36,15 +40,22 @@ class Sample:
     is_greedy: bool = True
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     encoded: np.ndarray | None = None
+    drafted: Drafted | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.response)
 
     @property
+    def num_read(self) -> int:
+        """With what was drafted."""
+        return self.num_tokens + (0 if self.drafted is None else len(self.drafted))
+
+    @property
     def num_bytes(self) -> int:
         arrays = self.prompt.nbytes + self.response.nbytes + self.errors.nbytes
         arrays += 0 if self.encoded is None else self.encoded.nbytes
+        arrays += 0 if self.drafted is None else self.drafted.num_bytes
         return arrays + sum(item.nbytes for item in (self.top_ids, self.top_probs, *self.hidden.values()))
 
     def end(self, max_length: int) -> "Sample":
@@ -59,12 +70,14 @@ class Sample:
         return Sample(
             prompt.copy(), response.copy(), self.top_ids[:most].clone(), self.top_probs[:most].clone(),
             self.errors[:most].copy(), self.is_greedy, hidden, self.encoded,
+            None if self.drafted is None else self.drafted.within(most),
         )  # fmt: skip
 
 
 class Batch(NamedTuple):
     """
-    Samples padded on the right; lines of `rows` and `places` stand for tokens that are learnt.
+    Samples padded on the right; lines of `rows` and `places` stand for tokens that are learnt. Where there is a
+    `layout`, what was drafted stands behind texts: of such a token, `top_ids` and `top_probs` are what follows it.
 
     Args:
         ids (`torch.Tensor` of shape `[rows, length]`, int64).
@@ -85,6 +98,40 @@ class Batch(NamedTuple):
     hidden: Mapping[int, torch.Tensor]
     encoded: torch.Tensor | None = None
     is_encoded: torch.Tensor | None = None
+    layout: Layout | None = None
+
+    @classmethod
+    def with_drafts(cls, samples: Sequence[Sample], device: torch.device, only_drafts: bool) -> "Batch":
+        """
+        Texts of drafters that look at tokens only, with what these have drafted themselves.
+
+        Args:
+            only_drafts (`bool`): Of the texts, learn what stands in places where something was drafted.
+        """
+        drafts = [item.drafted or _NOTHING for item in samples]
+        plain = cls.of(samples, device)
+        texts = [np.concatenate([item.prompt, item.response, own.tokens]) for item, own in zip(samples, drafts)]
+        ids = _padded(texts).long()
+        more = ids.shape[1] - plain.ids.shape[1]
+        starts, ends = [len(item.prompt) for item in samples], [item.num_tokens for item in samples]
+        layout = Layout.of(starts, ends, drafts, ids.shape[1])
+        is_learnt, is_response = (pad(item, (0, more)) for item in (plain.is_learnt, plain.is_response))
+        top_ids, top_probs = (pad(item, (0, 0, 0, more)) for item in (plain.top_ids, plain.top_probs))
+        for row, (start, end, own) in enumerate(zip(starts, ends, drafts)):
+            if only_drafts:
+                asked = own.is_asked if own is not _NOTHING else np.zeros(end - start, bool)
+                is_learnt[row, start:end] = torch.from_numpy(asked).to(device)
+            if len(own):
+                top_ids[row, end : end + len(own)] = own.top_ids.to(top_ids)
+                top_probs[row, end : end + len(own)] = own.top_probs.to(top_probs)
+        return cls(ids.to(device), is_learnt, is_response, top_ids, top_probs, plain.hidden, layout=layout.to(device))
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """What the target says in the place of each token, or behind it where that was drafted: int64."""
+        if self.layout is None:
+            return self.ids
+        return torch.where(self.layout.is_drafted, self.top_ids[..., 0], self.ids)
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device, only_errors: bool = False) -> "Batch":
@@ -117,8 +164,8 @@ class Batch(NamedTuple):
 def in_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
     """Samples of one length together, at most `max_tokens` with padding (or one sample) in each batch."""
     batches: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda item: item.num_tokens):
-        if not batches or (len(batches[-1]) + 1) * sample.num_tokens > max_tokens:
+    for sample in sorted(samples, key=lambda item: item.num_read):
+        if not batches or (len(batches[-1]) + 1) * sample.num_read > max_tokens:
             batches.append([])
         batches[-1].append(sample)
     return batches
@@ -140,3 +187,9 @@ def _shifted(sample: Sample, of_response: torch.Tensor) -> torch.Tensor:
 def _longer(states: torch.Tensor) -> torch.Tensor:
     """With a line for the last token, whose state is not known."""
     return torch.cat([states, states.new_zeros(1, states.shape[1])])
+
+
+_NO_TOKENS = np.zeros(0, np.int64)
+_NOTHING = Drafted(
+    np.zeros(0, bool), _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, 1)
+)

@@ -21,6 +21,8 @@ from ..training.draft import logits_behind
 from ..training.eagle import EagleDrafts
 from ..training.medusa import learnt
 from ..training.texts import IGNORED
+from .branches import logits_with_branches, reads_branches
+from .drafted import Layout
 from .samples import Batch
 
 _DECAY = 0.8  # of the weight of each further token of a draft in the loss: Medusa's Eq. 1, EAGLE-3's section 3.2
@@ -156,7 +158,19 @@ class DraftStudent(Student):
             logits = model(**read, decoder_input_ids=batch.ids, use_cache=False).logits
             yield Predictions(logits[:, :-1][where[:, 1:]], where)
             return
+        if batch.layout is not None:
+            yield from self._with_drafts(batch.ids, where, batch.layout)
+            return
         yield Predictions(logits_behind(model, batch.ids, where[:, 1:]), where)
+
+    def _with_drafts(self, ids: torch.Tensor, where: torch.Tensor, layout: Layout) -> Iterator[Predictions]:
+        where = where | layout.is_drafted
+        if not bool(where.any()):
+            return
+        rows, columns = where.nonzero(as_tuple=True)
+        columns = torch.where(layout.is_drafted[where], columns, columns - 1)  # texts are said by what stands before
+        first = int(columns.min())
+        yield Predictions(logits_with_branches(self.copy, ids, layout, first)[rows, columns - first], where)
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
         model: Any = self.copy
@@ -252,6 +266,17 @@ def check_student(module: nn.Module, target: nn.Module) -> None:
                 f"`online` is given, and `{parameter_name}` of {name} is the target's own, which must stay as it is: "
                 "give the drafter weights of its own, or adapters."
             )
+
+
+def check_drafts(module: nn.Module, sampling: str, max_length: int) -> None:
+    """Raises `ValueError` unless a drafter can learn from texts of its own."""
+    model: Any = module
+    is_decoder = _kind_of(module) is DraftStudent and not model.config.is_encoder_decoder
+    if not is_decoder or not reads_branches(module, max_length):
+        raise ValueError(
+            f"`sampling={sampling!r}` is for draft models whose attention follows a mask of any kind, and that of "
+            f"{type(module).__name__} does not: use `sampling='teacher'`."
+        )
 
 
 def _has_adapters(module: nn.Module) -> bool:
