@@ -62,6 +62,7 @@ class DecodingCall:
         renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
             length.
         learning (`Learning`, *optional*): Drafters that learn from it.
+        read (`Callable`, *optional*): Runs the encoder, where that has not run yet, as soon as the call begins.
         has_own_forward (`bool`): Whether no other call runs in its forward, so that what fails there is its own.
     """
 
@@ -76,6 +77,7 @@ class DecodingCall:
     encoder_inputs: EncoderInputs | None = None
     renewal: int | None = None
     learning: Learning | None = None
+    read: Callable[[EncoderInputs], EncoderInputs] | None = None
     has_own_forward: bool = False
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
@@ -123,6 +125,12 @@ class DecodingCall:
         row.least_length = max(len(other.prompt) for other in self.requests)
         row.ahead = row.least_length - prompt_len
         row.renewal = None if self.renewal is None else self.renewal - (len(request.padded_prompt) - prompt_len)
+
+    def read_encoder(self) -> EncoderInputs:
+        """Runs the target's encoder, for the first time or anew."""
+        assert self.encoder_inputs is not None and self.read is not None, "there is nothing to read"
+        self.encoder_inputs = self.read(self.encoder_inputs)
+        return self.encoder_inputs
 
     @property
     def draft_room(self) -> int:

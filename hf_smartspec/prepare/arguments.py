@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,12 +50,14 @@ class CheckedArguments(NamedTuple):
         original: Callable,
         resolved: Assistant,
         gives_way: bool = False,
+        to_read: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
         """
         What `method` makes of the call, once `original`, transformers' own `generate`, has prepared it.
 
         Args:
             gives_way (`bool`): Whether a call that turns out to be none for an assistant is decoded plainly.
+            to_read (mapping, *optional*): What the model's encoder will be given, where it is to run later.
         """
         streamer = self.kwargs.get("streamer")  # transformers drops it on the way to a callable `custom_generate`
 
@@ -73,6 +75,7 @@ class CheckedArguments(NamedTuple):
             return method(call)
 
         with watch_encoder(model) as seen:
+            seen.update(to_read or {})
             return original(**self.kwargs | {"custom_generate": custom_generate})
 
 
@@ -84,13 +87,14 @@ def run_with(
     assistant: Any,
     seed: Any,
     drafters: Drafters | None = None,
+    to_read: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """
     Checks the arguments of a `generate` call and runs `method` with them: see `CheckedArguments`, and `resolve` for
     `drafters`.
     """
     arguments = check_arguments(model, kwargs, assistant, seed)
-    return arguments.run(model, method, original, resolve(arguments.assistant, model, drafters))
+    return arguments.run(model, method, original, resolve(arguments.assistant, model, drafters), to_read=to_read)
 
 
 def by_name(generate: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

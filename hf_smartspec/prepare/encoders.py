@@ -3,14 +3,21 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..candidates import DraftModelCandidates, TreeCandidateGenerator
 from ..candidates.encoded import EncoderInputs
 from ..candidates.members import MemberCandidates
+from ..target.compat import run_encoder
+from ..target.encoded import encoder_size
+
+if TYPE_CHECKING:
+    from .call import PreparedCall
 
 
 @contextmanager
@@ -36,6 +43,29 @@ def watch_encoder(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         yield seen
     finally:
         handle.remove()
+
+
+def unread(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, Any]:
+    """
+    Arguments of `generate` that stand for what the encoder will make of prompts `[batch, length]`, so that it need not
+    run while the call is prepared. They take no memory.
+    """
+    zero = torch.zeros((), dtype=model.dtype, device=model.device)
+    return {"encoder_outputs": BaseModelOutput(zero.expand(*input_ids.shape, encoder_size(model)))}
+
+
+def read(prepared: "PreparedCall", inputs: EncoderInputs) -> EncoderInputs:
+    """The same inputs of a prepared call's encoder with its outputs: it runs now."""
+    ids: Any = prepared.encoder_arguments["input_ids"]
+    outputs: Any = run_encoder(prepared.model, ids, prepared.model_kwargs, prepared.generation_config)
+    return replace(inputs, outputs=outputs)
+
+
+@torch.no_grad()
+def pads_outputs(model: PreTrainedModel) -> bool:
+    """Whether the encoder's outputs are more than the tokens that it reads."""
+    ids = torch.zeros(1, 3, dtype=torch.long, device=model.device)
+    return model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True)[0].shape[1] != 3
 
 
 def known_arguments(model: PreTrainedModel, seen: dict[str, Any], num_rows: int) -> dict[str, Any]:

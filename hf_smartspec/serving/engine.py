@@ -21,12 +21,14 @@ from ..decoding.trace import RequestTrace
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
 from ..prepare.arguments import run_with
-from ..prepare.call import PreparedCall, model_limits
+from ..prepare.call import PreparedCall
 from ..prepare.config import SmartSpecConfig
 from ..prepare.defaults import assistant_of, without_assistant
+from ..prepare.encoders import unread
 from ..prepare.entry import generating
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Drafters, resolve, tagged
+from ..target.compat import num_positions
 from ..target.profiling import doubt_profile
 from ..validate import check_positive
 from .memory import RequestMemory
@@ -35,6 +37,7 @@ from .prompts import check_prompts, prompt_ids
 from .ways import memory_of
 from .worker import EngineRunner
 
+_OF_ENGINE = ("attention_mask", "past_key_values", "inputs_embeds", "encoder_outputs")  # which sees to these itself
 _OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
 
 
@@ -44,8 +47,8 @@ class Engine:
     itself. Its methods bear the names of transformers' `ContinuousBatchingManager`.
 
     Args:
-        model (`PreTrainedModel`): A causal language model. Where requests cannot share its forwards, each has its own,
-            as a warning says.
+        model (`PreTrainedModel`): A causal language model, or one with an encoder that reads tokens. Where requests
+            cannot share its forwards, each has its own, as a warning says.
         assistant: What drafts for requests that do not say so themselves, see `SmartSpecConfig.assistant`. The `policy`
             of a `SmartSpecConfig`, by default the goodput auction, decides for all requests how much.
         max_batch_size (`int`): Requests that run at once.
@@ -69,7 +72,7 @@ class Engine:
         >>> tokenizer.decode(output.generated_tokens)
 
     Raises:
-        ValueError: if the model has an encoder, which requests bring nothing to read for.
+        ValueError: if the model has an encoder that reads anything but tokens.
     """
 
     def __init__(
@@ -143,8 +146,9 @@ class Engine:
         Queues a request; it is served in its turn, once the engine has been started.
 
         Args:
-            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt. Where the engine has a tokenizer,
-                text too, or a chat: a list of messages (`{"role": "user", "content": "..."}`) to answer.
+            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt, or what the model's encoder reads.
+                Where the engine has a tokenizer, text too, or a chat: a list of messages (`{"role": "user",
+                "content": "..."}`) to answer.
             request_id (`str`, *optional*): Its name; made up where not given.
             streaming (`bool`): Whether outputs are handed out while it runs, too.
             record_timestamps (`bool`): Whether outputs say when each token was there (`timestamps`).
@@ -172,10 +176,12 @@ class Engine:
         if trace:
             request.trace = RequestTrace(request)
         self._check_positions(request.length + (request.max_new_tokens or 0) - 1)
+        if self.model.config.is_encoder_decoder:
+            self._check_positions(ids.shape[1], of_decoder=False)
         self._memory.scheduler.check(self._memory.size_of(call))
         if request_id is None:
             request_id = self._new_name()
-        output = EngineOutput(request_id, request.prompt.tolist(), created_time=time.perf_counter())
+        output = EngineOutput(request_id, ids[0].tolist(), created_time=time.perf_counter())
         output.statistics = call.statistics
         output.timestamps = [] if record_timestamps else None
         self._runner.submit(Ticket(call, output, streaming))
@@ -190,10 +196,10 @@ class Engine:
         """Ends a request early: its output is what it has got so far. Unknown and finished ones are ignored."""
         self._runner.cancel(request_id)
 
-    def _check_positions(self, num_tokens: int) -> None:
+    def _check_positions(self, num_tokens: int, of_decoder: bool = True) -> None:
         """Behind the last learned position a forward fails, for all who run in it."""
-        config = self.model.config.get_text_config(decoder=True)
-        limit = model_limits(self.model).num_positions
+        config = self.model.config.get_text_config(decoder=of_decoder, encoder=not of_decoder)
+        limit = num_positions(config)
         if limit is not None and not getattr(config, "rope_parameters", None) and num_tokens > limit:
             raise ValueError(
                 f"The request may feed {num_tokens} tokens and the model has {limit} positions: shorten the prompt or "
@@ -211,14 +217,17 @@ class Engine:
         self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any], tag: str | None = None
     ) -> DecodingCall:
         """The request as transformers' `generate` prepares it, ready for the loop."""
-        for name in ("attention_mask", "past_key_values", "inputs_embeds", *_OF_BATCHES):
+        for name in (*_OF_ENGINE, *_OF_BATCHES):
             if kwargs.get(name) is not None and not (name in _OF_BATCHES and kwargs[name] in (1, False)):
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
-        kwargs = {"tokenizer": self.tokenizer, **kwargs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        to_read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        kwargs = {"tokenizer": self.tokenizer, **kwargs, **to_read}
+        if self.model.config.is_encoder_decoder:
+            kwargs |= unread(self.model, ids)
         original, kept = MethodType(GenerationMixin.generate, self.model), without_assistant(kwargs)
         choice = tagged(self._choice(assistant, kwargs.get("generation_config")), tag)
-        return run_with(self._captured, self.model, original, kept, choice, seed, self._drafters)
+        return run_with(self._captured, self.model, original, kept, choice, seed, self._drafters, to_read)
 
     def _choice(self, assistant: Any, config: Any) -> Any:
         """What drafts for a request: what itself or its `generation_config` names, or the engine's own."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,6 +11,7 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..prepare.call import PreparedCall, decoding_call
 from ..prepare.config import SmartSpecConfig
+from ..prepare.encoders import read
 from ..prepare.media import media_kwargs, without_empty_media
 from ..prepare.resolve import resolve
 from ..target.footprint import Footprint, caches_in, num_bytes
@@ -46,7 +48,8 @@ class RowMemory(RequestMemory):
     @property
     def num_bytes(self) -> int:
         rows = [ticket.request.row for ticket in list(self.scheduler.running)]
-        return sum(num_bytes(caches_in(row.kwargs)) for row in rows if isinstance(row, ModelRow))
+        kept = [row.kwargs for row in rows if isinstance(row, ModelRow)]
+        return sum(num_bytes([*caches_in(kwargs), kwargs.get("encoder_outputs")]) for kwargs in kept)
 
     def call_of(self, prepared: PreparedCall) -> DecodingCall:
         """The request with a forward of its own; without drafts, where none can be taken back."""
@@ -62,17 +65,21 @@ class RowMemory(RequestMemory):
             forward = RowwiseForward
         own = forward(self.model, prepared.input_ids, prepared.model_kwargs, prepared.generation_config)
         call = decoding_call(prepared, own)
-        call.has_own_forward = True
+        call.has_own_forward, call.read = True, partial(read, prepared)
         return call
 
     def size_of(self, call: DecodingCall) -> int:
         """Bytes of caches that a request may come to take, with the draft behind its last token."""
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
-        return self.footprint.of_text(len(request.prompt) + request.max_new_tokens + call.draft_room)
+        read, num_tokens = call.encoded_text(request), len(request.prompt) + request.max_new_tokens + call.draft_room
+        return self.footprint.of_text(num_tokens, 0 if read is None else len(read))
 
     def place(self, request: Request, running: list[Request]) -> None:
-        """Nothing to do: its own forward gives it a row."""
+        """Its own forward gives it a row; what it reads is read now."""
+        if request.call.encoder_inputs is not None:
+            forward: Any = request.call.forward
+            forward.set_encoder_outputs(request.call.read_encoder().outputs)
 
     @property
     def _model(self) -> PreTrainedModel:
@@ -80,4 +87,5 @@ class RowMemory(RequestMemory):
 
     def _forget(self, running: Sequence[Request]) -> None:
         for request in running:
+            self.place(request, [])
             request.call.forward.cut(request.cache_row, 0)

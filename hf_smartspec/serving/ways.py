@@ -2,8 +2,10 @@
 
 from transformers import PreTrainedModel
 
+from ..prepare.encoders import pads_outputs
 from ..prepare.model_state import warn_once
 from ..prepare.route import way_of
+from .encoded_memory import EncodedMemory
 from .kv_memory import EngineMemory
 from .memory import RequestMemory
 from .row_memory import RowMemory
@@ -16,14 +18,17 @@ def memory_of(model: PreTrainedModel, max_batch_size: int, max_bytes: int | None
     Raises:
         ValueError: for a model whose requests an engine cannot take: its encoder reads no tokens.
     """
-    if model.config.is_encoder_decoder:
+    has_encoder = model.config.is_encoder_decoder
+    if has_encoder and model.main_input_name != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} has an encoder, and requests of an engine bring nothing for it to read: "
-            "use `model.generate(assistant=...)`, with a batch of any size."
+            f"{type(model).__name__} has an encoder that reads `{model.main_input_name}`, and requests of an engine "
+            "bring token ids: use `model.generate(assistant=...)`, with a batch of any size."
         )
     way, reason = way_of(model)
+    if way == "packed" and has_encoder and pads_outputs(model):
+        way, reason = "rowwise", "its encoder pads what it puts out"
     if way == "packed":
-        return EngineMemory(model, max_batch_size, max_bytes)
+        return (EncodedMemory if has_encoder else EngineMemory)(model, max_batch_size, max_bytes)
     how = "row by row" if way == "rowwise" else "row by row and without speculation"
     warn_once(
         model,

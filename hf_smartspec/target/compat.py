@@ -5,9 +5,10 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.utils import ModelOutput
 
 __all__ = ["GenerationOutput", "RequestStatus"]  # of transformers' continuous batching, whose place may change
 
@@ -88,6 +89,17 @@ def is_synchronized(model: PreTrainedModel) -> bool:
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return False
     return generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
+
+
+def run_encoder(
+    model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], config: GenerationConfig
+) -> ModelOutput:
+    """What the model's encoder makes of a prompt, as `generate` runs it."""
+    prepare = getattr(model, "_prepare_text_encoder_decoder_kwargs_for_generation", None)
+    if prepare is None:  # before 5.20
+        prepare = model._prepare_encoder_decoder_kwargs_for_generation
+    kwargs = {key: value for key, value in model_kwargs.items() if key not in ("encoder_outputs", "logits_to_keep")}
+    return prepare(input_ids, kwargs, "input_ids", config)["encoder_outputs"]  # type: ignore[operator]
 
 
 def renewal_length(model: PreTrainedModel) -> int | None:

@@ -45,23 +45,35 @@ class Footprint(NamedTuple):
     Args:
         state (`int`): Bytes that do not depend on its length.
         per_token (`int`): Bytes of every token.
+        per_encoded (`int`): Bytes of every token that an encoder has read, its output included.
     """
 
     state: int
     per_token: int
+    per_encoded: int = 0
 
-    def of_text(self, num_tokens: int) -> int:
-        return self.state + num_tokens * self.per_token
+    def of_text(self, num_tokens: int, num_encoded: int = 0) -> int:
+        return self.state + num_tokens * self.per_token + num_encoded * self.per_encoded
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel) -> "Footprint":
         """From two forwards; zeros for models without a cache."""
-        shorter, longer = (_cache_bytes(model, length) for length in _LENGTHS)
-        return cls(max(2 * shorter - longer, 0), max(longer - shorter, 0))
+        if not model.config.is_encoder_decoder:
+            shorter, longer = (_bytes_of(model, length) for length in _LENGTHS)
+            return cls(max(2 * shorter - longer, 0), max(longer - shorter, 0))
+        shortest, wider, longer = (_bytes_behind(model, *lengths) for lengths in ((1, 1), (2, 1), (1, 2)))
+        steps = wider - shortest, longer - shortest
+        return cls(max(shortest - sum(steps), 0), steps[1], steps[0])
 
 
-def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+def _bytes_of(model: PreTrainedModel, length: int) -> int:
     ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
-    output = model(input_ids=ids, use_cache=True, return_dict=True)
-    return num_bytes(caches_in(output))
+    return num_bytes(caches_in(model(input_ids=ids, use_cache=True, return_dict=True)))
+
+
+def _bytes_behind(model: PreTrainedModel, num_encoded: int, length: int) -> int:
+    """The same for a decoder behind an encoder that has read so many tokens."""
+    ids = torch.zeros(1, max(num_encoded, length), dtype=torch.long, device=model.device)
+    output = model(input_ids=ids[:, :num_encoded], decoder_input_ids=ids[:, :length], use_cache=True, return_dict=True)
+    return num_bytes([*caches_in(output), output.encoder_last_hidden_state])

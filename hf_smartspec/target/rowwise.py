@@ -85,6 +85,10 @@ class RowwiseForward:
         kwargs["past_key_values"].activate_past_recording()
         row.ids, row.length, row.kwargs = None, 0, kwargs
 
+    def set_encoder_outputs(self, outputs: ModelOutput) -> None:
+        """What rows that begin from now on see of what an encoder has read."""
+        self._kwargs["encoder_outputs"] = outputs
+
     def remove(self, row: CacheRow) -> None:
         assert isinstance(row, ModelRow)
         row.kwargs.clear()

@@ -38,7 +38,11 @@ class StepwiseForward:
     ):
         self.model, self.generation_config = model, generation_config
         self._inputs = input_ids
-        self.kwargs = {key: value for key, value in model_kwargs.items() if key not in ALL_CACHE_NAMES}
+        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in ALL_CACHE_NAMES}
+
+    def set_encoder_outputs(self, outputs: ModelOutput) -> None:
+        """What the text sees of what an encoder has read, once it begins."""
+        self._kwargs["encoder_outputs"] = outputs
 
     def add(self) -> ModelRow:
         return ModelRow(slot=0, in_one_piece=True)
@@ -75,7 +79,7 @@ class StepwiseForward:
         """The whole text as a prompt: the prompt itself, or with what was generated before all is run anew."""
         model: Any = self.model
         new = text[self._inputs.shape[1] :]
-        row.ids, row.kwargs = extended(self._inputs, new), dict(self.kwargs)
+        row.ids, row.kwargs = extended(self._inputs, new), dict(self._kwargs)
         if len(new):
             row.kwargs = self._updated(ModelOutput(), row.kwargs, len(new))
         length = self.generation_config.max_length - 1

@@ -43,7 +43,11 @@ class Asked:
                 [*_warpers(model, sampling), SeededGumbelLogitsProcessor(self.seed)]
             )
         output = GenerationMixin.generate(model, ids, attention_mask=torch.ones_like(ids), **settings)
-        return output[0, len(self.prompt) :].tolist()
+        begins = len(self.prompt)
+        if model.config.is_encoder_decoder:  # which reads the prompt, and writes behind another one
+            given = settings.get("decoder_input_ids", ids[:, :0])
+            begins = given.shape[1] + int(given[0, :1].tolist() != output[0, :1].tolist())
+        return output[0, begins:].tolist()
 
     @property
     def arguments(self) -> dict[str, Any]:

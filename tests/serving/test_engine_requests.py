@@ -201,8 +201,8 @@ def test_bad_engines_are_refused(model):
         for value in (0, -1, 2.5, True):
             with pytest.raises(ValueError, match=name):
                 Engine(model, **{name: value})
-    with pytest.raises(ValueError, match=r"has an encoder.*use `model.generate"):
-        Engine(new_model("t5"))
+    with pytest.raises(ValueError, match=r"encoder that reads `input_features`.*use `model.generate"):
+        Engine(new_model("whisper"))
 
 
 def test_report_says_where_the_time_went(model):

@@ -1,5 +1,6 @@
 """Decoders that attend to an encoder's outputs too, packed: T5, BART, Whisper and their relatives."""
 
 from .forward import EncodedForward, encoder_size, masks_encoder
+from .step import OwnCache
 
-__all__ = ["EncodedForward", "encoder_size", "masks_encoder"]
+__all__ = ["EncodedForward", "OwnCache", "encoder_size", "masks_encoder"]

@@ -66,9 +66,34 @@ class EncodedForward(PackedForward):
             num_tokens (`int`, *optional*): That the decoder's rows will have.
             keep (`bool`): Whether the model's own cache of encoder outputs is wanted later, as `encoded`.
         """
-        states = outputs[0]
+        cached = self._read(outputs)
+        masks = _masks(outputs, mask)
+        self.cross.capacity = masks.shape[1]
+        sources: list[CacheRow] = []
+        try:
+            for length in masks.sum(dim=1).tolist():
+                sources.append(self.cross.add(length))
+            self.cross.load(cached, sources, list(masks))
+            rows = [self.cache.add(num_tokens) for _ in sources]
+        except BaseException:  # what fails half-way, for want of memory say, leaves no row that nobody has
+            for source in sources:
+                self.cross.remove(source)
+            raise
+        self._sources.update(zip(rows, sources))
+        if keep:
+            self.encoded = cached
+        return rows
+
+    @torch.no_grad()
+    def encode_anew(self, row: CacheRow, outputs: BaseModelOutput, mask: torch.Tensor | None = None) -> None:
+        """Another encoder output `[1, length, hidden_size]` for a row, of the same length; its own tokens go."""
+        self.cut(row, 0)
+        self.cross.load(self._read(outputs), [self._sources[row]], list(_masks(outputs, mask)))
+
+    def _read(self, outputs: BaseModelOutput) -> DynamicCache:
+        """Keys and values that the decoder makes of an encoder's outputs."""
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        ids = torch.zeros(len(states), 1, dtype=torch.long, device=self.device)
+        ids = torch.zeros(len(outputs[0]), 1, dtype=torch.long, device=self.device)
         self.model(
             **{self._prefix + "input_ids": ids},
             encoder_outputs=outputs,
@@ -76,19 +101,15 @@ class EncodedForward(PackedForward):
             use_cache=True,
             return_dict=True,
         )
-        masks = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
-        masks = masks | ~masks.any(dim=1, keepdim=True)  # a softmax over nothing is NaN
-        self.cross.capacity = states.shape[1]
-        sources = [self.cross.add(length) for length in masks.sum(dim=1).tolist()]
-        self.cross.load(cache.cross_attention_cache, sources, list(masks))
-        rows = [self.cache.add(num_tokens) for _ in sources]
-        self._sources.update(zip(rows, sources))
-        if keep:
-            self.encoded = cache.cross_attention_cache
-        return rows
+        return cache.cross_attention_cache
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(1, 1, self._hidden_size, dtype=self.model.dtype, device=self.device)
+
+    def clear(self, own: OwnCache, cross: SlotCache) -> None:
+        """Begins with other memory, which is empty; all rows are gone."""
+        self.cache, self.cross, self.encoded = own, cross, None
+        self._sources.clear()
 
     def remove(self, row: CacheRow) -> None:
         super().remove(row)
@@ -127,6 +148,12 @@ class EncodedForward(PackedForward):
         """As `SlotCache.export`, beside what `encode` has kept."""
         assert self.encoded is not None, "`encode` has been told to keep nothing"
         return EncoderDecoderCache(self.cache.export(rows, columns, total_length, own), self.encoded)
+
+
+def _masks(outputs: BaseModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
+    """Which of the outputs are seen, bool `[rows, length]`, on the host."""
+    masks = torch.ones(outputs[0].shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
+    return masks | ~masks.any(dim=1, keepdim=True)  # a softmax over nothing is NaN
 
 
 def _has_position_biases(model: PreTrainedModel) -> bool:

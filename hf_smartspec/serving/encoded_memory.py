@@ -1,0 +1,127 @@
+"""An engine's memory for decoders behind an encoder: what they have written, and what they look at."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..decoding.call import DecodingCall
+from ..decoding.request import Request
+from ..prepare.call import PreparedCall, decoding_call
+from ..prepare.encoders import read
+from ..target.encoded import EncodedForward, OwnCache, encoder_size, masks_encoder
+from ..target.rows import RowInput
+from ..target.slabs import slot_size
+from ..target.slot_cache import SlotCache
+from .kv_memory import default_bytes
+from .memory import RequestMemory, refuse
+from .outputs import Ticket
+from .scheduler import ByteScheduler
+
+_FIRST_LINES = 64
+_WASTE = 4  # memory of so many times what is needed is given back
+
+
+class EncodedMemory(RequestMemory):
+    """
+    Two slot caches that an engine's requests share: of the decoder's own tokens, and of encoder outputs. A request gets
+    a slot of each when it begins, which is when its encoder runs. Nothing is kept of those that have ended: what a
+    decoder has computed depends on all that its encoder has read.
+
+    Args:
+        model (`PreTrainedModel`): The target, with an encoder that reads tokens.
+        max_batch_size (`int`): Requests that run at once.
+        max_bytes (`int`, *optional*): Bound on both. Default: as `EngineMemory`.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
+        self.forward = EncodedForward(model, 1, _FIRST_LINES)
+        self.max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, self.max_bytes)
+        self.bytes_per_token, self.bytes_per_encoded = self._measure()
+        self._bytes_of_output = encoder_size(model) * model.dtype.itemsize
+        self.reset()
+        self.watch(model)
+
+    @torch.no_grad()
+    def _measure(self) -> tuple[int, int]:
+        """Bytes of keys and values per token of the decoder's and of the encoder's, from a forward of one token."""
+        row = self.forward.add()
+        self.forward.forward([RowInput(row, np.zeros(1, np.int64))])
+        return self.forward.cache.bytes_per_line, self.forward.cross.bytes_per_line
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes(self.forward.cache.num_lines, self.forward.cross.num_lines)
+
+    def _bytes(self, num_own: int, num_read: int) -> int:
+        """Of so many lines of both caches."""
+        return num_own * self.bytes_per_token + num_read * self.bytes_per_encoded
+
+    def call_of(self, prepared: PreparedCall) -> DecodingCall:
+        """The request as one of those that share the forward; its encoder runs when it begins."""
+        if prepared.route.way != "packed":
+            raise refuse(prepared.route.reason or "it cannot be packed")
+        call = decoding_call(prepared, self.forward)
+        call.read = partial(read, prepared)
+        return call
+
+    def size_of(self, call: DecodingCall) -> int:
+        """Bytes of a request's slots, and of its encoder's output, which drafts may look at."""
+        own, read = self._lengths(call)
+        output = read * self._bytes_of_output
+        slots = self._bytes(slot_size(own), slot_size(read)) + output
+        return min(slots, max(self._bytes(own, read) + output, self.max_bytes))
+
+    @staticmethod
+    def _lengths(call: DecodingCall) -> tuple[int, int]:
+        """Tokens that a request may reach, the draft behind its last one included, and those that its encoder reads."""
+        request = call.requests[0]
+        assert request.max_new_tokens is not None, "generate always limits the length"
+        return len(request.prompt) + request.max_new_tokens + call.draft_room, len(call.text_of(request))
+
+    def place(self, request: Request, running: list[Request]) -> None:
+        """Runs the encoder, and gives the request its slots."""
+        outputs, mask = self._read(request.call)
+        own, read = self._lengths(request.call)
+        self._make_room(own, read)
+        (request.row,) = self.forward.encode(outputs, mask, own)
+
+    def _read(self, call: DecodingCall) -> tuple[BaseModelOutput, torch.Tensor | None]:
+        inputs = call.read_encoder()
+        return inputs.outputs, inputs.mask if masks_encoder(self._model) else None
+
+    def _make_room(self, num_own: int, num_read: int) -> None:
+        """Bounds both caches so that a row fits into each, and both together into memory. Unused memory goes back."""
+        own, cross = self.forward.cache, self.forward.cross
+        for cache in (own, cross):
+            if cache.num_lines > _WASTE * max(cache.num_taken, _FIRST_LINES):
+                cache.shrink(2 * cache.num_taken)
+        sizes = slot_size(num_own), slot_size(num_read)
+        if self._bytes(own.num_taken + sizes[0], cross.num_taken + sizes[1]) > self.max_bytes:
+            sizes = num_own, num_read  # which fit, or the request would not have been admitted
+        needs = own.num_taken + sizes[0], cross.num_taken + sizes[1]
+        if self._bytes(max(own.num_lines, needs[0]), max(cross.num_lines, needs[1])) > self.max_bytes:
+            own.shrink(max(own.num_taken, 1))
+            cross.shrink(max(cross.num_taken, 1))
+        lines = max(own.num_lines, needs[0]), max(cross.num_lines, needs[1])
+        spare = self.max_bytes - self._bytes(*lines)
+        cross.most_lines = lines[1] + min(lines[1] // 2, spare // 2 // self.bytes_per_encoded)
+        own.most_lines = (self.max_bytes - cross.most_lines * self.bytes_per_encoded) // self.bytes_per_token
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self.forward.model
+
+    def _forget(self, running: Sequence[Request]) -> None:
+        for cache in (self.forward.cache, self.forward.cross):
+            cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
+        for request in running:
+            outputs, mask = self._read(request.call)
+            self.forward.encode_anew(request.cache_row, outputs, mask)
+
+    def reset(self) -> None:
+        self.forward.clear(OwnCache(1, _FIRST_LINES), SlotCache(1, _FIRST_LINES))
