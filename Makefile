@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo test test-all check lint types imports format clean
+.PHONY: help setup demo docs test test-all check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -29,6 +29,11 @@ setup: $(INSTALLED)  ## create .venv with everything in it; the other targets do
 
 demo: $(INSTALLED)  ## speculative decoding beside plain decoding, on models in this repository
 	@$(BIN)/python demos/demo.py
+
+docs: $(INSTALLED)  ## the pages of docs/ as a site, in site/; broken links fail
+	@$(BIN)/python docs/tools/parameters.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
 test: check  ## style, types, architecture, then the tests
 	@echo "== tests"
@@ -57,7 +62,7 @@ format: $(INSTALLED)  ## put the code into this project's style
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
 clean:  ## remove build results and caches; .venv stays
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch alone and first: nothing that follows may choose another build of it.

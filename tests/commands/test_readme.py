@@ -15,7 +15,8 @@ from hf_smartspec import LengthPolicy, goodput
 from hf_smartspec.commands import main as cli
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+_NAMED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+PAGES = [*(REPOSITORY / name for name in _NAMED), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LINES = sorted({line for page in PAGES for line in re.findall(r"^smartspec [^\n]+$", page.read_text(), re.MULTILINE)})
 _OUTPUTS = ("--output", "--json", "--plot")
 

@@ -1,0 +1,106 @@
+"""The pages as a site: it is built strictly, fetches nothing from elsewhere, and says what the code says."""
+
+import logging
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+import hf_smartspec
+from hf_smartspec import candidates
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """Theme and plugins have words of their own to say; mkdocs leaves its handlers behind."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    handlers = logging.getLogger("mkdocs").handlers[:]
+    yield
+    logging.getLogger("mkdocs").handlers[:] = handlers
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "tools"))
+    yield
+    for name in ("parameters", "draw", "hooks"):
+        sys.modules.pop(name, None)
+
+
+def _built(folder, **changes):
+    config = load_config(str(REPOSITORY / "mkdocs.yml"), strict=True, site_dir=str(folder), **changes)
+    config.plugins.run_event("startup", command="build", dirty=False)
+    try:
+        build(config)
+    finally:
+        config.plugins.run_event("shutdown")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        patch.chdir(REPOSITORY)  # the reference is looked for here
+        return _built(tmp_path_factory.mktemp("site"))
+
+
+@pytest.mark.long
+def test_every_page_is_in_the_site_and_no_link_is_broken(site):
+    for page in PAGES:
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
+
+
+def test_the_site_fetches_nothing_from_elsewhere(site):
+    pages = [*site.rglob("*.html"), *site.rglob("*.css")]
+    loaded = r"""(?:<(?:script|img|iframe|source)\b[^>]*\bsrc=|<link\b[^>]*\bhref=|url\()["']?(?:https?:)?//[^"'>)]*"""
+    fetched = {found for page in pages for found in re.findall(loaded, page.read_text())}
+    assert len(pages) > len(PAGES) and not fetched
+
+
+def test_the_reference_shows_every_public_name(site):
+    reference = (site / "reference.html").read_text()
+    for name in hf_smartspec.__all__:
+        assert f'id="hf_smartspec.{name}"' in reference
+    for name in set(candidates.__all__) - set(hf_smartspec.__all__):
+        assert f'id="hf_smartspec.candidates.{name}"' in reference
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[a page](nowhere.md)", "[a section](other.md#nowhere)", "[a file](../nowhere.py)", "text\n- a list"],
+    ids=["page", "section", "file", "list"],
+)
+def test_what_leads_nowhere_or_reads_otherwise_on_a_forge_fails(tmp_path, text):
+    for name in ("tools", "site.css"):
+        copy = shutil.copytree if (DOCS / name).is_dir() else shutil.copy
+        copy(DOCS / name, tmp_path / name)
+    (tmp_path / "other.md").write_text("# Other\n")
+    (tmp_path / "index.md").write_text(f"# Index\n\n{text}\n")
+    with pytest.raises(Abort):
+        _built(tmp_path / "site", docs_dir=str(tmp_path), nav=None, plugins=[])
+
+
+def test_tables_and_files_in_pages_are_those_of_the_code(tools):
+    import parameters
+
+    found = [name for page in PAGES for name in re.findall(r"<!-- parameters: ([\w.]+) -->", page.read_text())]
+    assert found
+    for page in PAGES:
+        assert parameters.renewed(page.read_text()) == page.read_text(), "`make docs` writes them anew"
+
+
+def test_pictures_are_those_that_are_drawn(tools):
+    import draw
+
+    for name, picture in draw.DRAWN.items():
+        assert (draw.PICTURES / f"{name}.svg").read_text() == picture().svg(), "`python docs/tools/draw.py` draws them"
