@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ..common.answering.text import Piece
+from ..common.answering.text import Piece, printable
 
 PROMPT, CONTINUED = "> ", "… "
 ACCEPTED = Style(color="green")
@@ -70,7 +70,7 @@ class Screen:
     def write(self, pieces: Sequence[Piece]) -> None:
         """The next of an answer."""
         if self.is_interactive:
-            text = Text.assemble(*((piece.text, ACCEPTED if piece.source else "") for piece in pieces))
+            text = Text.assemble(*((printable(piece.text), ACCEPTED if piece.source else "") for piece in pieces))
             self._console.print(text, end="")
         else:
             sys.stdout.write("".join(piece.text for piece in pieces))

@@ -7,9 +7,10 @@ from rich.text import Text
 
 from ...decoding.statistics import GenerationStatistics
 from ...sampling.noise import row_seed
+from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
 from ..common.answering.arguments import Sampling
-from ..common.answering.speaker import AnyEngine, Speaker, new_seed, shown
+from ..common.answering.speaker import Speaker, new_seed, shown
 from ..common.answering.statistics import summary
 from ..common.answering.text import GrowingText
 from .conversation import Conversation
@@ -36,7 +37,7 @@ class Session:
         self.sampling, self.max_new_tokens, self.seed = sampling, max_new_tokens, seed
         self.last, self.total = GenerationStatistics(), GenerationStatistics()
         self.num_failed = 0
-        self._engine: AnyEngine = speaker.new_engine()
+        self._engine: Engine = speaker.new_engine()
 
     def stop(self) -> None:
         """Ends what still runs."""
@@ -47,9 +48,10 @@ class Session:
         Raises:
             UsageError: if it cannot draft for the model; the former one stays.
         """
-        engine = self.speaker.new_engine(assistant)
+        speaker = replace(self.speaker, assistant=assistant)
+        engine = speaker.new_engine()
         self.stop()
-        self._engine, self.speaker = engine, replace(self.speaker, assistant=assistant)
+        self._engine, self.speaker = engine, speaker
 
     def answer(self, text: str) -> None:
         """Says `text` and shows what the model answers; Ctrl-C ends the answer."""
@@ -79,7 +81,7 @@ class Session:
             arguments["stop_strings"] = self.conversation.stop_strings
         seed = new_seed() if self.seed is None else row_seed(self.seed, self.conversation.num_answers)
         return self._engine.add_request(
-            ids, max_new_tokens=max_new_tokens, streaming=True, seed=seed, **arguments
+            ids, max_new_tokens=max_new_tokens, streaming=True, seed=seed, trace=self.screen.is_interactive, **arguments
         )  # fmt: skip
 
     def _followed(self, request_id: str) -> tuple[EngineOutput, GrowingText]:
@@ -97,7 +99,7 @@ class Session:
     def _follow(self, request_id: str, growing: GrowingText) -> EngineOutput:
         output = None
         for output in self._engine.request_id_iter(request_id):
-            self.screen.write(growing.feed(output.generated_tokens, getattr(output, "token_sources", None)))
+            self.screen.write(growing.feed(output.generated_tokens, output.token_sources))
         assert output is not None, "a request has at least its last output"
         return output
 
@@ -122,9 +124,10 @@ class Session:
 
     def greet(self) -> None:
         """What is there, once."""
-        model = self.speaker
-        line = Text(f"{model.name}, assistant {shown(model.assistant)}. ")
-        line.append("Green", ACCEPTED).append(" was drafted and accepted. /help tells more, Ctrl-D leaves.\n")
+        self.screen.note(f"{self.speaker.name}, assistant {shown(self.speaker.assistant)}")
+        line = Text("Green", ACCEPTED).append(
+            " was drafted and accepted. /help tells more, Ctrl-D leaves.\n", "default"
+        )
         self.screen.note(line)
         if not self.conversation.has_template:
             self.screen.tell(

@@ -96,10 +96,10 @@ def _exit(session: Session, words: str) -> None:
 VERBS = {
     "/stats": Verb("", "what speculation did, in the last answer and in all", _stats),
     "/reset": Verb("", "begin a new conversation", _reset),
-    "/system": Verb("TEXT", "what the model is told first; without TEXT, nothing", _system),
-    "/assistant": Verb("NAME", "what drafts: auto, suffix, prompt_lookup, none, a folder, ...", _assistant),
-    "/seed": Verb("N", "the same conversation again; without N, a new seed for every answer", _seed),
-    "/temperature": Verb("X", "0: always the most probable token; without X, the model's own", _temperature),
+    "/system": Verb("TEXT", "what the model is told first; alone: nothing", _system),
+    "/assistant": Verb("NAME", "what drafts: auto, prompt_lookup, none, a folder, ...", _assistant),
+    "/seed": Verb("N", "the same conversation again; alone: a new seed always", _seed),
+    "/temperature": Verb("X", "0: always the likeliest token; alone: the model's own", _temperature),
     "/help": Verb("", "this list", _help),
     "/exit": Verb("", "leave", _exit),
 }

@@ -10,12 +10,13 @@ from typing import Any
 from rich.markup import escape
 
 from ...sampling.noise import row_seed
+from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
 from ..common.answering.arguments import sampling_of
 from ..common.answering.prompting import Prompter
-from ..common.answering.speaker import AnyEngine, Speaker, new_seed, shown
+from ..common.answering.speaker import Speaker, new_seed, shown
 from ..common.answering.statistics import summary
-from ..common.answering.text import GrowingText
+from ..common.answering.text import GrowingText, Piece, printable
 from ..common.console import make_console
 from ..common.models import UsageError
 from ..common.outputs import json_safe, write_json
@@ -58,7 +59,7 @@ class Answers:
             raise UsageError(f"a prompt of {len(ids)} tokens is too long: the model reads and writes {limit}")
         return ids
 
-    def _add(self, engine: AnyEngine, index: int, ids: list[int]) -> str:
+    def _add(self, engine: Engine, index: int, ids: list[int]) -> str:
         arguments = sampling_of(self._args).arguments()
         if self._args.stop:
             arguments["stop_strings"] = self._args.stop
@@ -81,7 +82,7 @@ class Answers:
             f"{space}[bold]{index + 1} of {len(prompts)}:[/bold] {escape(line)}", highlight=False, soft_wrap=True
         )
 
-    def _answer(self, engine: AnyEngine, name: str, prompt: str) -> dict[str, Any]:
+    def _answer(self, engine: Engine, name: str, prompt: str) -> dict[str, Any]:
         growing = GrowingText(self._speaker.tokenizer, self._args.stop)
         output: EngineOutput | None = None
         for output in engine.request_id_iter(name):
@@ -102,12 +103,13 @@ class Answers:
             "statistics": output.statistics.as_dict(),
         }
 
-    def _write(self, pieces: Sequence[Any]) -> None:
+    def _write(self, pieces: Sequence[Piece]) -> None:
         if self._shows_text and pieces:
-            sys.stdout.write("".join(piece.text for piece in pieces))
+            text = "".join(piece.text for piece in pieces)
+            sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
 
-    def _report(self, rows: list[dict[str, Any]], engine: AnyEngine) -> None:
+    def _report(self, rows: list[dict[str, Any]], engine: Engine) -> None:
         if self._args.stats and rows:
             print(summary(engine.statistics), file=sys.stderr)
         if not self._args.json or not rows:

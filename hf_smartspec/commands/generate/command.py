@@ -1,6 +1,7 @@
 """`smartspec generate`: text for one prompt, for several, or for every row of a dataset."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from ..common.arguments import positive
 from ..common.models import UsageError
 from ..common.outputs import check_output
 from .answers import STDOUT, Answers
+from .dataset import DatasetAnswers, Shard, launched_device
 from .prompts import read_prompts
+from .rows import checked_rows
 
 _MAX_NEW_TOKENS, _MAX_BATCH_SIZE = 256, 16
 
@@ -36,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, _MAX_NEW_TOKENS).add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times"
     )
+    _add_dataset_arguments(parser)
     group = parser.add_argument_group("work and results")
     group.add_argument(
         "--max-batch-size", type=positive, default=_MAX_BATCH_SIZE, metavar="N",
@@ -47,13 +51,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "datasets", "in place of PROMPT; called again, the same command goes on where it was interrupted"
+    )
+    group.add_argument("--dataset", metavar="DATASET", help=".jsonl, .csv, .parquet or .txt, a folder, or a hub id")
+    group.add_argument("--config", metavar="NAME", help="of a dataset of the hub that has several")
+    group.add_argument("--split", metavar="NAME", default="train", help="such as train or test[:100] (default: train)")
+    group.add_argument(
+        "--column", metavar="NAME", default="prompt",
+        help="with texts, or with chats: lists of messages, whose last answer is left out (default: prompt)",
+    )  # fmt: skip
+    group.add_argument("--output", type=Path, metavar="FILE", help=".jsonl; one line for every row, in their order")
+    group.add_argument("--keep", action="append", metavar="NAME", help="a column that is written too (default: COLUMN)")
+    group.add_argument("--response", metavar="NAME", default="response", help="under which answers are written")
+    group.add_argument("--limit", type=positive, metavar="N", help="the first N rows only")
+    group.add_argument(
+        "--shard", type=Shard.of, metavar="I/N",
+        help="part I of N, from 0, into FILE-0000I-of-0000N (default: a part for each process of accelerate launch)",
+    )  # fmt: skip
+    group.add_argument("--overwrite", action="store_true", help="throw away what is in the output")
+
+
 def run(args: argparse.Namespace) -> int:
+    sampling_of(args)
+    if args.dataset is not None:
+        return _answer_dataset(args)
+    if args.output:
+        raise UsageError("--output is for --dataset; other answers are written by --json")
     if args.json != STDOUT:
         check_output(args.json)
-    sampling_of(args)
     prompts = read_prompts(args.prompts, args.file, sys.stdin)
     speaker = load_speaker(args)
     return Answers(args, speaker, _prompter(args, speaker)).run(prompts)
+
+
+def _answer_dataset(args: argparse.Namespace) -> int:
+    if args.prompts or args.file:
+        raise UsageError("--dataset stands in place of prompts")
+    if args.output is None:
+        raise UsageError("--dataset needs --output, where answers are written")
+    check_output(args.output)
+    check_output(args.json)
+    rows = checked_rows(args)
+    args.device = launched_device(args.device, os.environ)
+    speaker = load_speaker(args)
+    return DatasetAnswers(args, rows, speaker, _prompter(args, speaker)).run()
 
 
 def _prompter(args: argparse.Namespace, speaker: Speaker) -> Prompter:

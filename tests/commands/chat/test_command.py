@@ -56,7 +56,7 @@ def test_exit_leaves_what_follows_unread(folder, monkeypatch, capsys):
     [
         ("/asistant none", "no such command: /asistant; did you mean /assistant?"),
         ("/what", "no such command: /what; /help lists them"),
-        ("/assistant sufix", "/assistant: --assistant: Unknown `assistant` preset 'sufix'"),
+        ("/assistant sufix", "/assistant: Unknown `assistant` preset 'sufix'"),
         ("/temperature hot", "/temperature: 'hot' is no number"),
         ("/seed -1", "/seed: must be at least 0, got -1"),
         ("word " * 300, "the conversation has 1516 tokens and the model reads 256: /reset"),

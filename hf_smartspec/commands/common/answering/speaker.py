@@ -10,19 +10,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....prepare.call import model_limits
-from ....prepare.resolve import resolve
 from ....serving.engine import Engine
 from ....target.quantized import quantize
-from ....target.support import can_pack
 from ..demo import demo_folder
 from ..drafters import parts_of
 from ..models import UsageError, check_device, load_model, load_tokenizer
 from .arguments import AUTO
-from .by_generate import GenerateEngine
 
 _NEW_SEEDS = 2**32
-
-AnyEngine = Engine | GenerateEngine
 
 
 @dataclass(frozen=True)
@@ -50,24 +45,17 @@ class Speaker:
             return max_new_tokens
         return min(max_new_tokens, self.num_positions - num_tokens)
 
-    def new_engine(self, assistant: Any = None, max_batch_size: int = 1) -> AnyEngine:
+    def new_engine(self, max_batch_size: int = 1) -> Engine:
         """
         What serves its requests, started.
 
-        Args:
-            assistant (*optional*): In place of its own.
-
         Raises:
-            UsageError: if the assistant cannot draft for the model.
+            UsageError: if the assistant cannot draft for the model, or an engine cannot serve it.
         """
-        assistant = self.assistant if assistant is None else assistant
         try:
-            if self.model.config.is_encoder_decoder or not can_pack(self.model):
-                resolve(assistant, self.model)  # refuses what cannot draft
-                return GenerateEngine(self.model, assistant, self.tokenizer)
-            engine = Engine(self.model, assistant, max_batch_size=max_batch_size, tokenizer=self.tokenizer)
+            engine = Engine(self.model, self.assistant, max_batch_size=max_batch_size, tokenizer=self.tokenizer)
         except (TypeError, ValueError, OSError) as error:
-            raise UsageError(f"--assistant: {error}") from error
+            raise UsageError(str(error)) from error
         return engine.start()
 
 

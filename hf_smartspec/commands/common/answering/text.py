@@ -8,6 +8,14 @@ from transformers import PreTrainedTokenizerBase
 _INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
 
 
+_CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """The same without what terminals obey: a model may say anything."""
+    return text.translate(_CONTROLS)
+
+
 class Piece(NamedTuple):
     """
     Some text.

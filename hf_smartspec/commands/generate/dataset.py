@@ -1,0 +1,198 @@
+"""Answers to every row of a dataset, each once, however often the command is killed and called again."""
+
+import argparse
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...sampling.noise import row_seed
+from ...serving.engine import Engine
+from ...serving.outputs import EngineOutput
+from ..common.answering.arguments import sampling_of
+from ..common.answering.prompting import Prompter
+from ..common.answering.speaker import Speaker, shown
+from ..common.answering.statistics import summary
+from ..common.answering.text import GrowingText
+from ..common.models import UsageError
+from ..common.outputs import write_json
+from ..common.progress import track
+from .row_file import RowFile, as_json
+
+_AHEAD = 4  # batches of requests that are under way: one runs, and long ones do not keep the others waiting
+
+# Where launchers say which process this is: torchrun, Intel's MPI, Open MPI, MVAPICH2; as accelerate reads them.
+_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `num`, from 0."""
+
+    index: int
+    num: int
+
+    @staticmethod
+    def of(text: str) -> "Shard":
+        """From "I/N", for argparse."""
+        index, _, num = text.partition("/")
+        if not (index.isdecimal() and num.isdecimal() and int(index) < int(num)):
+            raise argparse.ArgumentTypeError(f"must be I/N with I from 0 to N - 1, got {text!r}")
+        return Shard(int(index), int(num))
+
+    def named(self, path: Path) -> Path:
+        """`out.jsonl` as `out-00000-of-00002.jsonl`, as datasets name their parts."""
+        if self.num == 1:
+            return path
+        return path.with_name(f"{path.stem}-{self.index:05}-of-{self.num:05}{path.suffix}")
+
+    def range(self, num_rows: int) -> range:
+        """Its rows, which follow one another; parts differ by one row at most."""
+        return range(self.index * num_rows // self.num, (self.index + 1) * num_rows // self.num)
+
+
+def launched_shard(environ: Mapping[str, str]) -> Shard:
+    """This process's part where `accelerate launch`, torchrun or MPI has started several; else the whole."""
+    index, num = _number(environ, _RANK), _number(environ, _WORLD_SIZE)
+    return Shard(0, 1) if index is None or num is None else Shard(index, num)
+
+
+def launched_device(device: str, environ: Mapping[str, str]) -> str:
+    """Every process of a machine gets a GPU of its own."""
+    index = _number(environ, _LOCAL_RANK)
+    return f"cuda:{index}" if device == "cuda" and index is not None else device
+
+
+def _number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
+
+
+class DatasetAnswers:
+    """The dataset of one command line, or a part of it."""
+
+    def __init__(self, args: argparse.Namespace, rows: Any, speaker: Speaker, prompter: Prompter):
+        self._args, self._rows, self._speaker, self._prompter = args, rows, speaker, prompter
+        self._shard = args.shard or launched_shard(os.environ)
+        self._indices = self._shard.range(len(rows))
+        self._columns = list(dict.fromkeys(args.keep or [args.column]))
+
+    def run(self) -> int:
+        """Exit status: 1 if a row could not be answered; not for launchers, which would end the other processes."""
+        path = self._shard.named(self._args.output)
+        with RowFile(path, self._settings(), self._args.overwrite) as file:
+            self._check(file)
+            num_known = len(file.rows)
+            num_errors = sum(row["error"] is not None for row in file.rows)
+            engine = self._speaker.new_engine(max_batch_size=self._args.max_batch_size)
+            try:
+                num_errors += self._answer(engine, file)
+            finally:
+                engine.stop(drain=False)
+                statistics = engine.statistics
+        errors = f", {num_errors} of them without an answer" if num_errors else ""
+        known = f", {num_known} of them from before" if num_known else ""
+        print(f"{path}: {len(self._indices)} rows{known}{errors}; {summary(statistics)}", file=sys.stderr)
+        if self._args.json:
+            result = {"output": str(path), "rows": len(self._indices), "from_before": num_known, "errors": num_errors}
+            result |= {"settings": file.settings, "assistant": shown(self._speaker.assistant)}
+            write_json(self._shard.named(self._args.json), result | {"statistics": statistics.as_dict()})
+        is_launched = self._args.shard is None and self._shard.num > 1
+        return 1 if num_errors and not is_launched else 0
+
+    def _settings(self) -> dict[str, Any]:
+        """All that rows depend on: what drafts does not belong to it."""
+        args, speaker = self._args, self._speaker
+        names = (
+            "dataset",
+            "config",
+            "split",
+            "column",
+            "response",
+            "quantize",
+            "max_new_tokens",
+            "stop",
+            "system",
+            "seed",
+        )
+        return {name: getattr(args, name) for name in names} | {
+            "rows": len(self._rows),
+            "keep": self._columns,
+            "shard": list(astuple(self._shard)),
+            "model": speaker.name,
+            "dtype": str(speaker.model.dtype).removeprefix("torch."),
+            "sampling": sampling_of(args).arguments(),
+            "template": None if self._prompter.is_raw else speaker.tokenizer.chat_template,
+        }
+
+    def _check(self, file: RowFile) -> None:
+        """What is there must be the dataset's first rows, in their order."""
+        for place, row in enumerate(file.rows):
+            if place >= len(self._indices) or not self._is_of(row, self._indices[place]):
+                raise UsageError(
+                    f"{str(file.path)!r}, line {place + 1}: not from this dataset's rows, or not in their order: "
+                    "--overwrite begins anew"
+                )
+
+    def _is_of(self, found: Any, index: int) -> bool:
+        row = self._rows[index]
+        want = {"row": index, **{name: row[name] for name in self._columns}}
+        return isinstance(found, dict) and all(found.get(name) == value for name, value in as_json(want).items())
+
+    def _answer(self, engine: Engine, file: RowFile) -> int:
+        """Writes the rows that are missing and returns how many of them have no answer."""
+        under_way: deque[tuple[int, str | Exception]] = deque()
+        num_errors = 0
+        with track(desc="answering", total=len(self._indices), unit=" rows") as bar:
+            bar.update(len(file.rows))
+            for index in [*self._indices[len(file.rows) :], None]:
+                while under_way and (index is None or len(under_way) >= _AHEAD * self._args.max_batch_size):
+                    row = self._finished(engine, *under_way.popleft())
+                    file.append(row)
+                    num_errors += row["error"] is not None
+                    bar.update()
+                if index is not None:
+                    under_way.append((index, self._begin(engine, index, file.settings["seed"])))
+        return num_errors
+
+    def _begin(self, engine: Engine, index: int, seed: int) -> str | Exception:
+        """The name of its request, or what is wrong with its prompt."""
+        try:
+            ids = self._prompter.token_ids(self._rows[index][self._args.column])
+            room = self._speaker.room(len(ids), self._args.max_new_tokens)
+            if room < 1:
+                return ValueError(f"{len(ids)} tokens are too many: the model takes {self._speaker.num_positions}")
+            arguments = sampling_of(self._args).arguments()
+            if self._args.stop:
+                arguments["stop_strings"] = self._args.stop
+            return engine.add_request(ids, max_new_tokens=room, seed=row_seed(seed, index), **arguments)
+        except (TypeError, ValueError) as error:
+            return error
+
+    def _finished(self, engine: Engine, index: int, name: str | Exception) -> dict[str, Any]:
+        """The row as it is written."""
+        output: EngineOutput | None = None
+        if isinstance(name, str):
+            output = engine.get_result(name)
+            if output is None or output.error:
+                reason = output.error if output else "the engine has ended"
+                raise UsageError(f"row {index}: {reason}; the same command goes on there")
+        columns = {column: self._rows[index][column] for column in self._columns}
+        return {
+            "row": index,
+            **columns,
+            self._args.response: self._text(output) if output else None,
+            "finish_reason": output.finish_reason if output else None,
+            "generated_tokens": len(output.generated_tokens) if output else 0,
+            "error": None if output else str(name),
+        }
+
+    def _text(self, output: EngineOutput) -> str:
+        growing = GrowingText(self._speaker.tokenizer, self._args.stop)
+        growing.feed(output.generated_tokens)
+        growing.end()
+        return growing.text
