@@ -54,7 +54,7 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
     parser.parse_args(arguments)
     outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
     for word in arguments:
-        if ("/" in word or "." in word) and word not in outputs:
+        if re.search(r"[/.]", word) and not re.fullmatch(r"[\d/.]+", word) and word not in outputs:
             path_named = word.rpartition("=")[2]  # of NAME=PATH
             assert (REPOSITORY / path_named).exists(), f"{word!r} is not in the repository"
 
