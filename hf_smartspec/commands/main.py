@@ -39,6 +39,7 @@ COMMANDS = {
     ("bench", "peers"): Command("peers.command", "measure other engines on the CPU, with the same weights"),
     ("bench", "sources"): Command("ablation.command", "measure what each part of the model-free sources contributes"),
     ("bench", "simulate"): Command("papers.command", "play the papers' loads, and traces, on a simulated engine"),
+    ("bench", "replicas"): Command("replicas", "play a service of several replicas on simulated engines"),
     ("bench", "load"): Command("load.command", "measure latency and goodput of the engine over the request rate"),
     ("bench", "batch"): Command("batch", "measure seconds per token over batch size and draft length"),
     ("bench", "timeline"): Command("load.timeline", "measure latency while busy and quiet phases alternate"),

@@ -4,6 +4,7 @@ from .arrivals import Trace, alternating, gamma, poisson, read_trace
 from .clock import EventClock
 from .costs import Device, datasheet_cost
 from .engine import SimulatedEngine
+from .fleet import FleetResult, SimulatedFleet
 from .requests import LoadRequest, with_acceptance
 from .results import LoadResult, Served
 from .sources import TableCandidates, tree_size
@@ -11,10 +12,12 @@ from .sources import TableCandidates, tree_size
 __all__ = [
     "Device",
     "EventClock",
+    "FleetResult",
     "LoadRequest",
     "LoadResult",
     "Served",
     "SimulatedEngine",
+    "SimulatedFleet",
     "TableCandidates",
     "Trace",
     "alternating",

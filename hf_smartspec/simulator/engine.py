@@ -106,16 +106,19 @@ class SimulatedEngine:
         Raises:
             ValueError: before anything runs, for a request that can never fit into memory.
         """
+        run = self.begin(requests, policy)
+        while run.step(on_served):
+            pass
+        return run.result(requests)
+
+    def begin(self, requests: Sequence[LoadRequest], policy: LengthPolicy) -> "Run":
+        """`run`, step by step."""
         for request in requests:
             self.memory.scheduler.check(self._num_tokens(request))
         self.clock.now, self.forward.num_batched = 0.0, 0
         loop = DecodingLoop(policy, _LIMITS, self.max_prefill_tokens, release=self.memory.release, clock=self.clock)
         loop.drafting.sources.gates = defaultdict(self.new_gate)
-        run = _Run(self, loop, sorted(requests, key=lambda item: item.arrival))
-        while run.step(on_served):
-            pass
-        served = [run.served[request] for request in requests]
-        return LoadResult(served, loop.statistics, self.forward.num_batched, run.seconds_waited)
+        return Run(self, loop, sorted(requests, key=lambda item: item.arrival))
 
     def _num_tokens(self, request: LoadRequest) -> int:
         return len(request.prompt) + request.max_new_tokens + min(self.max_nodes, DRAFT_ROOM)
@@ -125,7 +128,10 @@ class SimulatedEngine:
         request = _KnownRequest.of(item, self.forward.end_id)
         batch = DecodingBatch([request], self._criteria, None)
         picker = TokenPicker(LogitsProcessorList(), 1, len(item.prompt))
-        return DecodingCall(self.forward, batch, picker, coupled_picks, self.source, self.max_nodes)
+        assignment = {"namespace": item.namespace} if item.namespace else {}
+        return DecodingCall(
+            self.forward, batch, picker, coupled_picks, self.source, self.max_nodes, assignment=assignment
+        )
 
 
 class _KnownRequest(Request):
@@ -155,7 +161,7 @@ class _KnownRequest(Request):
         return self._padded[: self.length]
 
 
-class _Run:
+class Run:
     """One load on its way through an engine."""
 
     def __init__(self, engine: SimulatedEngine, loop: DecodingLoop, requests: Sequence[LoadRequest]):
@@ -167,9 +173,18 @@ class _Run:
         self.served: dict[LoadRequest, Served] = {}
         self.seconds_waited = 0.0
 
-    def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> bool:
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.coming) or len(self.memory.scheduler) > 0
+
+    def result(self, requests: Sequence[LoadRequest] | None = None) -> LoadResult:
+        """What has been served, in the order of `requests`, or of the ends."""
+        served = [self.served[request] for request in requests or self.served]
+        return LoadResult(served, self.loop.statistics, self.engine.forward.num_batched, self.seconds_waited)
+
+    def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None = None) -> bool:
         """The next step of the loop; False if there is none."""
-        if not self.coming and not len(self.memory.scheduler):
+        if not self.is_busy:
             return False
         if not len(self.memory.scheduler):
             self.clock.jump(self._queued(self.coming[0]))

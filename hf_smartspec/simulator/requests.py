@@ -25,6 +25,7 @@ class LoadRequest:
         ranks (`np.ndarray` of shape `[n]`, int): For `TableCandidates`: the place of each response token among the
             drafter's candidates for it, given the text before it; 0 is the first one.
         probs (`np.ndarray` of shape `[n, k]`, float32): The probabilities that the drafter gives its candidates.
+        namespace (`str`): Whose text it is: whose earlier outputs drafts come from.
     """
 
     arrival: float
@@ -33,6 +34,7 @@ class LoadRequest:
     response: np.ndarray
     ranks: np.ndarray | None = None
     probs: np.ndarray | None = None
+    namespace: str = ""
 
     @classmethod
     def of_lengths(

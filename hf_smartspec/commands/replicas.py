@@ -1,0 +1,176 @@
+"""`smartspec bench replicas`: real text on several simulated engines, by who serves what and what they share."""
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..candidates import SuffixTreeCandidates
+from ..goodput import CostModel, DraftCost, GoodputAuction
+from ..sharing.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
+from ..simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
+from .common.arguments import command_of, not_negative, positive, positive_list, positive_number
+from .common.console import make_console, table
+from .common.demo import demo_folder
+from .common.models import UsageError
+from .common.outputs import check_output, write_json
+from .common.progress import track
+from .common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
+
+_DRAFT_COST = DraftCost(per_call=2e-5, per_row=1e-5)
+_MAX_PROMPT, _MAX_BATCH_SIZE, _SYSTEM_FROM = 1024, 32, 2**30
+_COLUMNS = ("tokens/step", "reused", "latency", "p99", "busiest")
+_CAPTION = "reused: of the prompts' tokens; latency: mean; busiest: requests of the busiest replica by the mean"
+
+
+class Way(NamedTuple):
+    """How requests are spread, and whether outputs are shared."""
+
+    name: str
+    new_router: Callable[[int], Router]
+    shares: bool = False
+
+
+WAYS = (
+    Way("round robin", lambda seed: RoundRobin()),
+    Way("least loaded", lambda seed: LeastLoaded()),
+    Way("power of two", PowerOfTwo),
+    Way("affinity", lambda seed: Affinity()),
+    Way("power of two, shared trees", PowerOfTwo, shares=True),
+    Way("affinity, shared trees", lambda seed: Affinity(), shares=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE",
+        help=".jsonl or .jsonl.gz with prompts and responses (default: the demo's)",
+    )  # fmt: skip
+    parser.add_argument("--replicas", type=positive_list, default=[2, 4, 8], metavar="N,N", help="default: 2,4,8")
+    parser.add_argument("--requests", type=positive, default=100, metavar="N", help="per replica (default: 100)")
+    parser.add_argument(
+        "--rate", type=positive_number, default=4.0, metavar="R", help="requests per second and replica (default: 4)"
+    )
+    parser.add_argument(
+        "--tenants", type=positive, default=16, metavar="N",
+        help="each has a namespace and texts of one FILE (default: 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--system", type=not_negative, default=256, metavar="N",
+        help="tokens that all prompts of a tenant begin with, made up (default: 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--interval", type=positive_number, default=5.0, metavar="S",
+        help="seconds between exchanges of shared trees (default: 5)",
+    )  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    texts = _texts(args)
+    cost = datasheet_cost(Device.a100(), 6.7e9, 32, 4096)
+    console = make_console()
+    console.print(
+        "[bold]smartspec bench replicas[/bold] Simulated: replicas of a 7 B model, each on an A100 by its data sheet; "
+        f"real text, {args.tenants} tenants, {args.rate:g} requests per second and replica.\n",
+        highlight=False,
+    )
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        with track(total=len(args.replicas) * len(WAYS), desc="simulating", unit=" runs") as progress:
+            for num in args.replicas:
+                requests = _requests(texts, num, args)
+                found[str(num)] = {}
+                for way in WAYS:
+                    found[str(num)][way.name] = _serve(way, num, requests, cost, args)
+                    progress.update()
+    finally:  # interrupted, what was simulated so far is still worth having
+        for name, rows in found.items():
+            lines = table(f"{name} replicas", "", *_COLUMNS)
+            for way_name, row in rows.items():
+                lines.add_row(way_name, *_shown(row))
+            console.print(lines)
+        console.print(_CAPTION, highlight=False)
+        if args.json:
+            write_json(args.json, {"command": command_of(args), "is_simulated": True, "replicas": found})
+    return 0
+
+
+def _texts(args: argparse.Namespace) -> list[list[Recording]]:
+    """By file."""
+    files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
+    tokenizer = tokenizer_of(args.tokenizer)
+    limit = args.requests * max(args.replicas)  # more are never asked
+    found = [tokenize(read_requests(path, Fields(), limit), tokenizer, _MAX_PROMPT) for path in files]
+    if not all(any(len(item.response) for item in items) for items in found):
+        raise UsageError(f"no responses in one of {', '.join(map(str, files))}")
+    return [[item for item in items if len(item.response)] for items in found]
+
+
+def _requests(texts: Sequence[Sequence[Recording]], num_replicas: int, args: argparse.Namespace) -> list[LoadRequest]:
+    """Tenants in a random order, each going through texts of its own."""
+    rng = np.random.default_rng([args.seed, num_replicas])
+    times = poisson(args.rate * num_replicas, args.requests * num_replicas, rng)
+    systems = rng.integers(_SYSTEM_FROM, 2**31 - 1, (args.tenants, args.system))
+    stride = -(-args.tenants // len(texts))
+    own = [texts[tenant % len(texts)][tenant // len(texts) :: stride] for tenant in range(args.tenants)]
+    order = [rng.permutation(len(items)) for items in own]
+    asked = [0] * args.tenants
+    found = []
+    for time, tenant in zip(times, rng.integers(0, args.tenants, len(times))):
+        item = own[tenant][order[tenant][asked[tenant] % len(own[tenant])]]
+        asked[tenant] += 1
+        prompt = np.concatenate([systems[tenant], item.prompt])
+        response = item.response[: args.max_new_tokens]
+        found.append(LoadRequest(float(time), prompt, len(response), response, namespace=f"tenant {tenant}"))
+    return found
+
+
+def _serve(
+    way: Way, num: int, requests: Sequence[LoadRequest], cost: CostModel, args: argparse.Namespace
+) -> dict[str, float]:
+    sources = [SuffixTreeCandidates(max_bytes=2**26) for _ in range(num)]
+    engines = [SimulatedEngine(cost, source, _DRAFT_COST, max_batch_size=_MAX_BATCH_SIZE) for source in sources]
+    exchange = Exchange(sources) if way.shares else None
+    fleet = SimulatedFleet(engines, way.new_router(args.seed), exchange, args.interval)
+    # Requests are the names under which drafters know them: every way has its own.
+    result = fleet.run([replace(item) for item in requests], lambda _: GoodputAuction(copy.deepcopy(cost)))
+    return result.as_dict()
+
+
+class Exchange:
+    """Has suffix trees tell one another what they kept since the last time."""
+
+    def __init__(self, sources: Sequence[SuffixTreeCandidates]):
+        self.sources = sources
+        self._seen = [0] * len(sources)
+        self._taken: list[set[int | None]] = [set() for _ in sources]
+
+    def __call__(self) -> None:
+        new = [
+            [item for item in source.outputs(seen) if item[0] not in taken]
+            for source, seen, taken in zip(self.sources, self._seen, self._taken)
+        ]
+        for place, (source, taken) in enumerate(zip(self.sources, self._taken)):
+            for other, items in enumerate(new):
+                for _, namespace, tokens in items if other != place else ():
+                    taken.update(source.add_outputs([tokens], namespace, progress=False))
+        self._seen = [max((number for number, *_ in source.outputs()), default=0) for source in self.sources]
+
+
+def _shown(row: dict[str, float]) -> list[str]:
+    return [
+        f"{row['mean_accepted_length']:.2f}",
+        f"{100 * row['reused_share']:.0f} %",
+        f"{row['mean_latency']:.2f} s",
+        f"{row['p99_latency']:.2f} s",
+        f"{row['imbalance']:.2f}",
+    ]

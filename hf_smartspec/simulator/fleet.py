@@ -1,0 +1,107 @@
+"""Several engines in virtual time, and who serves what."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..goodput.policy import LengthPolicy
+from ..sharing.routing import ReplicaLoad, Router
+from .engine import Run, SimulatedEngine
+from .requests import LoadRequest
+from .results import LoadResult
+
+
+@dataclass
+class FleetResult:
+    """
+    Args:
+        replicas (list of `LoadResult`): What each has served.
+        reused (list of `int`): Prompt tokens of each that were not computed again.
+        prompt_tokens (`int`): Of all requests.
+    """
+
+    replicas: list[LoadResult]
+    reused: list[int]
+    prompt_tokens: int
+
+    @property
+    def together(self) -> LoadResult:
+        """All requests, as if one had served them."""
+        total = LoadResult()
+        for result in self.replicas:
+            total.served += result.served
+            total.statistics += result.statistics
+            total.batched_tokens += result.batched_tokens
+            total.seconds_waited += result.seconds_waited
+        total.served.sort(key=lambda item: item.arrival)
+        return total
+
+    def as_dict(self) -> dict[str, float]:
+        counts = [len(result.served) for result in self.replicas]
+        return self.together.as_dict() | {
+            "reused_share": sum(self.reused) / max(self.prompt_tokens, 1),
+            "imbalance": max(counts) * len(counts) / max(sum(counts), 1),
+        }
+
+
+class SimulatedFleet:
+    """
+    Replicas of a service, each a `SimulatedEngine` with a source of its own, behind a router that knows what everyone
+    does at the moment.
+
+    Args:
+        engines (sequence of `SimulatedEngine`): The replicas.
+        router (`Router`): Gives every request to one of them when it arrives.
+        exchange (`Callable`, *optional*): Lets their sources share what they know; takes no time,
+        interval (`float`): and happens every so many seconds.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[SimulatedEngine],
+        router: Router,
+        exchange: Callable[[], object] | None = None,
+        interval: float = 30.0,
+    ):
+        self.engines, self.router = list(engines), router
+        self.exchange, self.interval = exchange, interval
+
+    def run(
+        self, requests: Sequence[LoadRequest], new_policy: Callable[[SimulatedEngine], LengthPolicy]
+    ) -> FleetResult:
+        """
+        Serves requests at their arrival times, until the last one is answered.
+
+        Raises:
+            ValueError: before anything runs, for a request that can never fit into memory.
+        """
+        reused = [engine.memory.num_reused for engine in self.engines]
+        runs = [engine.begin(requests, new_policy(engine)) for engine in self.engines]
+        for run in runs:
+            run.coming.clear()  # they come when it is their turn
+        due = self.interval
+        for request in sorted(requests, key=lambda item: item.arrival):
+            while self.exchange is not None and due <= request.arrival:
+                _until(runs, due)
+                self.exchange()
+                due += self.interval
+            _until(runs, request.arrival)
+            loads = [
+                ReplicaLoad(number, len(run.loop.running), len(run.memory.scheduler.waiting) + len(run.coming))
+                for number, run in enumerate(runs)
+            ]
+            runs[self.router.choose(loads, request.prompt, request.namespace)].coming.append(request)
+        for run in runs:
+            while run.step():
+                pass
+        return FleetResult(
+            [run.result() for run in runs],
+            [engine.memory.num_reused - before for engine, before in zip(self.engines, reused)],
+            sum(len(request.prompt) for request in requests),
+        )
+
+
+def _until(runs: Sequence[Run], time: float) -> None:
+    """Everyone works on until then; a step that has begun is not cut short."""
+    for run in runs:
+        while run.is_busy and run.clock.now < time:
+            run.step()
