@@ -16,7 +16,7 @@ from .errors import ApiError
 
 _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"
-_LAYOUT: Any = {"whitespace_pattern": r"\n?[ ]{0,16}"}  # small models otherwise write nothing but blanks
+_LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # small models otherwise write nothing but blanks
 _KEPT = 64  # forms whose grammar is kept
 
 

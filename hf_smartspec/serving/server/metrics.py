@@ -60,8 +60,8 @@ class ServerMetrics:
         """What engines count themselves is asked for whenever somebody looks."""
         self.registry.register(_Engines(models))
         for name in models:
-            for counter in self._counters.values():
-                counter.labels(name)
+            for item in [*self._counters.values(), *self._histograms.values()]:
+                item.labels(name)
             for reason in ("stop", "length", "abort", "error"):
                 self._ended.labels(name, reason)
 

@@ -60,6 +60,7 @@ class ServedModel:
         given = [value for value in (limits.max_model_len, own.num_positions) if value is not None]
         self.max_model_len = min(given, default=None)
         self._max_batch_size, self.num_open = max_batch_size, 0
+        self._vocab_size = own.vocab_size
         self._grammars = Grammars(self.tokenizer, own.vocab_size, eos_ids(self.model.generation_config))
         # Text becomes tokens, and tokens requests, in a thread of their own, one after the other: clients are answered
         # meanwhile, and what is dropped has been added before.
@@ -103,6 +104,10 @@ class ServedModel:
         Raises:
             ApiError: 400, for what cannot be served, and 429, where too many wait.
         """
+        if not self.engine.is_running:
+            raise ApiError(503, f"{self.name} has stopped", retry_after=1)
+        self._check_tokens([ids[0][0] for ids in settings.arguments.get("sequence_bias", ())], "logit_bias")
+        self._check_tokens(settings.arguments.get("eos_token_id") or (), "stop_token_ids")
         usual = self.limits.max_new_tokens if usual_tokens is None else usual_tokens
         room = [new_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]
         count = len(prompts) * len(settings.seeds)
@@ -120,6 +125,13 @@ class ServedModel:
                 answer.drop()
             raise
         return answers
+
+    def _check_tokens(self, ids: Sequence[int], field: str) -> None:
+        """Raises `ApiError`, 400, unless the model has these tokens."""
+        for token in ids:
+            if token >= self._vocab_size:
+                message = f"{field}: the model has {self._vocab_size} tokens, and {token} is none of them"
+                raise ApiError(400, message, param=field)
 
     def _prepared(self, settings: Settings, namespace: str) -> "_Prepared":
         grammar = None if settings.form is None else self._grammars.processor(settings.form)

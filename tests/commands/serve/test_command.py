@@ -1,0 +1,104 @@
+"""`smartspec serve`: errors before anything is loaded, and an end in order."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers.cli.serving.server")
+import httpx
+import torch
+
+from hf_smartspec.commands.serve import command
+
+from ..helpers import call
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no/such/folder"], "no such model folder"),
+        (["a=demos/models/target", "a=demos/models/draft"], "two models are named 'a'"),
+        (["=x"], "NAME=MODEL"),
+        (["--assistant", "nonsense"], "--assistant"),
+        (["--api-key-file", "no/such/file"], "--api-key"),
+        (["--api-key", " "], "printable"),
+        (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid"),
+        (["--port", "99999"], "cannot listen"),
+        (["--device", "cuda:77"], "cannot use the device"),
+        (["--chat-template-kwargs", "[]"], "JSON object"),
+        (["--timeout", "0"], "must be positive"),
+    ],
+)
+def test_errors_are_one_line(monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(REPOSITORY)
+    port = [] if "--port" in arguments else ["--port", "0"]
+    assert call("serve", *arguments, *port) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.strip().count("\n") == 0
+
+
+def test_a_port_in_use_and_missing_packages(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert call("serve", "--port", taken.getsockname()[1]) == 2
+    assert "in use" in capsys.readouterr().err
+    monkeypatch.setattr(command, "EXTRAS", ("no_such_package",))
+    assert call("serve") == 2
+    assert 'pip install "hf-smartspec[serve]"' in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(folder, capsys):
+    assert call("serve", folder / "bare", "--port", "0", "--assistant", "none") == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_names_of_models():
+    assert command.name_models(["owner/name", "x=owner/name"]) == {"owner/name": "owner/name", "x": "owner/name"}
+    assert list(command.name_models([])) == ["demo"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the command would take the GPU")
+def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
+    """By SIGTERM: the stream goes on to its end, nobody else is let in, and the exit status is 0."""
+    arguments = [
+        "demo=demos/models/target",
+        "--port",
+        "0",
+        "--assistant",
+        "none",
+        "--dtype",
+        "float32",
+        "--api-key",
+        "k",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_smartspec.commands.main", "serve", *arguments],
+        cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        url = next(match[1] for line in process.stderr if (match := re.search(r"at (http://\S+)/v1", line)))
+        body = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        headers = {"Authorization": "Bearer k"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"length"' in rest[-2]
+        assert process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,112 @@
+"""Answers of a given form, with speculation; tool calls."""
+
+import copy
+import json
+
+import pytest
+
+from hf_smartspec.serving.server.grammar import Grammars, form_of
+
+from .running import running
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+MESSAGES = [{"role": "user", "content": "Name a thing."}]
+
+
+def check_thing(text: str) -> None:
+    thing = json.loads(text)
+    assert thing.keys() == {"name", "size"} and isinstance(thing["size"], int)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_schema_is_kept_and_drafts_change_nothing(server, demo, sampling):
+    asked = {"model": "demo", "messages": MESSAGES, "response_format": FORMAT, "max_tokens": 80, **sampling}
+    client = server.client()
+    plain = client.chat.completions.create(**asked, extra_body={"speculation": {"assistant": "none"}})
+    for _ in range(2):
+        result = client.chat.completions.create(**asked)
+        assert result.choices[0].message.content == plain.choices[0].message.content
+    assert result.model_extra["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    check_thing(result.choices[0].message.content)
+    assert result.choices[0].finish_reason == "stop"
+
+
+def test_a_form_is_what_plain_generate_makes_with_the_same_processor(server, demo):
+    ids = demo.chat_ids(MESSAGES[0]["content"])
+    grammars = Grammars(demo.tokenizer, demo.model.config.vocab_size, [3])
+    processor = grammars.processor(form_of(FORMAT))(len(ids))
+    expected = demo.text(demo.alone(ids, max_new_tokens=80, logits_processor=[processor]))
+    asked = {"model": "demo", "messages": MESSAGES, "response_format": FORMAT, "max_tokens": 80}
+    assert server.client().chat.completions.create(**asked).choices[0].message.content == expected
+
+
+def test_other_forms(server):
+    client = server.client()
+
+    def ask(max_tokens=60, **body):
+        asked = client.completions.create(model="demo", prompt="x", max_tokens=max_tokens, extra_body=body)
+        return asked.choices[0].text
+
+    assert ask(structured_outputs={"choice": ["yes", "no"]}) in ("yes", "no")
+    assert ask(structured_outputs={"regex": "[0-9]{3}"}).isdigit()
+    assert ask(structured_outputs={"grammar": 'start: "a" "b"'}) == "ab"
+    check_thing(ask(80, structured_outputs={"json": SCHEMA}))
+    assert ask(4, response_format={"type": "json_object"}).startswith("{")
+    answer = server.client().responses.create(
+        model="demo",
+        input="x",
+        max_output_tokens=80,
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    )
+    check_thing(answer.output_text)
+
+
+@pytest.fixture(scope="module")
+def with_tools(demo):
+    """A server whose tokenizer says what tool calls and reasoning look like."""
+    tokenizer = copy.deepcopy(demo.tokenizer)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|assistant|>",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"\s*(?:<\|end\|>)", "content": "text"},
+        },
+    }  # fmt: skip
+    served = copy.copy(demo)
+    served.tokenizer = tokenizer
+    with running(served) as started:
+        yield started
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_and_reasoning(with_tools, stream):
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    text = f"<think>hm</think><tool_call>{call}</tool_call>"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    asked = {"model": "demo", "messages": MESSAGES, "tools": tools, "max_tokens": 100, "stream": stream}
+    result = with_tools.client().chat.completions.create(**asked, extra_body={"structured_outputs": {"choice": [text]}})
+    if stream:
+        chunks = list(result)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        calls = [item for delta in deltas for item in delta.tool_calls or ()]
+        reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        message, reason = result.choices[0].message, result.choices[0].finish_reason
+        calls, reasoning = message.tool_calls, message.reasoning_content
+    assert reason == "tool_calls" and reasoning == "hm"
+    assert [item.function.name for item in calls] == ["add"] and json.loads(calls[0].function.arguments) == {"a": 1}

@@ -1,0 +1,252 @@
+"""Keys, tenants, limits, nonsense, and clients that leave."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from hf_smartspec import Engine
+from hf_smartspec.serving.server.keys import ApiKeys, read_keys
+from hf_smartspec.serving.server.limits import Limits
+
+from .running import TIMEOUT, running
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
+LONG = {"model": "demo", "prompt": "1, 2, 3,", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def wait_until(is_true) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not is_true():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.01)
+
+
+def is_idle(server) -> bool:
+    load = server.engine.load
+    return load.num_running == load.num_waiting == 0 == next(iter(server.models.values())).num_open
+
+
+def check_serves(server, demo) -> None:
+    """The server answers as if nothing had happened."""
+    result = server.client().completions.create(model="demo", prompt="SELECT", max_tokens=4)
+    assert result.choices[0].text == demo.text(demo.alone("SELECT", max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": "hi"}),
+        (CHAT, {}),
+        (CHAT, [1, 2]),
+        (CHAT, {"messages": [{"content": "hi"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (CHAT, {"messages": MESSAGES, "temperature": -1}),
+        (CHAT, {"messages": MESSAGES, "n": 0}),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 10**30}),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 2048}),
+        (CHAT, {"messages": MESSAGES, "seed": 2**70}),
+        (CHAT, {"messages": MESSAGES, "stop": [""]}),
+        (CHAT, {"messages": MESSAGES, "top_logprobs": 3}),
+        (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}),
+        (CHAT, {"messages": MESSAGES, "logit_bias": {"99999": 1}}),
+        (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}),
+        (CHAT, {"messages": MESSAGES, "structured_outputs": {"regex": "("}}),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
+        (CHAT, {"messages": MESSAGES, "speculation": {"namespace": "other"}}),
+        (CHAT, {"messages": MESSAGES, "speculation": {"assistant": "datastore:/etc/passwd"}}),
+        (CHAT, {"messages": MESSAGES, "generation_config": "[]"}),
+        ("/v1/completions", {"prompt": ""}),
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/completions", {"prompt": [[]]}),
+        ("/v1/completions", {"prompt": [8192]}),
+        ("/v1/completions", {"prompt": [-1]}),
+        ("/v1/completions", {"prompt": [1.5]}),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}),
+        ("/v1/completions", {"prompt": "x " * 3000}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}),
+        ("/v1/responses", {}),
+        ("/v1/responses", {"input": [{"type": "message"}]}),
+        ("/v1/responses", {"input": [{"type": "function_call_output"}]}),
+        ("/v1/responses", {"input": "x", "previous_response_id": "y"}),
+        ("/v1/responses", {"input": "x", "tools": [1]}),
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "model": "other"}),
+        ("/detokenize", {"tokens": ["x"]}),
+        ("/load_model", {}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_told(server, path, body):
+    answer = httpx.post(server.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.json()["error"]["message"] and answer.json()["error"]["type"]
+
+
+def test_nonsense_harms_nobody(server, demo):
+    headers = {"Content-Type": "application/json"}
+    for content in (b"", b"{", b"\xff\xfe", b"null", b'{"messages": NaN}', b"[" * 100_000, b'{"a": 1e999}'):
+        answer = httpx.post(server.url + CHAT, content=content, headers=headers)
+        assert 400 <= answer.status_code < 500, content[:20]
+    answer = httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x", "top_p": NaN}', headers=headers)
+    assert answer.status_code == 400
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        server.client().completions.create(model="other", prompt="x")
+    host, port = server.url.removeprefix("http://").split(":")
+    for half in (
+        b"POST",
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"',
+        b"\0" * 99,
+    ):
+        with socket.create_connection((host, int(port)), TIMEOUT) as raw:
+            raw.sendall(half)
+    check_serves(server, demo)
+
+
+def test_unknown_fields_are_accepted(server):
+    body = {"prompt": "x", "max_tokens": 1, "logprobs": None, "some_other_server": {"has": "it"}, "user": "me"}
+    assert server.post("/v1/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_slot(server, demo, stream):
+    body = LONG | {"stream": stream}
+
+    async def ask_and_leave():
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            asking = asyncio.create_task(_read(client, server.url + "/v1/completions", body))
+            while not server.engine.load.num_running:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+
+    asyncio.run(ask_and_leave())
+    wait_until(lambda: is_idle(server))
+    check_serves(server, demo)
+    assert not server.engine._results._finished and not server.engine._results._latest, "nothing is left behind"
+
+
+async def _read(client, url, body):
+    async with client.stream("POST", url, json=body) as answer:
+        async for _ in answer.aiter_lines():
+            pass
+
+
+def test_keys_are_asked_for(demo):
+    with running(demo, keys=["first key", "second"]) as server:
+        assert server.get("/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first key"}):
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
+                answer = server.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
+        with pytest.raises(openai.AuthenticationError):
+            server.client("third").models.list()
+        assert server.client("first key").models.list().data and server.client("second").models.list().data
+
+
+def test_no_text_of_one_key_is_drafted_for_another_or_read_from_its_memory(demo):
+    """The same question again: with the same key the answer is known, with another one nothing is."""
+    with running(demo, keys=["one", "two"]) as server:
+
+        def ask(key):
+            result = server.client(key).chat.completions.create(model="demo", messages=MESSAGES, max_tokens=30)
+            counts = result.model_extra["metrics"]["speculative_decoding"]
+            cached = result.usage.prompt_tokens_details.cached_tokens
+            return result.choices[0].message.content, counts["num_accepted_draft_tokens"], cached
+
+        first, others, again = ask("one"), ask("two"), ask("one")
+        assert first[0] == others[0] == again[0]
+        assert others[1:] == first[1:], "what one has asked is new to the other"
+        assert again[1] > others[1] and again[2] > others[2] == 0
+
+
+def test_keys_in_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nsecret-1\n\n secret-2 \n")
+    keys = ApiKeys(read_keys(path))
+    assert len(keys) == 2 and keys.caller("bearer secret-2") != keys.caller("Bearer secret-1") is not None
+    assert keys.caller(None) is keys.caller("Bearer ") is keys.caller("Bearer \xff") is None
+    assert "secret" not in repr(keys.caller("Bearer secret-1"))
+    for wrong in ("", "  ", "\xe9", "a\nb"):
+        with pytest.raises(ValueError, match="printable"):
+            ApiKeys([wrong])
+    path.write_text("# none\n")
+    with pytest.raises(ValueError, match="no API keys"):
+        read_keys(path)
+
+
+def test_limits(demo):
+    limits = Limits(max_body_bytes=2000, max_model_len=300, max_new_tokens=5, max_queue=1)
+    with running(demo, limits=limits, max_batch_size=1) as server:
+        client = server.client()
+        assert server.post("/v1/completions", {"prompt": "x" * 3000}).status_code == 413
+        huge = httpx.post(server.url + CHAT, content=(b"x" * 500 for _ in range(9)))
+        assert huge.status_code == 413, "of unknown length"
+        with pytest.raises(openai.BadRequestError, match="300 tokens") as caught:
+            client.completions.create(model="demo", prompt=[5] * 290, max_tokens=20)
+        assert caught.value.code == "context_length_exceeded"
+        assert client.completions.create(model="demo", prompt=[5] * 290).usage.completion_tokens <= 10
+        assert client.chat.completions.create(model="demo", messages=MESSAGES).usage.completion_tokens == 5
+        with pytest.raises(openai.BadRequestError, match="at once"):
+            client.completions.create(model="demo", prompt="x", n=3)
+        gate = threading.Event()
+        with server.engine.pause():  # whoever comes waits
+            threads = [threading.Thread(target=_ask, args=(server, gate)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: server.engine.load.num_waiting == 2)
+            refused = server.post("/v1/completions", {"prompt": "x"})
+            assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
+            assert server.get("/load").json() == {"server_load": 2}
+        for thread in threads:
+            thread.join(TIMEOUT)
+        assert gate.is_set()
+        check_serves(server, demo)
+
+
+def _ask(server, done):
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+    done.set()
+
+
+def test_time_is_limited(demo):
+    with running(demo, limits=Limits(timeout=0.3)) as server:
+        late = server.post("/v1/completions", LONG | {"stream": False})
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        text = server.post("/v1/completions", LONG).text
+        assert '"timeout"' in text and text.endswith("data: [DONE]\n\n")
+        wait_until(lambda: is_idle(server))
+
+
+def test_a_request_that_fails_is_its_own_misfortune(server, demo, monkeypatch):
+    from hf_smartspec.serving.server.processors import Penalties
+
+    def fails(*_):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Penalties, "__call__", fails)
+    failed = server.post("/v1/completions", {"prompt": "x", "presence_penalty": 1.0})
+    assert failed.status_code == 500 and "out of order" in failed.json()["error"]["message"]
+    check_serves(server, demo)
+    wait_until(lambda: is_idle(server))
+
+
+def test_health_tells_of_an_engine_that_has_ended(demo):
+    with running(demo, names=("a", "b")) as server:
+        assert server.get("/health").status_code == 200
+        Engine.stop(server.models["b"].engine)
+        assert server.get("/health").status_code == 503 == server.get("/ping").status_code
+        assert server.client().completions.create(model="a", prompt="x", max_tokens=1).choices
+        assert server.post("/v1/completions", {"model": "b", "prompt": "x"}).status_code == 503
