@@ -13,6 +13,7 @@ from ..candidates.suffix.files import packed, unpacked
 from ..candidates.suffix.source import SuffixTreeCandidates
 from ..log import get_logger
 from ..validate import check_positive
+from .exchange import exchanging
 from .folder import SharedFolder
 from .snapshot import Key, SharedOutput, pack, unpack
 
@@ -79,29 +80,14 @@ class SharedOutputs:
         Takes all there is, and exchanges what is new every `interval` seconds, in a thread, and once more at the end. A
         folder that cannot be reached is reported once and tried again: nobody's request waits for it.
         """
-        self._exchange(source)
-        is_over = threading.Event()
-
-        def run() -> None:
-            while not is_over.wait(self.interval):
-                self._exchange(source)
-
-        thread = threading.Thread(target=run, name="hf-smartspec sharing", daemon=True)
-        thread.start()
-        try:
+        failed = f"Outputs cannot be shared through {self._folder.url} at the moment"
+        with exchanging(lambda: self._exchange(source), self.interval, failed):
             yield source
-        finally:
-            is_over.set()
-            thread.join()
-            self._exchange(source)
 
     def _exchange(self, source: SuffixTreeCandidates) -> None:
-        try:
-            self.pull(source)
-            self.publish(source)
-            self.merge()
-        except Exception as error:  # of any file system
-            logger.warning_once(f"Outputs cannot be shared through {self._folder.url} at the moment: {error!r}")
+        self.pull(source)
+        self.publish(source)
+        self.merge()
 
     def pull(self, source: SuffixTreeCandidates) -> int:
         """

@@ -1,0 +1,127 @@
+"""What drafters have learnt online, for replicas that begin."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+from ..candidates.datastore.file import replacing
+from ..candidates.suffix.files import packed, unpacked
+from ..log import get_logger
+from .exchange import exchanging
+from .folder import SharedFolder
+
+logger = get_logger(__name__)
+
+_SUFFIX = ".checkpoint"
+_KIND = "checkpoint"
+_KEPT = 3  # of each drafter: someone may be reading an older one
+
+
+class SharedCheckpoints:
+    """
+    Checkpoints of `OnlineDistillation` that replicas publish to a folder, and begin from.
+
+    A replica that begins takes the newest checkpoint of every drafter that is whole, unless its own is newer; whether
+    it is of the same drafter, `OnlineDistillation` finds out itself. Replicas learn on by themselves from there.
+
+    Args:
+        url (`str`): A folder, on any file system of fsspec: a path, `s3://...`, `gs://...`.
+        checkpoint (`str` or `Path`): The folder of `OnlineDistillation(checkpoint=...)`.
+        interval (`float`): Seconds between two looks at what was learnt.
+
+    Example:
+
+        >>> with SharedCheckpoints("s3://bucket/drafters", "learnt").attached():
+        ...     engine = Engine(model, assistant=draft, online=OnlineDistillation(checkpoint="learnt"))
+
+    Raises:
+        ValueError: if the folder cannot be reached with what is installed.
+    """
+
+    def __init__(self, url: str, checkpoint: str | Path, interval: float = 300.0):
+        if not interval > 0:
+            raise ValueError(f"`interval` must be positive, got {interval!r}.")
+        try:
+            self._folder = SharedFolder(url)
+        except (ImportError, OSError, ValueError) as error:
+            raise ValueError(f"`url`: {url!r} cannot be reached: {error}") from error
+        self.interval = interval
+        self._local, self._replica = Path(checkpoint), uuid4().hex
+        self._published: dict[str, int] = {}  # when each file was changed that is known to all
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Takes what there is; publishes what changes every `interval` seconds, in a thread, and at the end."""
+        failed = f"What drafters learn cannot be shared through {self._folder.url} at the moment"
+        has_begun = False
+
+        def exchange() -> None:
+            nonlocal has_begun
+            if not has_begun:
+                self.pull()
+                has_begun = True
+            self.publish()
+
+        with exchanging(exchange, self.interval, failed):
+            yield
+
+    def pull(self) -> list[str]:
+        """Takes of every file the newest that is whole, if it is newer than what is here. Returns their names."""
+        taken = []
+        for name, versions in self._versions().items():
+            path = self._local / name
+            changed = path.stat().st_mtime_ns if path.exists() else 0
+            for when, remote in sorted(versions, reverse=True):
+                if when <= changed:
+                    break
+                data = self._whole(remote)
+                if data is not None:
+                    self._local.mkdir(parents=True, exist_ok=True)
+                    with replacing(path) as file:
+                        file.write(data)
+                    os.utime(path, ns=(when, when))
+                    self._published[name] = when
+                    taken.append(name)
+                    break
+        return taken
+
+    def publish(self) -> list[str]:
+        """Publishes the files that have changed since. Returns their names."""
+        found = []
+        for path in sorted(self._local.iterdir()) if self._local.is_dir() else []:
+            if path.name.startswith(".") or not path.is_file():
+                continue
+            changed = path.stat().st_mtime_ns
+            if self._published.get(path.name) == changed:
+                continue
+            header = {"kind": _KIND, "name": path.name}
+            content = packed(header, {"data": np.frombuffer(path.read_bytes(), np.uint8)})
+            # When it was learnt, not when it was copied: what is newer elsewhere stays so.
+            self._folder.write(f"{changed:020d}-{self._replica}-{path.name}{_SUFFIX}", content)
+            self._published[path.name] = changed
+            found.append(path.name)
+            for _, old in sorted(self._versions()[path.name], reverse=True)[_KEPT:]:
+                self._folder.remove(old)
+        return found
+
+    def _versions(self) -> dict[str, list[tuple[int, str]]]:
+        """Of each drafter's file: when it was changed, and its name in the folder."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for remote in self._folder.names(_SUFFIX):
+            when, _, name = remote.removesuffix(_SUFFIX).split("-", 2) if remote.count("-") >= 2 else ("", "", "")
+            if when.isdigit() and name and "/" not in name and not name.startswith("."):
+                found.setdefault(name, []).append((int(when), remote))
+        return found
+
+    def _whole(self, remote: str) -> bytes | None:
+        try:
+            header, arrays = unpacked(self._folder.read(remote), remote)
+            if header.get("kind") == _KIND:
+                return arrays["data"].tobytes()
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            logger.warning_once(f"{self._folder.url}: {error}")
+        return None
