@@ -1,11 +1,15 @@
 """Which drafter serves a kind of text best, found out by serving: Thompson sampling by measured goodput."""
 
+import json
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .files import load_arrays, save_arrays
 from .neighbours import Neighbours
 
 _KIND_STRENGTH = 1.0  # of how a drafter does on all texts, in requests, where one kind of text is judged
@@ -13,6 +17,7 @@ _SPREAD = 0.3  # of requests' goodput before it is known, relative to it
 _SPREAD_STRENGTH = 2.0  # of that, in requests
 _TYPICAL_STEPS = 16.0  # of a request that counts half
 _MOST_KINDS = 256  # that are told apart; of more, those unused for longest are forgotten
+_FORMAT = 1
 _UNIT_SHARE = 0.02  # of the newest request in the running mean of what a step takes
 
 
@@ -55,6 +60,11 @@ class _Arms:
         self.sums += np.bincount(arms, weights * values, len(self.counts))
         self.squares += np.bincount(arms, weights * values**2, len(self.counts))
 
+    def restore(self, counts: np.ndarray, arms: np.ndarray) -> None:
+        """Counts, sums and squares `[3, arms]` of others, of which each is one of these `arms`, or none (-1)."""
+        for own, other in zip((self.counts, self.sums, self.squares), counts):
+            own[arms[arms >= 0]] = other[arms >= 0]
+
     def means(self, priors: np.ndarray, strength: float) -> np.ndarray:
         return (self.sums + strength * priors) / (self.counts + strength)
 
@@ -90,19 +100,24 @@ class DrafterBandit:
         self._general = _Arms(len(self.names))
         self._kinds: OrderedDict[str, _Arms] = OrderedDict()  # the latest used last
         self.neighbours = Neighbours()
+        self._lock = Lock()  # of what is saved as a whole
         self._unit = 0.0  # seconds of an ordinary step, drafting aside
         self._num = 0
 
     def choose(self, kind: str = "", sketch: np.ndarray | None = None) -> str:
         """The drafter for a request of this kind, or if that is unknown (""), with a prompt of this sketch."""
         means, spreads = self._judged(kind, sketch)
-        return self.names[int(np.argmax(means + spreads * self._rng.standard_normal(len(means))))]
+        with self._lock:
+            return self.names[int(np.argmax(means + spreads * self._rng.standard_normal(len(means))))]
 
     def update(self, outcome: Outcome) -> None:
         """A request has ended. Those without a measured step teach nothing."""
         seconds = outcome.drafting + outcome.rest
-        if outcome.steps < 1 or not seconds > 0:
-            return
+        if outcome.steps >= 1 and seconds > 0:
+            with self._lock:
+                self._add(outcome, seconds)
+
+    def _add(self, outcome: Outcome, seconds: float) -> None:
         self._num += 1
         share = max(_UNIT_SHARE, 1 / self._num)
         self._unit += share * (outcome.rest / outcome.steps - self._unit)
@@ -127,6 +142,50 @@ class DrafterBandit:
     def num_bytes(self) -> int:
         """Of what it keeps of texts."""
         return self.neighbours.num_bytes()
+
+    # On disk
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file (`.npz`), whole or not at all."""
+        with self._lock:
+            arms = [self._general, *self._kinds.values()]
+            arrays = {
+                "options": np.array([_FORMAT, self._num, self._unit]),
+                "names": np.array(self.names, np.str_),
+                "kinds": np.array(list(self._kinds), np.str_),
+                "counts": np.array([[item.counts, item.sums, item.squares] for item in arms]),
+                "draws": np.array(json.dumps(self._rng.bit_generator.state)),
+                **{f"near_{name}": item for name, item in self.neighbours.state().items()},
+            }
+        save_arrays(path, **arrays)
+
+    def load(self, path: str | Path) -> None:
+        """
+        Goes on from what `save` has written, by the names of drafters: those that the file does not know begin anew,
+        and what it knows of others is left aside.
+
+        Raises:
+            ValueError: if it is no such file, or knows none of the drafters.
+        """
+        load_arrays(path, "outcomes of these drafters", self._restore)
+
+    def _restore(self, file: Mapping[str, Any]) -> None:
+        version, num, unit = file["options"].tolist()
+        names, kinds, counts = file["names"].tolist(), file["kinds"].tolist(), file["counts"]
+        arms = np.array([self.names.index(name) if name in self.names else -1 for name in names], np.int64)
+        if version != _FORMAT or counts.shape != (1 + len(kinds), 3, len(names)):
+            raise ValueError("sizes or version differ")
+        if not (arms >= 0).any():
+            raise ValueError(f"it knows {names}, and not {self.names}")
+        neighbours, rng = Neighbours(), np.random.default_rng()
+        neighbours.restore({name: file[f"near_{name}"] for name in neighbours.state()}, arms)
+        rng.bit_generator.state = json.loads(str(file["draws"]))
+        found = [_Arms(len(self.names)) for _ in counts]
+        for item, own in zip(found, counts):
+            item.restore(own, arms)
+        with self._lock:
+            self._general, self._kinds = found[0], OrderedDict(zip(kinds, found[1:]))
+            self._num, self._unit, self._rng, self.neighbours = int(num), unit, rng, neighbours
 
     def _judged(self, kind: str, sketch: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Means and their standard deviations, of each drafter."""

@@ -1,14 +1,14 @@
 """What language a text is in, what it is about: learnt from labelled texts one by one, without any model."""
 
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...validate import check_positive
 from .features import Text, features_of
+from .files import load_arrays, save_arrays
 
 _SMOOTHING = 0.05  # added to every count
 _FORMAT = 1
@@ -114,23 +114,13 @@ class TextClassifier:
 
     def save(self, path: str | Path) -> None:
         """Writes a file (`.npz`), whole or not at all."""
-        path = Path(path)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            try:
-                options = [_FORMAT, self.min_texts, self.min_probability, self.half_life]
-                np.savez_compressed(
-                    file,
-                    options=np.array(options),
-                    labels=np.array(self.labels, np.str_),
-                    counts=self._counts / self._weight,
-                    num_texts=self._num_texts / self._weight,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        save_arrays(
+            path,
+            options=np.array([_FORMAT, self.min_texts, self.min_probability, self.half_life]),
+            labels=np.array(self.labels, np.str_),
+            counts=self._counts / self._weight,
+            num_texts=self._num_texts / self._weight,
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "TextClassifier":
@@ -140,16 +130,14 @@ class TextClassifier:
         Raises:
             ValueError: if it is no such file.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                version, min_texts, min_probability, half_life = file["options"].tolist()
-                labels, counts, num_texts = file["labels"].tolist(), file["counts"], file["num_texts"]
-            if version != _FORMAT or counts.shape[0] != len(labels) or num_texts.shape != (len(labels),):
-                raise ValueError("sizes or version differ")
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{path} holds no TextClassifier: {error}") from error
+        return load_arrays(path, "TextClassifier", cls._of)
+
+    @classmethod
+    def _of(cls, file: Mapping[str, Any]) -> "TextClassifier":
+        version, min_texts, min_probability, half_life = file["options"].tolist()
+        labels, counts, num_texts = file["labels"].tolist(), file["counts"], file["num_texts"]
+        if version != _FORMAT or counts.shape[0] != len(labels) or num_texts.shape != (len(labels),):
+            raise ValueError("sizes or version differ")
         classifier = cls(counts.shape[1], int(min_texts), min_probability, half_life)
         classifier._rows = {label: row for row, label in enumerate(labels)}
         classifier._counts, classifier._num_texts = counts.astype(np.float32), num_texts.astype(np.float64)

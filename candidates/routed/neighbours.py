@@ -1,5 +1,7 @@
 """How drafters fared on texts that resemble another one."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .features import Text, features_of
@@ -51,6 +53,41 @@ class Neighbours:
         line = self._next
         self._sketches[line], self._arms[line], self._values[line], self._weights[line] = sketch, arm, value, weight
         self._next = (line + 1) % self.num_kept
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that it knows, as arrays of its own."""
+        num = int((self._weights > 0).sum())  # lines are written one after the other
+        return {
+            "num_texts": np.array(self._num_texts),
+            "num_with": self._num_with.copy(),
+            "next": np.array(self._next),
+            "sketches": self._sketches[:num].copy(),
+            "arms": self._arms[:num].copy(),
+            "values": self._values[:num].copy(),
+            "weights": self._weights[:num].copy(),
+        }
+
+    def restore(self, state: Mapping[str, np.ndarray], arms: np.ndarray) -> None:
+        """
+        Args:
+            state: What `state` said of another one.
+            arms (`np.ndarray` of shape `[arms]`, int64): What its arms are here; -1 where they are none.
+
+        Raises:
+            ValueError: if that does not fit together.
+        """
+        sketches, old, values, weights = (state[name] for name in ("sketches", "arms", "values", "weights"))
+        num = len(sketches)
+        if sketches.shape != (num, _SIZE) or not all(item.shape == (num,) for item in (old, values, weights)):
+            raise ValueError("sizes differ")
+        if state["num_with"].shape != self._num_with.shape or num > self.num_kept:
+            raise ValueError("sizes differ")
+        order = np.roll(np.arange(num), -int(state["next"])) if num == self.num_kept else np.arange(num)
+        kept = order[arms[old[order]] >= 0]
+        self._num_texts, self._num_with = float(state["num_texts"]), state["num_with"].astype(np.float64)
+        self._sketches, self._arms = sketches[kept].astype(np.float32), arms[old[kept]]
+        self._values, self._weights = values[kept].astype(np.float64), weights[kept].astype(np.float64)
+        self._next = len(kept) % self.num_kept
 
     def nearest(self, sketch: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """

@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,6 +202,21 @@ class RoutedCandidates(TreeCandidateGenerator):
     def statistics(self) -> dict[str, "RouteStatistics"]:
         """How the requests that have ended fared, by drafter."""
         return dict(self._outcomes)
+
+    def save(self, path: str | Path) -> None:
+        """
+        Writes what the bandit has found out (`.npz`), whole or not at all; a `TextClassifier` is saved by itself.
+        """
+        self.bandit.save(path)
+
+    def load(self, path: str | Path) -> None:
+        """
+        Goes on from what `save` has written, by the names of drafters.
+
+        Raises:
+            ValueError: if it is no such file, or knows none of these drafters.
+        """
+        self.bandit.load(path)
 
     def memory(self) -> RoutedMemory:
         """What all drafters take up at present, in bytes, those not in use included."""

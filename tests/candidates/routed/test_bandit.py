@@ -179,3 +179,70 @@ def test_in_generate_the_better_drafter_serves_after_a_while(costly):
     found = routed.statistics()
     assert found["right"].mean_accepted_length > 4 and found["wrong"].mean_accepted_length == 1
     assert found[better].goodput == max(item.goodput for item in found.values())
+
+
+def random_world(bandit, num, seed):
+    rng, world = np.random.default_rng(seed), World(seed)
+    for _ in range(num):
+        kind = str(rng.choice(["", "ja", "code"]))
+        sketch = bandit.neighbours.sketch(list(ARTICLES.values())[int(rng.integers(len(ARTICLES)))])
+        world.serve(bandit, kind, {"a": 2.0, "b": 2.5}, {"a": 0.001, "b": 0.002}, sketch)
+
+
+@pytest.mark.parametrize("num", [0, 40, 1100])
+def test_a_bandit_that_is_saved_goes_on_as_it_would_have(tmp_path, num):
+    path, first = tmp_path / "routed.npz", DrafterBandit(["a", "b"], seed=1)
+    random_world(first, num, 0)
+    first.save(path)
+    second = DrafterBandit(["a", "b"], seed=2)
+    second.load(path)
+    for bandit in (first, second):
+        random_world(bandit, 30, 5)
+    assert first.kinds == second.kinds and first.num_bytes() >= second.num_bytes() > 0
+    for kind in ("", "ja", "code"):
+        assert first.goodput(kind) == second.goodput(kind)
+        sketch = first.neighbours.sketch(ARTICLES["en"])
+        for found, wanted in zip(second._judged("", sketch), first._judged("", sketch)):
+            np.testing.assert_allclose(found, wanted)
+    assert [first.choose("ja") for _ in range(20)] == [second.choose("ja") for _ in range(20)]
+
+
+def test_what_was_saved_is_of_drafters_of_these_names(tmp_path):
+    path, first = tmp_path / "routed.npz", DrafterBandit(["a", "b"])
+    random_world(first, 60, 0)
+    first.save(path)
+    second = DrafterBandit(["new", "b"])
+    second.load(path)
+    assert second.goodput("ja")["b"] == pytest.approx(first.goodput("ja")["b"], rel=0.2)
+    assert not second._general.counts[0] and second._general.counts[1] == first._general.counts[1]
+    assert set(second.neighbours._arms[second.neighbours._weights > 0]) == {1}
+    with pytest.raises(ValueError, match="it knows"):
+        DrafterBandit(["c"]).load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_files_that_hold_no_outcomes_are_refused_and_change_nothing(tmp_path, content):
+    path, bandit = tmp_path / "routed.npz", DrafterBandit(["a", "b"])
+    random_world(bandit, 10, 0)
+    before = bandit.goodput("ja")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="holds no outcomes"):
+        bandit.load(path)
+    with pytest.raises(FileNotFoundError):
+        bandit.load(tmp_path / "none.npz")
+    assert bandit.goodput("ja") == before
+
+
+def test_a_bandit_that_cannot_be_written_leaves_the_file_before(tmp_path, monkeypatch):
+    path, routed = tmp_path / "routed.npz", RoutedCandidates({"a": "suffix", "b": "none"})
+    routed.save(path)
+    kept = path.read_bytes()
+
+    def fail(*args):
+        raise OSError("no space")
+
+    monkeypatch.setattr("hf_smartspec.candidates.routed.files.os.replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        routed.save(path)
+    assert path.read_bytes() == kept and [item.name for item in tmp_path.iterdir()] == ["routed.npz"]
+    routed.load(path)
