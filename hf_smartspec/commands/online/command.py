@@ -21,6 +21,7 @@ from ..common.outputs import check_output, replace_json, resumed
 from ..common.recordings import Fields, Texts, read_requests, read_rows
 from ..common.setup import load_target, max_prompt_len
 from ..common.timing import environment
+from .answers import Answers
 from .live import LIVE, LIVE_PARTS, LOAD, RANDOM, SPEED, live, random_drafter, speed
 from .load import load
 from .parts import PARTS, Experiments
@@ -61,8 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables for a page")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything, anew after every part")
-    parser.add_argument("--resume", action="store_true", help="leave out what the file of --json holds already")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write everything, anew after every part, and answers beside it"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out what the file of --json holds already, and ask for no answers again",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,8 +140,9 @@ def _measure(
         return
     draft = load_draft(args.draft or str(demo_folder("--draft") / "models" / "draft"), small, args.dtype)
     layers = (LAST,) if SPEED in missing else ()
-    tasks = [answer(small, item, args.test, args.max_new_tokens, layers) for item in data]
-    drafter: nn.Module = draft if args.base is None else _based(args, small, draft, tokenizer)
+    answers = Answers(small, _beside(args.json), args.resume)
+    tasks = [answer(answers, item, args.test, args.max_new_tokens, layers) for item in data]
+    drafter: nn.Module = draft if args.base is None else _based(args, answers, draft, tokenizer)
     experiments = Experiments(small, drafter, tasks, args)
     for part in missing:
         if part == SPEED:
@@ -149,13 +157,18 @@ def _measure(
             replace_json(args.json, report)
 
 
-def _based(args: argparse.Namespace, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> nn.Module:
+def _beside(path: Path | None) -> Path | None:
+    """Where answers are kept: results.answers.json beside results.json."""
+    return None if path is None else path.with_suffix(".answers.json")
+
+
+def _based(args: argparse.Namespace, answers: Answers, draft: PreTrainedModel, tokenizer: Any) -> nn.Module:
     """A draft model that knows other texts only."""
     requests = read_requests(args.base, Fields(turns="none"), None, False)
     data = DataSet.of("base", requests, tokenizer, args.requests + 1, 0, args.max_prompt, args.max_new_tokens)
-    base: Task = answer(target, data, 1, args.max_new_tokens)
-    drafter = random_drafter("draft", target, draft, args.seed)
-    return distilled(drafter, base.stream, options_of(args), _BASE_EPOCHS)
+    base: Task = answer(answers, data, 1, args.max_new_tokens)
+    drafter = random_drafter("draft", answers.target, draft, args.seed)
+    return distilled(drafter, base.stream, options_of(args), _BASE_EPOCHS, f"distilling {args.base}")
 
 
 def _drafters(small: PreTrainedModel, larger: PreTrainedModel, drafter: nn.Module) -> dict[str, nn.Module]:

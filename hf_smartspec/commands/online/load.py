@@ -16,17 +16,21 @@ from .streams import Task, copied
 
 LOADS = {"low": 4.0, "high": 0.3}  # gaps between requests, in times of a lone one
 _NO_RATE = 1e-12  # drafts stay what they are: what is measured is learning, not what it brings
-_ROUNDS = 3
+_ROUNDS = 4  # an even number: each way goes first as often as the other
+_WARMING = 4  # requests that are served before, both ways
 
 
 def load(target: PreTrainedModel, drafter: nn.Module, tasks: Sequence[Task], args: Any) -> dict[str, Any]:
     """
-    Latency of requests that arrive at random, with and without learning in the background, in turn: at low load, where
-    there is capacity, and at high load, where there is none.
+    Latency of requests that arrive at random, with and without learning in the background, in turn and at the same
+    times: at low load, where there is capacity, and at high load, where there is none. The numbers of one request stand
+    in the same place in both lists.
     """
     samples = [sample for group in zip(*(task.stream for task in tasks)) for sample in group]
     samples = samples[: args.load_requests]
     alone = _service_seconds(target, drafter, samples[:4], args.max_new_tokens)
+    for learns in (True, False):  # whatever happens only once
+        _served(target, drafter, samples[:_WARMING], np.zeros(len(samples)), learns, args)
     rows: dict[str, Any] = {name: {"off": [], "on": [], "updates": []} for name in LOADS}
     with track(total=len(LOADS) * _ROUNDS * 2, desc="serving") as progress:
         for name, gap in LOADS.items():

@@ -74,7 +74,7 @@ class Experiments:
         """The same prompts, answered by the drafter, or by both in turn."""
         assert isinstance(self.drafter, PreTrainedModel), "student sampling is for draft models"
         found: list[Sample] = []
-        for first in range(0, len(stream), 16):
+        for first in track(range(0, len(stream), 16), desc="drafting answers"):
             prompts = [item.prompt for item in stream[first : first + 16]]
             said = sampled(self.drafter, self.target, prompts, share, self.args.max_new_tokens)
             found += taught(self.target, list(zip(prompts, said)), TOP_K, is_greedy=False)

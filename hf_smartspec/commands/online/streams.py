@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...online.learner import Learner
 from ...online.options import LearningOptions
 from ...online.samples import Batch, Sample, in_batches
 from ...online.sampling import taught
 from ...online.students import Student, student_of
-from ..common.data_sets import DataSet, answered
+from ..common.data_sets import DataSet
 from ..common.models import UsageError
 from ..common.progress import track
 from ..common.recordings import Recording
+from .answers import Answers
 
-_AT_ONCE = 16  # requests that are answered together
+_AT_ONCE = 16  # texts that are scored together
 TOP_K = 64
 
 
@@ -32,19 +32,19 @@ class Task(NamedTuple):
     test: list[Sample]
 
 
-def answer(
-    target: PreTrainedModel, data: DataSet, num_test: int, max_new_tokens: int, layers: Sequence[int] = ()
-) -> Task:
+def answer(answers: Answers, data: DataSet, num_test: int, max_new_tokens: int, layers: Sequence[int] = ()) -> Task:
     """What the target says to prompts, greedily, and what it thought of each token."""
     if len(data.prompts) <= num_test:
         raise UsageError(f"{data.name!r} has {len(data.prompts)} different prompts, and {num_test} are for judging")
     asked = [Recording(np.array(prompt, np.int64), np.empty(0, np.int64)) for prompt in data.prompts]
-    texts = answered(asked, target, _AT_ONCE, max_new_tokens, f"answering {data.name}")
+    texts = answers.of(asked, max_new_tokens, f"answering {data.name}")
     samples: list[Sample] = []
     ordered = sorted(range(len(texts)), key=lambda index: len(texts[index].prompt) + len(texts[index].response))
-    for first in range(0, len(ordered), _AT_ONCE):
-        part = [texts[index] for index in ordered[first : first + _AT_ONCE]]
-        samples += taught(target, [(item.prompt, item.response) for item in part], TOP_K, layers)
+    with track(total=len(ordered), desc=f"scoring answers of {data.name}") as progress:
+        for first in range(0, len(ordered), _AT_ONCE):
+            part = [texts[index] for index in ordered[first : first + _AT_ONCE]]
+            samples += taught(answers.target, [(item.prompt, item.response) for item in part], TOP_K, layers)
+            progress.update(len(part))
     in_order = [samples[ordered.index(index)] for index in range(len(texts))]
     return Task(data.name, in_order[num_test:], in_order[:num_test])
 
@@ -140,13 +140,21 @@ class Replay:
         return acceptance(student, samples)
 
 
-def distilled(drafter: nn.Module, samples: Sequence[Sample], options: LearningOptions, epochs: int) -> nn.Module:
+def distilled(
+    drafter: nn.Module,
+    samples: Sequence[Sample],
+    options: LearningOptions,
+    epochs: int,
+    desc: str = "distilling offline",
+) -> nn.Module:
     """A copy that has learnt all samples offline, so many times."""
     options = replace(options, every_requests=1, passes=epochs, shadow=0, max_bytes=2**40)
     replay = Replay(drafter, options)
     for sample in samples:
         replay.learner._keep(sample)
-    replay.learner.update()
+    num = epochs * len(in_batches([item.end(options.max_length) for item in samples], options.batch_tokens))
+    with track(total=num, desc=desc) as progress:
+        replay.learner.update(progress.update)
     replay.learner.publish()
     return replay.drafter
 

@@ -2,10 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
+from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.online import answers
 from tests.folders import save_tiny_models
+from tests.models import new_model
 
 from .. import helpers
 
@@ -27,7 +31,7 @@ def call(folder, *arguments, files=("first.jsonl", "second.jsonl")):
     return helpers.call("bench", "online", *[folder / name for name in files], *models, *SHORT, *arguments)
 
 
-def test_replayed_parts(folder, tmp_path, capsys):
+def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     out, page, plots = tmp_path / "results.json", tmp_path / "page.md", tmp_path / "plots"
     outputs = ["--json", out, "--markdown", page, "--plots", plots]
     assert call(folder, "--base", folder / "base.jsonl", *outputs) == 0
@@ -56,6 +60,14 @@ def test_replayed_parts(folder, tmp_path, capsys):
     before = out.read_text()
     assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
     assert json.loads(out.read_text())["parts"] == json.loads(before)["parts"]
+    # Nor is anybody asked again for what is missing.
+    found = json.loads(before)
+    wanted = found["parts"].pop("several")
+    out.write_text(json.dumps(found))
+    monkeypatch.setattr("hf_smartspec.commands.online.answers.answered", None)
+    assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
+    assert json.loads(out.read_text())["parts"]["several"] == wanted
+    assert out.with_suffix(".answers.json").exists()
 
 
 def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
@@ -81,7 +93,7 @@ def test_latency_beside_learning(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "8", "--json", out) == 0
     rows = json.loads(out.read_text())["parts"]["load"]["rows"]
-    assert all(len(row["on"]) == len(row["off"]) == 24 for row in rows.values())
+    assert all(len(row["on"]) == len(row["off"]) == 32 for row in rows.values())
     assert "Latency beside learning" in capsys.readouterr().out
 
 
@@ -105,3 +117,24 @@ def test_heads_that_cannot_be_made_are_refused(folder, capsys, monkeypatch):
     monkeypatch.setattr("hf_smartspec.commands.online.live.new_heads", refuse)
     assert call(folder, "--parts", "live", "--random", "eagle3", "--parameters", "0") == 2
     assert "--random eagle3: heads of this target cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["prompts", "length", "target", "file", "not resumed"])
+def test_answers_are_asked_again_where_anything_differs(tmp_path, monkeypatch, change):
+    asked = [Recording(np.array(prompt), np.empty(0, np.int64)) for prompt in ([5, 6, 7], [8, 9])]
+    calls, target, path = [], new_model("llama"), tmp_path / "results.answers.json"
+    monkeypatch.setattr(
+        answers, "answered", lambda asked, *args: calls.append(1) or [Recording(x.prompt, x.prompt) for x in asked]
+    )
+    first = answers.Answers(target, path).of(asked, 8, "")
+    again = answers.Answers(target, path, resumes=True).of(asked, 8, "")
+    assert len(calls) == 1
+    assert (
+        [item.response.tolist() for item in again] == [item.response.tolist() for item in first] == [[5, 6, 7], [8, 9]]
+    )
+    if change == "file":
+        path.write_text("{")
+    other = new_model("llama", seed=3) if change == "target" else target
+    prompts = asked[:1] if change == "prompts" else asked
+    answers.Answers(other, path, change != "not resumed").of(prompts, 9 if change == "length" else 8, "")
+    assert len(calls) == 2
