@@ -34,7 +34,7 @@ class LearningOptions:
     top_k: int = 64
     max_bytes: int = 2**28
     eviction: str = "newest"
-    replay: float = 1.0
+    replay: float = 2.0
     passes: int = 1
     batch_tokens: int = 2048
     max_length: int = 1024
