@@ -23,6 +23,7 @@ COMMANDS = {
     ("generate",): Command("generate.command", "answer prompts, or every row of a dataset"),
     ("chat",): Command("chat.command", "talk with a model in the terminal"),
     ("serve",): Command("serve.command", "serve models over HTTP, with the interface of OpenAI's"),
+    ("transformers",): Command("launch", "run transformers' own command, which then drafts"),
     ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
     ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
     ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),
@@ -49,7 +50,7 @@ COMMANDS = {
 GROUPS = {"bench": "measure speed, in many ways", "datastore": "continuations from a large text"}
 # As a newcomer meets them; a verb that is in none of these stands among the last.
 SECTIONS = {
-    "Use a model": ("generate", "chat", "serve", "demo"),
+    "Use a model": ("generate", "chat", "serve", "transformers", "demo"),
     "Check and measure": ("verify", "bench", "profile"),
     "Drafters": ("train", "tune", "replay", "datastore"),
     "This command": ("completion",),

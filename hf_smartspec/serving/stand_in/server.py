@@ -1,0 +1,93 @@
+"""transformers' server (`transformers serve --continuous-batching`), with each request's own settings."""
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from .manager import SpeculativeBatchingManager
+
+_PLACE = "transformers.cli.serving.utils"
+
+_seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the HTTP request that is being answered
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """
+    While it lasts, servers that transformers starts (`transformers.cli.serve.Serve`) hand every request's own sampling
+    parameters, seed and stop strings to a manager of ours. By themselves they apply those of the first request to all,
+    and drop its stop strings. To be used around `enable`d models.
+
+    Raises:
+        ImportError: if transformers' server is not installed (`pip install "transformers[serving]"`).
+
+    Example:
+
+        >>> with hf_smartspec.enable(assistant="auto"), own_settings():
+        ...     Serve("Qwen/Qwen3-0.6B", continuous_batching=True)
+    """
+    utils: Any = importlib.import_module(_PLACE)
+    before = utils.CBGenerateManager, utils.set_torch_seed
+
+    def set_torch_seed(seed: int) -> None:
+        _seed.set(seed)
+        before[1](seed)
+
+    utils.CBGenerateManager, utils.set_torch_seed = _requestwise(before[0]), set_torch_seed
+    try:
+        yield
+    finally:
+        utils.CBGenerateManager, utils.set_torch_seed = before
+
+
+class _Requests:
+    """A manager, for one request: what is added gets the request's settings."""
+
+    def __init__(self, manager: SpeculativeBatchingManager, settings: dict[str, Any]):
+        self._manager, self._settings = manager, settings
+
+    def add_request(self, *args: Any, **kwargs: Any) -> str | None:
+        return self._manager.add_request(*args, **{**kwargs, **self._settings})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def _requestwise(base: Any) -> Any:
+    """The server's class between HTTP and manager, which hands on what it knows of a request."""
+
+    class RequestwiseGenerateManager(base):
+        def init_cb(self, model: Any, gen_config: Any) -> None:
+            if self._cb is None:
+                gen_config = copy.copy(gen_config)
+                gen_config.stop_strings = None  # the first request's, which are none of the others'
+            super().init_cb(model, gen_config)
+
+        def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any) -> Any:
+            return base.generate_streaming(
+                self._for(processor, gen_config), model, processor, inputs, gen_config, **kwargs
+            )
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
+        ) -> Any:
+            return await base.generate_non_streaming(
+                self._for(processor, gen_config), model, processor, inputs, gen_config, **kwargs
+            )
+
+        def _for(self, processor: Any, gen_config: Any) -> Any:
+            if not isinstance(self._cb, SpeculativeBatchingManager):  # left to transformers
+                return self
+            settings = {"generation_config": gen_config}
+            if gen_config.stop_strings:
+                settings["tokenizer"] = getattr(processor, "tokenizer", processor)
+            if (seed := _seed.get()) is not None:
+                settings["seed"] = seed
+            view = copy.copy(self)
+            view._cb = _Requests(self._cb, settings)
+            return view
+
+    return RequestwiseGenerateManager
