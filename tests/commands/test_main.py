@@ -65,6 +65,30 @@ def test_help_begins_with_what_a_newcomer_needs_and_leaves_nothing_out():
     assert max(map(len, cli.overview().splitlines())) <= 80
 
 
+NEEDED = {
+    ("verify",): "{target}",
+    ("profile",): "{target}",
+    ("train",): "{target} {prompts} --output {new}",
+    ("tune",): "{prompts} --output {new}",
+    ("replay",): "{prompts}",
+    ("datastore", "build"): "{prompts} --tokenizer {target} --output {new}",
+    ("generate",): "x",
+    ("bench", "online"): "{prompts}",
+    ("bench", "sources"): "{prompts}",
+    ("bench", "gpu"): "--device cpu --smoke",
+}
+
+
+@pytest.mark.parametrize("command", [path for path in cli.COMMANDS if path not in WITHOUT_RESULTS])
+def test_results_that_cannot_be_written_are_refused_before_any_work(command, folder, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    places = {"target": folder / "target", "prompts": tmp_path / "p.jsonl", "new": tmp_path / "new"}
+    words = NEEDED.get(command, "").format(**places).split()
+    assert call(*command, *words, "--json", "/no/such/folder/x.json") == 2
+    err = capsys.readouterr().err
+    assert "cannot write '/no/such/folder/x.json'" in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_completion_knows_verbs_and_options(shell, capsys):
     assert call("completion", shell) == 0

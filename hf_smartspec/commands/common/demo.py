@@ -28,5 +28,6 @@ def demo_folder(*needed: str) -> Path:
     """
     folder = find_demo()
     if folder is None:
-        raise UsageError(f"name {' and '.join(needed)}: the demo's are not here")
+        missing = " and ".join(needed)
+        raise UsageError(f"name {missing}: the demo's are not here (they come with the repository, not the package)")
     return folder

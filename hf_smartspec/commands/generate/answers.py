@@ -4,7 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from rich.markup import escape
@@ -32,22 +34,50 @@ class Answers:
         self._args, self._speaker, self._prompter = args, speaker, prompter
         self._seed = new_seed() if args.seed is None else args.seed
         self._shows_text = args.json != STDOUT
+        self._comparison: dict[str, Any] | None = None
 
     def run(self, prompts: Sequence[str]) -> int:
         """Exit status: 1 if one could not be answered."""
         ids = [self._token_ids(prompt) for prompt in prompts]
         rows: list[dict[str, Any]] = []
-        engine = self._speaker.new_engine(max_batch_size=self._args.max_batch_size)
+        engine = self._new_engine(self._speaker)
         try:
+            started = perf_counter()
             names = [self._add(engine, index, item) for index, item in enumerate(ids)]
             for index, name in enumerate(names):
                 if self._shows_text and len(prompts) > 1:
                     self._print_heading(index, prompts)
                 rows.append(self._answer(engine, name, prompts[index]))
+            seconds = perf_counter() - started
+            if self._args.compare:
+                self._comparison = self._compared(ids, rows, seconds)
         finally:
             engine.stop(drain=False)
             self._report(rows, engine)
         return 1 if any(row["error"] for row in rows) else 0
+
+    def _new_engine(self, speaker: Speaker) -> Engine:
+        if self._args.compare:  # what is done once, as compiling, is neither's time
+            with speaker.new_engine() as engine:
+                engine.generate([[0]], max_new_tokens=2)
+        return speaker.new_engine(max_batch_size=self._args.max_batch_size)
+
+    def _compared(self, ids: Sequence[list[int]], rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """The same prompts once more, without speculation."""
+        engine = self._new_engine(replace(self._speaker, assistant="none"))
+        try:
+            started = perf_counter()
+            names = [self._add(engine, index, item) for index, item in enumerate(ids)]
+            plain = [engine.get_result(name) for name in names]
+            plain_seconds = perf_counter() - started
+        finally:
+            engine.stop(drain=False)
+        is_same = [output.generated_tokens if output else None for output in plain] == [
+            row["token_ids"] for row in rows
+        ]
+        return {
+            "seconds": seconds, "plain_seconds": plain_seconds, "speedup": plain_seconds / seconds, "is_same": is_same
+        }  # fmt: skip
 
     def _token_ids(self, prompt: str) -> list[int]:
         try:
@@ -100,6 +130,7 @@ class Answers:
             "error": output.error,
             "prompt_tokens": len(output.prompt_ids),
             "generated_tokens": len(output.generated_tokens),
+            "token_ids": list(output.generated_tokens),
             "statistics": output.statistics.as_dict(),
         }
 
@@ -112,6 +143,8 @@ class Answers:
     def _report(self, rows: list[dict[str, Any]], engine: Engine) -> None:
         if self._args.stats and rows:
             print(summary(engine.statistics), file=sys.stderr)
+        if self._comparison:
+            print(_comparison_line(self._comparison), file=sys.stderr)
         if not self._args.json or not rows:
             return
         report = {
@@ -122,8 +155,15 @@ class Answers:
             "sampling": sampling_of(self._args).arguments(),
             "answers": rows,
             "statistics": engine.statistics.as_dict(),
+            "comparison": self._comparison,
         }
         if self._shows_text:
             write_json(self._args.json, report)
         else:
             print(json.dumps(json_safe(report), indent=2))
+
+
+def _comparison_line(found: dict[str, Any]) -> str:
+    same = "the same tokens" if found["is_same"] else "other tokens, where rounding decides (docs/exactness.md)"
+    times = f"{found['plain_seconds']:.2f} s without speculation, {found['seconds']:.2f} s with it"
+    return f"{times}: {found['speedup']:.2f} x; {same}"

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--stats", action="store_true", help="say what speculation did, on standard error")
     group.add_argument(
+        "--compare", action="store_true", help="answer once more without speculation, and say what that takes"
+    )
+    group.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the answers to this file; -: to standard output instead"
     )
 
@@ -89,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
 def _answer_dataset(args: argparse.Namespace) -> int:
     if args.prompts or args.file:
         raise UsageError("--dataset stands in place of prompts")
+    if args.compare:
+        raise UsageError("--compare is for prompts: `smartspec bench generate` measures datasets")
     if args.output is None:
         raise UsageError("--dataset needs --output, where answers are written")
     check_output(args.output)

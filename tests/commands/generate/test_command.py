@@ -80,6 +80,14 @@ def test_a_seed_says_the_same_again_whatever_drafts(folder, capsys):
     assert capsys.readouterr().out != texts[0]
 
 
+def test_compare_says_what_the_same_tokens_take_without_speculation(folder, tmp_path, capsys):
+    line = ["generate", "abab", "cd", "--model", folder / "target", *SHORT, "--temperature", "1", "--compare"]
+    assert call(*line, "--assistant", folder / "draft", "--json", tmp_path / "out.json") == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["comparison"]["is_same"] and report["statistics"]["accepted_tokens"] > 0
+    assert "s without speculation" in capsys.readouterr().err
+
+
 def test_a_draft_stands_beside_the_assistant(folder, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert (
