@@ -35,7 +35,7 @@ from ..target.packed import PackedForward
 from ..target.rotary import forget_lengths
 from ..target.rows import RowInput
 from ..target.rowwise import RowwiseForward
-from ..target.wrappers import mixes_rows
+from ..target.wrappers import row_mixing
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
 from .model_state import record, warn_once
 from .plain import decode_plainly
@@ -104,11 +104,11 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
         return decode_undrafted(prepared)
 
     forget_lengths(model)
-    if mixes_rows(model):
+    if (mixing := row_mixing(model)) is not None:
         warn_once(
             model,
-            f"{type(model).__name__} quantizes activations by the range of all that runs at once: tokens depend on "
-            "what they are batched with, in plain decoding too, and outputs may differ from it.",
+            f"{type(model).__name__} {mixing}: tokens depend on what they are batched with, in plain decoding too, "
+            "and outputs may differ from it.",
         )
     given_cache: Any = prepared.model_kwargs.get("past_key_values")
     gives_back = getattr(given_cache, "_is_user_defined", False)

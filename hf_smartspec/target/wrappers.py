@@ -1,4 +1,4 @@
-"""What others have done to a model that decides how it can be served: adapters per row, dynamic quantization."""
+"""What others have done to a model that decides how it can be served: adapters per row, quantization across rows."""
 
 from transformers import PreTrainedModel
 
@@ -11,6 +11,12 @@ def has_adapters_by_row(model: PreTrainedModel) -> bool:
     return any(not {"adapter_names", "alora_offsets"}.isdisjoint(getattr(hook, "keywords", ())) for hook in hooks)
 
 
-def mixes_rows(model: PreTrainedModel) -> bool:
-    """Whether activations are quantized by the range of the whole batch, so that rows change one another's results."""
-    return any(type(module).__module__.startswith(_DYNAMIC) for module in model.modules())
+def row_mixing(model: PreTrainedModel) -> str | None:
+    """How rows change one another's results; None where they do not, as far as is known."""
+    for module in model.modules():
+        place = type(module).__module__
+        if place.startswith(_DYNAMIC):
+            return "quantizes activations by the range of all that runs at once"
+        if place.startswith("bitsandbytes.") and getattr(getattr(module, "state", None), "threshold", 0) > 0:
+            return "looks for outliers in all that runs at once (`llm_int8_threshold=0.0` does not)"
+    return None

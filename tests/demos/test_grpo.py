@@ -1,23 +1,18 @@
 """The example of reinforcement learning: the same training with speculation and without."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
+from .examples import load_example
+
 pytest.importorskip("trl")
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "demos/examples/grpo.py"
 SHORT = ["--prompts", "2", "--generations", "2", "--epochs", "2", "--max-new-tokens", "16"]
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("grpo")
 
 
 def losses_of(trainer):

@@ -74,3 +74,20 @@ def test_dynamic_quantization_is_warned_of_once(caplog):
     assert "LlamaForCausalLM" in message
     hf_smartspec.enable(tiny_llama()).generate(**INPUTS, **ARGUMENTS, assistant="prompt_lookup")
     assert sum("batched with" in text for text in caplog.messages) == 1
+
+
+def test_rows_of_eight_bits_by_bitsandbytes_depend_on_one_another(caplog):
+    """By its default, features that are large in any token are taken in half precision for all of them."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 64).half()
+    tokens[1, 3] = 20
+    for threshold, depend in ((6.0, True), (0.0, False)):
+        linear = bitsandbytes.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False, threshold=threshold).to("cpu")
+        with torch.no_grad():
+            assert torch.equal(linear(tokens)[:1], linear(tokens[:1])) != depend
+        model = hf_smartspec.enable(tiny_llama())
+        model.model.layers[0].unused = linear
+        model.generate(**INPUTS, **ARGUMENTS, assistant="prompt_lookup")
+        assert ("`llm_int8_threshold=0.0` does not" in caplog.text) == depend
+        caplog.clear()

@@ -1,0 +1,68 @@
+"""Other people's libraries on top of `generate` and the engine: the examples of docs/works-with.md, run as they are."""
+
+import re
+from contextlib import suppress
+
+import pytest
+from transformers.utils import logging
+
+from .examples import EXAMPLES, load_example
+
+REPOSITORY = EXAMPLES.parents[1]
+PAGE = (REPOSITORY / "docs/works-with.md").read_text(encoding="utf-8")
+SECTIONS = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+
+# Each with what it needs.
+CASES = {
+    "quantized": ["bitsandbytes", "torchao"],
+    "grammar": ["llguidance"],
+    "evaluate": ["lm_eval", "sacrebleu"],
+    "adapters": ["peft"],
+    "map_dataset": ["datasets"],
+    "offloaded": [],
+    "pipelines": [],
+}
+ARGUMENTS = {"quantized": (["--max-new-tokens", "12"],), "evaluate": (6,)}
+
+
+@pytest.fixture
+def at_home(monkeypatch, tmp_path):
+    """In the repository's root, where examples expect to be run; what they keep stays out of the user's cache."""
+    monkeypatch.chdir(REPOSITORY)
+    with suppress(ImportError):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    verbosity = logging.get_verbosity()
+    yield
+    logging.set_verbosity(verbosity)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that others still use
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_examples_give_what_comes_without_us(at_home, name):
+    for package in CASES[name]:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    plain, fast, statistics = load_example(name).main(*ARGUMENTS.get(name, ()))
+    assert plain and fast == plain
+    assert statistics.drafted_tokens > 0 and statistics.accepted_tokens > 0
+
+
+def test_the_page_shows_lines_of_the_examples_that_it_names():
+    assert len(SECTIONS) >= len(CASES)
+    named = set()
+    for title, text in SECTIONS:
+        files = re.findall(r"^python demos/examples/(\w+)\.py", text, re.MULTILINE)
+        source = "".join((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in files)
+        lines = {line.strip().removesuffix("  # the line") for line in source.splitlines()}
+        for block in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            missing = {line.strip() for line in block.splitlines()} - lines - {""}
+            assert files and not missing, f"{title}: {missing}"
+        named |= set(files)
+    examples = {file.stem for file in EXAMPLES.glob("*.py")} - {"ngram_source"}  # which the walk tells of
+    assert named == examples
+
+
+def test_examples_are_short():
+    for file in EXAMPLES.glob("*.py"):
+        assert 20 <= len(file.read_text(encoding="utf-8").splitlines()) <= 90, file.name
