@@ -4,12 +4,13 @@ import logging
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.target.compat import RequestStatus
 
-from ..generate.helpers import EOS, Oracle, Spy, set_special_tokens
+from ..generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
 from ..models import new_model
 from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
 
@@ -56,6 +57,66 @@ def test_a_draft_that_is_always_right_or_never(is_right):
     with Engine(model, SmartSpecConfig(source, num_nodes=4), max_batch_size=4) as engine:
         check_all(engine, model, requests)
     assert (engine.statistics.accepted_tokens > 0) == is_right and engine.statistics.drafted_tokens > 0
+
+
+class Counts(LogitsProcessor):
+    """Wants another token at every call: who calls it twice, or out of order, gets other texts."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        return scores.index_add(1, torch.tensor([self.num_calls * 7 % 40]), torch.full((len(scores), 1), 4.0))
+
+
+class StopsAt(StoppingCriteria):
+    """Keeps what it was called with."""
+
+    def __init__(self, length: int):
+        self.lengths, self.length = [], length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.lengths.append(input_ids.shape[1])
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+def test_stop_strings_criteria_and_processors_with_state(architecture):
+    model, tokenizer = model_of(architecture), tiny_tokenizer()
+    model.generation_config.suppress_tokens = list(range(40, 97))  # which the tokenizer does not know
+    prompt = tokenizer("some words").input_ids
+    text = tokenizer.decode(Asked(prompt, LONG).alone(model))
+
+    def settings():
+        yield {"stop_strings": [text[7:9]], "tokenizer": tokenizer}
+        yield {"stop_strings": [text[3:5], "never"], "tokenizer": tokenizer, "repetition_penalty": 1.1}
+        yield {"stopping_criteria": StoppingCriteriaList([StopsAt(17)])}
+        yield {"logits_processor": LogitsProcessorList([Counts()])}
+        yield {
+            "logits_processor": LogitsProcessorList([Counts()]),
+            "stopping_criteria": StoppingCriteriaList([StopsAt(20)]),
+        }
+
+    ours, theirs = list(settings()), list(settings())
+    with Engine(model, suffix(), max_batch_size=4) as engine:
+        names = [engine.add_request(prompt, **LONG | own) for own in ours]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
+    for own, reference, output in zip(ours, theirs, outputs):
+        assert output.generated_tokens == Asked(prompt, LONG | reference).alone(model), own
+        for mine, its in zip(own.get("stopping_criteria", []), reference.get("stopping_criteria", [])):
+            assert mine.lengths == its.lengths
+    assert [output.finish_reason for output in outputs] == ["stop", "stop", "stop", "length", "stop"]
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+def test_outputs_tell_which_source_drafted_each_token(architecture):
+    model = model_of(architecture)
+    with Engine(model, suffix()) as engine:
+        output = engine.get_result(engine.add_request([3, 4, 5], trace=True, **LONG), timeout=TIMEOUT)
+    assert output.generated_tokens == Asked([3, 4, 5], LONG).alone(model)
+    assert len(output.token_sources) == 30
+    assert (set(output.token_sources) == {None}) == (architecture == "mamba")
 
 
 class Kept(BaseStreamer):

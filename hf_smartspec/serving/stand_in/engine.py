@@ -45,7 +45,7 @@ class ManagedEngine(Engine):
     @property
     def max_tokens(self) -> int | None:
         """Of all texts together; None where memory is counted otherwise."""
-        return self._memory.scheduler.max_tokens if self._memory.shares_forward else None
+        return self._memory.scheduler.max_tokens if isinstance(self._memory, EngineMemory) else None
 
     @property
     def fatal_error(self) -> BaseException | None:
