@@ -13,7 +13,9 @@ from ..prepare.call import PreparedCall, decoding_call
 from ..prepare.config import SmartSpecConfig
 from ..prepare.encoders import read
 from ..prepare.media import media_kwargs, without_empty_media
+from ..prepare.model_state import warn_once
 from ..prepare.resolve import resolve
+from ..target.compat import is_stateful
 from ..target.footprint import Footprint, caches_in, num_bytes
 from ..target.rowwise import ModelRow, RowwiseForward
 from ..target.stepwise import StepwiseForward
@@ -42,6 +44,13 @@ class RowMemory(RequestMemory):
         self.model = model
         self.footprint = Footprint.of(model)
         max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        if is_stateful(model) and not any(self.footprint):  # its forwards hand nothing out (RecurrentGemma)
+            max_batch_size = 1
+            warn_once(
+                model,
+                f"{type(model).__name__} keeps the state of a text in its own modules: the engine serves one request "
+                "at a time, and nobody else must run the model meanwhile.",
+            )
         self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, max_bytes)
         self.watch(model)
 

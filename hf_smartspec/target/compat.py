@@ -56,7 +56,8 @@ def shared_value(config: PreTrainedConfig, name: str) -> Any:
 def num_positions(config: PreTrainedConfig) -> int | None:
     """How many positions a decoder knows, for its config; None where there is no end to them."""
     positions = getattr(config, "max_position_embeddings", None)
-    return getattr(config, "max_target_positions", None) if positions is None else positions
+    positions = getattr(config, "max_target_positions", None) if positions is None else positions
+    return None if positions is None or positions < 0 else positions  # -1: XLNet
 
 
 def is_checkpointing(model: PreTrainedModel) -> bool:

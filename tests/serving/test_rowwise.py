@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.target.compat import RequestStatus
 
+from ..architectures import small_model
 from ..generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
 from ..models import new_model
 from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
@@ -90,7 +91,7 @@ def test_stop_strings_criteria_and_processors_with_state(architecture):
 
     def settings():
         yield {"stop_strings": [text[7:9]], "tokenizer": tokenizer}
-        yield {"stop_strings": [text[3:5], "never"], "tokenizer": tokenizer, "repetition_penalty": 1.1}
+        yield {"stop_strings": [text[3:5], "never"], "tokenizer": tokenizer}
         yield {"stopping_criteria": StoppingCriteriaList([StopsAt(17)])}
         yield {"logits_processor": LogitsProcessorList([Counts()])}
         yield {
@@ -192,6 +193,25 @@ def test_weights_change_in_a_pause_while_a_request_runs(architecture):
     assert len(known) < 66, "it ended before the pause"
     asked = Asked(known, {"max_new_tokens": 66 - len(known), "eos_token_id": None})
     assert last.prompt_ids + last.generated_tokens == known + asked.alone(model)
+
+
+def test_models_that_keep_their_state_in_themselves_serve_one_request_at_a_time(caplog):
+    model = set_special_tokens(small_model("recurrent_gemma"), EOS)
+    requests = random_requests(6, longest=12, max_new_tokens=8)
+    with caplog.at_level(logging.WARNING), Engine(model, suffix(), max_batch_size=4) as engine:
+        check_all(engine, model, requests)
+        bad = engine.add_request([3, 4, 5], max_new_tokens=500, eos_token_id=None, streaming=True)
+        next(engine.request_id_iter(bad))
+        engine.cancel_request(bad)
+        check_all(engine, model, requests[:2])
+    assert "one request at a time" in caplog.text
+
+
+def test_models_without_an_end_of_positions():
+    model = set_special_tokens(small_model("xlnet"), EOS)
+    assert model.config.max_position_embeddings == -1
+    with Engine(model) as engine:
+        check_all(engine, model, random_requests(2, longest=8, max_new_tokens=6))
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "mamba", "qwen3_next"])
