@@ -20,6 +20,7 @@ from ...target.quantized import quantize
 from ..common.models import UsageError, load_draft, load_model, load_tokenizer
 
 _MIB = 2**20
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def serve(
@@ -42,11 +43,20 @@ def serve(
     try:
         for name, path in names.items():
             models[name] = load_served(args, name, path, limits, metrics)
-        app = make_app(models, metrics, keys, limits.max_body_bytes, args.chat_template_kwargs, __version__)
+        hosts, template_kwargs = hosts_of(args.host, keys), args.chat_template_kwargs
+        app = make_app(models, metrics, keys, limits.max_body_bytes, template_kwargs, __version__, hosts)
         DrainingServer(app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
     finally:
         for served in models.values():
             served.stop()
+
+
+def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:
+    """
+    The names of this machine, where only it can reach a server without keys: pages in its browsers may come under a
+    name of their own, and are not to read the answers.
+    """
+    return _LOOPBACK if host in ("127.0.0.1", "localhost", "::1") and not len(keys) else None
 
 
 def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics) -> ServedModel:

@@ -1,7 +1,7 @@
 """The application: transformers' own, its handlers replaced, with what it lacks beside it."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,6 +29,7 @@ def make_app(
     max_body_bytes: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     version: str = "unknown",
+    hosts: Collection[str] | None = None,
 ) -> FastAPI:
     """
     Args:
@@ -38,6 +39,7 @@ def make_app(
         max_body_bytes (`int`): Of a request.
         chat_template_kwargs (`dict`, *optional*): Defaults for chat templates.
         version (`str`): What `/version` says.
+        hosts (collection of `str`, *optional*): Names under which clients must know the server; any, where not given.
     """
     manager, state = ServedModels(models), EngineState(models)
     template_kwargs = dict(chat_template_kwargs or {})
@@ -54,5 +56,5 @@ def make_app(
     metrics.watch(models)
     add_routes(app, state, metrics, version)
     add_error_handlers(app)
-    app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes, hosts=hosts)
     return app

@@ -1,6 +1,8 @@
 """What stands before the application: keys, the size of bodies, and clients that leave."""
 
 import asyncio
+import re
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +13,7 @@ from .errors import ApiError
 from .keys import ApiKeys
 
 _OPEN = frozenset(["/health", "/ping"])  # for whoever watches the server
+_PORT = re.compile(r":\d+$")
 _BODY_SECONDS = 30.0  # in which a body must have come
 
 
@@ -22,10 +25,11 @@ class Guard:
         app: The application.
         keys (`ApiKeys`): Who may ask.
         max_body_bytes (`int`): Of a request.
+        hosts (collection of `str`, *optional*): Names under which clients must know the server; any, where not given.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int):
-        self.app, self.keys, self.max_body_bytes = app, keys, max_body_bytes
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, hosts: Collection[str] | None = None):
+        self.app, self.keys, self.max_body_bytes, self.hosts = app, keys, max_body_bytes, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +51,8 @@ class Guard:
         """Whose request it is; what begins from here on knows it."""
         if scope["path"] in _OPEN:
             return
+        if self.hosts is not None and _PORT.sub("", _header(scope, b"host") or "") not in self.hosts:
+            raise ApiError(403, "Not known under this name: ask for 127.0.0.1, or start the server with keys")
         caller = self.keys.caller(_header(scope, b"authorization"))
         if caller is None:
             raise ApiError(401, "This server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")

@@ -172,6 +172,21 @@ def test_no_text_of_one_key_is_drafted_for_another_or_read_from_its_memory(demo)
         assert again[1] > others[1] and again[2] > others[2] == 0
 
 
+def test_pages_of_browsers_do_not_get_in(demo):
+    """Neither under a name of their own, nor by what they may send without being asked."""
+    from hf_smartspec.commands.serve.serving import hosts_of
+
+    hosts = hosts_of("127.0.0.1", ApiKeys())
+    assert hosts_of("127.0.0.1", ApiKeys(["k"])) is hosts_of("0.0.0.0", ApiKeys()) is None
+    with running(demo, hosts=hosts) as server:
+        for name, status in {"evil.example": 403, "localhost:8000": 200, "127.0.0.1": 200, "[::1]:80": 200}.items():
+            assert server.get("/v1/models", headers={"Host": name}).status_code == status
+        plain = httpx.post(
+            server.url + "/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"}
+        )
+        assert 400 <= plain.status_code < 500
+
+
 def test_keys_in_files(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# ours\nsecret-1\n\n secret-2 \n")
