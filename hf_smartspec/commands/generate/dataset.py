@@ -91,6 +91,9 @@ class DatasetAnswers:
             engine = self._speaker.new_engine(max_batch_size=self._args.max_batch_size)
             try:
                 num_errors += self._answer(engine, file)
+            except KeyboardInterrupt:
+                print(f"{path}: the same command goes on where this one was interrupted", file=sys.stderr)
+                raise
             finally:
                 engine.stop(drain=False)
                 statistics = engine.statistics

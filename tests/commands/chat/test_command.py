@@ -7,6 +7,8 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
+from hf_smartspec.commands.chat.session import Session
+
 from ..helpers import EMBEDDED, call
 
 SHORT = ["--max-new-tokens", "10", "--threads", "1", "--device", "cpu"]
@@ -44,6 +46,18 @@ def test_verbs_change_what_is_said_next(folder, monkeypatch, tmp_path, capsys):
     assert "accepted of drafted" in captured.err
     report = json.loads((tmp_path / "chat.json").read_text())
     assert report["messages"][0] == {"role": "system", "content": "Be brief"} and report["assistant"] == "none"
+
+
+def test_a_turn_reads_what_is_new_only(folder, monkeypatch):
+    reused, stop = [], Session.stop
+
+    def stop_and_look(session):
+        reused.append(session._engine._memory.num_reused)
+        stop(session)
+
+    monkeypatch.setattr(Session, "stop", stop_and_look)
+    assert chat(monkeypatch, "ab" * 20, "cd", arguments=[*SHORT, "--model", folder / "target"]) == 0
+    assert reused[-1] >= 40  # the first turn, at least
 
 
 def test_exit_leaves_what_follows_unread(folder, monkeypatch, capsys):
