@@ -66,7 +66,11 @@ class Session:
         except (TypeError, ValueError) as error:
             self._fail(str(error))
             return
-        output, growing = self._followed(request_id)
+        try:
+            output, growing = self._followed(request_id)
+        except KeyboardInterrupt:  # once more, while it was being stopped
+            self.conversation.take_back()
+            raise
         if output.error and output.finish_reason != "cancelled":
             self._fail(output.error)
             return
@@ -80,9 +84,8 @@ class Session:
         if self.conversation.stop_strings:
             arguments["stop_strings"] = self.conversation.stop_strings
         seed = new_seed() if self.seed is None else row_seed(self.seed, self.conversation.num_answers)
-        return self._engine.add_request(
-            ids, max_new_tokens=max_new_tokens, streaming=True, seed=seed, trace=self.screen.is_interactive, **arguments
-        )  # fmt: skip
+        arguments["trace"] = self.screen.is_interactive  # for colours
+        return self._engine.add_request(ids, max_new_tokens=max_new_tokens, streaming=True, seed=seed, **arguments)
 
     def _followed(self, request_id: str) -> tuple[EngineOutput, GrowingText]:
         """The last output of a request, and its text, which has been shown."""

@@ -75,9 +75,8 @@ class Answers:
         is_same = [output.generated_tokens if output else None for output in plain] == [
             row["token_ids"] for row in rows
         ]
-        return {
-            "seconds": seconds, "plain_seconds": plain_seconds, "speedup": plain_seconds / seconds, "is_same": is_same
-        }  # fmt: skip
+        speedup = plain_seconds / seconds
+        return {"seconds": seconds, "plain_seconds": plain_seconds, "speedup": speedup, "is_same": is_same}
 
     def _token_ids(self, prompt: str) -> list[int]:
         try:

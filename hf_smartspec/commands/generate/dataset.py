@@ -87,7 +87,7 @@ class DatasetAnswers:
         with RowFile(path, self._settings(), self._args.overwrite) as file:
             self._check(file)
             num_known = len(file.rows)
-            num_errors = sum(row["error"] is not None for row in file.rows)
+            num_errors = sum(row.get("error") is not None for row in file.rows)
             engine = self._speaker.new_engine(max_batch_size=self._args.max_batch_size)
             try:
                 num_errors += self._answer(engine, file)
