@@ -1,10 +1,16 @@
 """The promise for all causal language models of transformers, behind the lengths at which they change their ways."""
 
+import numpy as np
 import pytest
+
+from hf_smartspec import Engine
 
 from .architectures import NAMES, REPRESENTATIVE, serve, small_model
 from .conftest import WAYS
+from .serving.helpers import Asked, check_all, suffix
 from .test_exactness import IS_EXHAUSTIVE
+
+LENGTHS = 12, 5, 1, 14
 
 
 @pytest.mark.parametrize("name", NAMES if IS_EXHAUSTIVE else REPRESENTATIVE)
@@ -16,3 +22,16 @@ def test_every_causal_language_model_generates_the_plain_tokens(name, monkeypatc
         assert served.drafted == 0, "nothing is drafted where nothing can be verified"
     else:
         assert served.drafted > 0 and served.accepted > 0
+
+
+@pytest.mark.parametrize("name", NAMES if IS_EXHAUSTIVE else ("deepseek_v32", "lfm2_moe"))
+def test_engines_serve_every_causal_language_model(name):
+    """More requests than run at once, prompts in pieces: packed, row by row, or without speculation."""
+    model, rng, requests = small_model(name), np.random.default_rng(0), []
+    for number, length in enumerate(LENGTHS):
+        settings = {"max_new_tokens": 14, "eos_token_id": None}
+        samples = {"do_sample": True, "temperature": 0.8} if number % 2 else {}
+        requests.append(Asked(rng.integers(3, 40, length).tolist(), settings | samples, number if samples else None))
+    with Engine(model, suffix(), max_batch_size=3, max_prefill_tokens=5) as engine:
+        check_all(engine, model, requests)
+    assert engine.statistics.generated_tokens == 14 * len(LENGTHS)
