@@ -35,6 +35,7 @@ COMMANDS = {
     ("bench", "online"): Command("online.command", "measure what drafters learn from the requests that they draft for"),
     ("bench", "rollouts"): Command("rollouts.command", "measure rollouts of reinforcement learning, by TRL's GRPO"),
     ("bench", "queue"): Command("queue", "serve a queue of prompts, against transformers' batches"),
+    ("bench", "batching"): Command("batching.command", "measure transformers' continuous batching with speculation"),
     ("bench", "overhead"): Command("overhead.command", "measure what the machinery costs by itself"),
     ("bench", "gpu"): Command("gpu.command", "measure on a GPU: exactness, bandwidth, transformers' own"),
     ("bench", "peers"): Command("peers.command", "measure other engines on the CPU, with the same weights"),

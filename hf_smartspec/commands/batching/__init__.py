@@ -1,0 +1,1 @@
+"""`smartspec bench batching`: transformers' continuous batching by itself, and with an engine in its place."""
