@@ -14,11 +14,18 @@ pytest.importorskip("transformers.cli.serving.server", reason="transformers[serv
 
 
 @pytest.fixture(scope="module")
-def served():
-    """`smartspec serve`, in a thread."""
-    from ..serving.server.running import running, served_demo
+def demo():
+    from ..serving.server.running import served_demo
 
-    with running(served_demo()) as server:
+    return served_demo()
+
+
+@pytest.fixture(scope="module")
+def served(demo):
+    """`smartspec serve`, in a thread."""
+    from ..serving.server.running import running
+
+    with running(demo) as server:
         yield server
 
 
@@ -34,6 +41,20 @@ def test_chains_of_langchain(served):
     plain, fast = load_example("langchain_chat").main(f"{served.url}/v1")
     assert fast == plain and all(plain)
     assert served.engine.statistics.accepted_tokens > before
+
+
+def test_chat_of_transformers(demo, served, monkeypatch, capsys):
+    from transformers.cli.chat import Chat
+
+    question, lines = "What is 12 times 4?", []
+    typed = iter([question, "n", "!exit"])
+    monkeypatch.setattr("rich.console.Console.input", lambda console, prompt: lines.append(prompt) or next(typed))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # or its client asks nobody, not even us
+    before = served.engine.statistics.accepted_tokens
+    Chat("demo", served.url, ["max_new_tokens=16", "do_sample=False"])
+    answer = demo.text(demo.alone(demo.chat_ids(question), max_new_tokens=16))
+    assert "".join(answer.split()) in "".join(capsys.readouterr().out.split())
+    assert len(lines) == 3 and served.engine.statistics.accepted_tokens > before
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
