@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 DOCS = "docs/"
 # Pages that lie elsewhere in the repository, and where the site has them.
 ELSEWHERE = {
+    "README.md": "overview.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",

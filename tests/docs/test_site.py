@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
@@ -104,3 +105,9 @@ def test_pictures_are_those_that_are_drawn(tools):
 
     for name, picture in draw.DRAWN.items():
         assert (draw.PICTURES / f"{name}.svg").read_text() == picture().svg(), "`python docs/tools/draw.py` draws them"
+
+
+def test_changes_and_citation_name_the_version():
+    assert f"## {hf_smartspec.__version__}" in (REPOSITORY / "CHANGELOG.md").read_text()
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == hf_smartspec.__version__ and len(citation["references"]) >= 5
