@@ -1,6 +1,7 @@
 """OpenAI's own client gets what plain `generate` yields."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -142,6 +143,8 @@ def test_stop_strings_end_the_text(server, client, demo):
     assert result.usage.completion_tokens < 40, "it was not decoded to the end"
     streamed = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
     assert "".join(streamed) == expected
+    without_end = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert without_end.choices[0].text == expected and without_end.usage == result.usage
     kept = client.completions.create(**asked, extra_body={"include_stop_str_in_output": True})
     assert kept.choices[0].text == expected + stop
 
@@ -230,6 +233,21 @@ def test_what_transformers_chat_asks_for(server, demo):
     assert "[DONE]" in server.post("/v1/chat/completions", body).text
     body["generation_config"] = '{"max_new_tokens": 3, "num_beams": 4, "do_sample": false}'
     assert '"length"' in server.post("/v1/chat/completions", body).text
+
+
+def test_what_load_generators_send(server, demo):
+    """Fields as vLLM's and guidellm's benches send them."""
+    body = {
+        "model": "demo", "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}],
+        "max_completion_tokens": 20, "ignore_eos": True, "stream": True, "repetition_penalty": 1.0, "logprobs": None,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "request_id": "x", "priority": 1,
+    }  # fmt: skip
+    lines = server.post("/v1/chat/completions", body).text.strip().split("\n\n")
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 20
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
+    assert text == demo.text(demo.alone(demo.chat_ids(QUESTION), max_new_tokens=20, eos_token_id=None))
 
 
 def test_models_tokens_and_versions(server, client, demo):

@@ -237,7 +237,7 @@ def _ask(server, done):
 
 
 def test_time_is_limited(demo):
-    with running(demo, limits=Limits(timeout=0.3)) as server:
+    with running(demo, limits=Limits(timeout=0.05)) as server:
         late = server.post("/v1/completions", LONG | {"stream": False})
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
         text = server.post("/v1/completions", LONG).text
