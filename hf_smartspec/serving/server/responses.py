@@ -1,13 +1,15 @@
 """`/v1/responses`."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 
-from .answers import Answer
+from .answers import Answer, Piece
 from .errors import ApiError
 from .fields import ResponseFields, read_fields
 from .models import EngineState
@@ -15,6 +17,7 @@ from .rendering import MessageReader, check_template_kwargs, has_parser, render
 from .sampling import read_settings
 from .served import ServedModel
 from .streaming import AnswerStream
+from .usage import speculation_of
 
 
 class EngineResponseHandler(ResponseHandler):
@@ -40,13 +43,8 @@ class EngineResponseHandler(ResponseHandler):
             "body": {"parallel_tool_calls": bool(fields.parallel_tool_calls)}, "inputs": {"input_ids": prompt},
             "gen_config": served.model.generation_config, "gen_manager": manager, "tools": tools,
         }  # fmt: skip
-        try:
-            if not fields.stream:
-                return await self._non_streaming(**arguments)
-            return AnswerStream(self._streaming(**arguments).body_iterator, [answer])  # type: ignore[arg-type]  # of text
-        except BaseException:
-            answer.drop()
-            raise
+        events = _with_end(self._streaming(**arguments).body_iterator, manager)
+        return AnswerStream(events, [answer]) if fields.stream else await _whole(events, manager, answer)
 
     def _messages(self, body: dict) -> list[dict[str, Any]]:
         try:
@@ -61,17 +59,57 @@ class EngineResponseHandler(ResponseHandler):
             raise ApiError(400, f"tools: no list of functions: {error!r}", param="tools") from None
 
 
+_COMPLETED = '"type":"response.completed"'  # within texts, quotes are escaped
+
+
+def _completed(response: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
+    """transformers' response with what it does not know of the answer."""
+    if piece is None:
+        return response
+    response["usage"]["input_tokens_details"]["cached_tokens"] = piece.output.num_cached_tokens
+    if piece.finish_reason == "length":
+        response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    return response | {"metrics": speculation_of([piece.output])}
+
+
+async def _with_end(events: Any, manager: "_OneAnswer") -> AsyncIterator[str]:
+    """The same in transformers' last event."""
+    async for text in events:
+        if _COMPLETED not in text:
+            yield text
+            continue
+        event = json.loads(text.removeprefix("data: "))
+        event["response"] = _completed(event["response"], manager.last_piece)
+        event["type"] = f"response.{event['response']['status']}"
+        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+async def _whole(events: AsyncIterator[str], manager: "_OneAnswer", answer: Answer) -> Response:
+    """The response of the last event: what is parsed as it comes need not come to its end, as a tool call may not."""
+    last = ""
+    try:
+        async for text in events:
+            last = text
+    finally:
+        answer.drop()
+    if manager.error is not None:
+        raise manager.error
+    return JSONResponse(json.loads(last.removeprefix("data: "))["response"])
+
+
 class _OneAnswer(BaseGenerateManager):
     """What transformers' handler asks for an answer: here, one that has begun already."""
 
     def __init__(self, served: ServedModel, answer: Answer, tools: list[dict[str, Any]] | None):
         self._served, self._answer, self._tools = served, answer, tools
+        self.last_piece: Piece | None = None
+        self.error: Exception | None = None
 
     def generate_streaming(self, *_: Any, **__: Any) -> tuple[asyncio.Queue, Any]:
         queue: asyncio.Queue = asyncio.Queue()
         streamer = _Streamer(self._answer)
         reader = MessageReader(self._served, self._answer.prompt, self._tools)
-        streamer.task = asyncio.create_task(_pump(self._answer, reader, queue, streamer))
+        streamer.task = asyncio.create_task(self._pump(reader, queue, streamer))
         return queue, streamer
 
     async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, list[int]]:
@@ -81,6 +119,19 @@ class _OneAnswer(BaseGenerateManager):
     def stop(self) -> None:
         self._answer.drop()
 
+    async def _pump(self, reader: MessageReader, queue: asyncio.Queue, streamer: "_Streamer") -> None:
+        try:
+            async for piece in self._answer.pieces():
+                self.last_piece = piece
+                streamer.total_tokens += len(piece.tokens)
+                for item in reader.feed(piece.text, piece.finish_reason is not None):
+                    queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Exception as error:
+            self.error = error
+            is_told = isinstance(error, ApiError)
+            queue.put_nowait(_StreamError(str(error) if is_told else f"The server failed: {type(error).__name__}"))
+
 
 class _Streamer:
     """What transformers' handler asks of a stream."""
@@ -89,16 +140,3 @@ class _Streamer:
         self.total_tokens = 0
         self.cancel = answer.drop
         self.task: asyncio.Task | None = None  # held: nobody else does
-
-
-async def _pump(answer: Answer, reader: MessageReader, queue: asyncio.Queue, streamer: _Streamer) -> None:
-    try:
-        async for piece in answer.pieces():
-            streamer.total_tokens += len(piece.tokens)
-            for item in reader.feed(piece.text, piece.finish_reason is not None):
-                queue.put_nowait(item)
-        queue.put_nowait(None)
-    except ApiError as error:
-        queue.put_nowait(_StreamError(error.message))
-    except Exception as error:
-        queue.put_nowait(_StreamError(f"The server failed: {type(error).__name__}"))

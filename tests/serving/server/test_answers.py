@@ -221,7 +221,13 @@ def test_responses(client, demo):
     events = list(client.responses.create(**asked, stream=True))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == expected and events[-1].response.output_text == expected
-    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    assert result.status == "incomplete" and result.incomplete_details.reason == "max_output_tokens"
+    again = events[-1].response
+    assert again.usage.input_tokens_details.cached_tokens == len(demo.chat_ids(QUESTION)) - 1
+    assert again.model_extra["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    short = client.responses.create(**asked, stream=True, extra_body={"structured_outputs": {"choice": ["yes"]}})
+    assert list(short)[-1].type == "response.completed"
 
 
 def test_what_transformers_chat_asks_for(server, demo):

@@ -109,4 +109,12 @@ def test_tool_calls_and_reasoning(with_tools, stream):
         message, reason = result.choices[0].message, result.choices[0].finish_reason
         calls, reasoning = message.tool_calls, message.reasoning_content
     assert reason == "tool_calls" and reasoning == "hm"
+    responses = with_tools.client().responses
+    asked = {"model": "demo", "input": "x", "tools": [{"type": "function", "name": "add", "parameters": {}}]}
+    told = responses.create(**asked, extra_body={"structured_outputs": {"choice": [text]}}, stream=stream)
+    output = (list(told)[-1].response if stream else told).output
+    assert [item.type for item in output] == ["reasoning", "message", "function_call"]
+    assert output[2].name == "add" and json.loads(output[2].arguments) == {"a": 1}
+    cut = responses.create(**asked, max_output_tokens=12, extra_body={"structured_outputs": {"choice": [text]}})
+    assert cut.status == "incomplete", "in the middle of a call"
     assert [item.function.name for item in calls] == ["add"] and json.loads(calls[0].function.arguments) == {"a": 1}
