@@ -24,6 +24,7 @@ COMMANDS = {
     ("chat",): Command("chat.command", "talk with a model in the terminal"),
     ("serve",): Command("serve.command", "serve models over HTTP, with the interface of OpenAI's"),
     ("transformers",): Command("launch", "run transformers' own command, which then drafts"),
+    ("demo",): Command("demo.command", "show races, load and learning on a page in the browser"),
     ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
     ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
     ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),

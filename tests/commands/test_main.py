@@ -43,7 +43,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"smartspec {__version__}\n"
 
 
-WITHOUT_RESULTS = {("completion",), ("serve",), ("transformers",)}
+WITHOUT_RESULTS = {("completion",), ("demo",), ("serve",), ("transformers",)}
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -84,14 +84,15 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+def add_target_arguments(parser: argparse.ArgumentParser, dtype: str | None = "bfloat16") -> None:
+    """`dtype` is the default; None is left to the command: what the machine is fast in."""
     parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
     parser.add_argument(
         "--parameters", type=number, metavar="N",
         help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
         f"cost; 0 leaves it as it is (default: {PARAMETERS:.0e} for the demo's target, 0 for others)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype or 'the faster one here'}")
     parser.add_argument("--quantize", choices=KINDS, help="run the target's linear maps in it, on the CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")

@@ -70,21 +70,22 @@ class DrafterFiles:
     def _assistant(self, item: str) -> Any:
         if not is_model(item):
             return item
-        drafter = self._loaded(item)
+        drafter = self.loaded(item)
         is_narrowed = isinstance(drafter, LearnedDrafter) and self.larger is not None
         return self._source(item) if is_narrowed else drafter
 
     def _source(self, item: str) -> TreeCandidateGenerator:
         if item in _MODEL_FREE:
             return _MODEL_FREE[item]()
-        drafter = self._loaded(item)
+        drafter = self.loaded(item)
         if isinstance(drafter, PreTrainedModel):
             return DraftModelCandidates(drafter)
         source = source_of(drafter, Calibrator(), None)
         size = self.target.config.get_text_config(decoder=True).hidden_size
         return source if self.larger is None else NarrowedCandidates(source, size)
 
-    def _loaded(self, item: str) -> PreTrainedModel | LearnedDrafter:
+    def loaded(self, item: str) -> PreTrainedModel | LearnedDrafter:
+        """The model or learned drafter of one folder or hub id."""
         if item not in self._known:
             try:
                 drafter = load(item, self.target)

@@ -10,7 +10,16 @@ from ...candidates import TreeCandidateGenerator
 from ...candidates.committed import Committed
 from ...drafts.tree import DraftTree
 
-_SAME = ("default_num_nodes", "is_autoregressive", "width", "heeds_prices", "needs", "hidden_layers", "num_likeliest")
+_SAME = (
+    "default_num_nodes",
+    "is_autoregressive",
+    "width",
+    "heeds_prices",
+    "needs",
+    "hidden_layers",
+    "num_likeliest",
+    "label",
+)
 
 
 class NarrowedCandidates(TreeCandidateGenerator):

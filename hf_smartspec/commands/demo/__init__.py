@@ -1,0 +1,1 @@
+"""`smartspec demo`: races, load and learning on one page."""

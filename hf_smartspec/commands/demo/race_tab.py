@@ -1,0 +1,110 @@
+"""The tab "Race": two lanes on one clock, and the draft trees of the speculative one."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gradio as gr
+
+from ..common.drafters import JOINT
+from ..common.runs import Decoding
+from .race import ENGINE, GENERATE, Race, RaceSettings, progress_html, race_html, run_race
+from .texts import notice
+from .trees import best_step, tree_html
+from .world import AUTO, NONE, World
+
+GREEDY, SAMPLED = "greedy", "sampled"
+GOODPUT = "as many as pay"
+_EMPTY = notice("Press Start: both lanes answer the same prompt, and every token is coloured by who wrote it.")
+_NO_TREE = notice("Draft trees of a race are shown here.")
+
+
+def race_tab(world: World, connect: Callable[..., None]) -> None:
+    examples = [(f"{name}: {_short(text)}", text) for name, texts in world.prompts.items() for text in texts]
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=3, min_width=300):
+            example = gr.Dropdown(examples, value=examples[0][1], label="Example", interactive=True)
+            prompt = gr.Textbox(examples[0][1], label="Prompt", lines=4, max_lines=8, elem_id="ss-prompt")
+        with gr.Column(scale=2, min_width=300):
+            source = gr.Dropdown(choices(world), value=most_telling(world), label="What drafts", interactive=True)
+            baseline = gr.Radio(
+                [GENERATE, ENGINE], value=GENERATE, label="Plain lane", info="Against our own forward, the ratio is "
+                "the gain of speculation alone.",
+            )  # fmt: skip
+    with gr.Accordion("Decoding and length", open=False):
+        with gr.Row():
+            decoding = gr.Radio([GREEDY, SAMPLED], value=GREEDY, label="Decoding", min_width=200)
+            temperature = gr.Slider(0.1, 1.5, 0.8, step=0.1, label="Temperature (sampled)", min_width=200)
+            seed = gr.Number(0, label="Seed (sampled)", precision=0, minimum=0, min_width=140)
+        with gr.Row():
+            length = gr.Slider(16, 256, 96, step=16, label="New tokens at most", min_width=240)
+            nodes = gr.Dropdown(
+                [GOODPUT, "2", "4", "8", "16"], value=GOODPUT, label="Draft nodes in every step", interactive=True,
+                min_width=240,
+            )  # fmt: skip
+            remembers = gr.Checkbox(
+                False, label="Remember earlier races", info="Suffix trees know earlier answers, as a service's do.",
+                min_width=240,
+            )  # fmt: skip
+    with gr.Row():
+        start = gr.Button("Start", variant="primary", elem_id="ss-race-start", min_width=140)
+        stop = gr.Button("Stop", interactive=False, elem_id="ss-race-stop", min_width=140)
+    result = gr.HTML(_EMPTY, elem_id="ss-race-result", js_on_load=None)
+    gr.HTML('<h2 class="ss-heading">Draft trees</h2>')
+    step = gr.Slider(1, 2, 1, step=1, label="Step", interactive=False, elem_id="ss-step")
+    tree = gr.HTML(_NO_TREE, elem_id="ss-tree", js_on_load=None)
+    last = gr.State(None)
+
+    def work(
+        text: str, name: str, plain: str, kind: str, heat: float, number: float, most: float, size: str, keeps: bool,
+        event: threading.Event,
+    ) -> Iterator[tuple]:  # fmt: skip
+        chosen = Decoding(None if kind == GREEDY else int(number or 0), heat)
+        num_nodes = None if size == GOODPUT or name == NONE else int(size)
+        settings = RaceSettings(text or "", name, plain, chosen, int(most), bool(keeps), num_nodes)
+        for doing, race in run_race(world, settings, event):
+            if race.is_done:
+                yield race_html(world, race), *_tree_updates(world, race), race
+            else:
+                yield progress_html(doing, race), gr.skip(), gr.skip(), gr.skip()
+
+    def show(race: Race | None, number: float) -> Any:
+        if race is None or not race.drafted.steps:
+            return gr.skip()
+        place = min(max(int(number), 1), len(race.drafted.steps)) - 1
+        return tree_html(race.drafted, place, world.tokenizer)
+
+    hidden: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
+    example.input(lambda text: text, example, prompt, **hidden)
+    step.input(show, [last, step], tree, trigger_mode="always_last", **hidden)
+    inputs = [prompt, source, baseline, decoding, temperature, seed, length, nodes, remembers]
+    connect("race", (start, stop), work, inputs, [result, step, tree, last])
+
+
+def _tree_updates(world: World, race: Race) -> tuple[Any, str]:
+    steps = race.drafted.steps
+    if not race.is_complete:
+        return gr.update(value=1, interactive=False), _NO_TREE
+    if not any(step.tokens for step in steps):
+        return gr.update(value=1, interactive=False), notice(
+            "Nothing was drafted in this race, so that there is no tree."
+        )
+    place = best_step(steps)
+    update = gr.update(maximum=max(len(steps), 2), value=place + 1, interactive=len(steps) > 1)
+    return update, tree_html(race.drafted, place, world.tokenizer)
+
+
+def choices(world: World) -> list[tuple[str, str]]:
+    """What may draft, as readers see it and by name."""
+    known = {AUTO: "auto: suffix trees of the text so far", NONE: "none: no drafts"}
+    return [(known.get(name, name), name) for name in world.names]
+
+
+def most_telling(world: World) -> str:
+    """What drafts unless readers choose: with a draft model, where there is one."""
+    return next((name for name in world.names if JOINT in name), AUTO)
+
+
+def _short(text: str, most: int = 56) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,0 +1,205 @@
+"""What the page runs on: the target, what may draft for it, and prompts."""
+
+import argparse
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
+from ...candidates.base import NoCandidates
+from ..common.arguments import PARAMETERS
+from ..common.demo import demo_folder
+from ..common.drafters import JOINT, DrafterFiles, shown
+from ..common.models import (
+    DTYPES,
+    UsageError,
+    check_device,
+    encode,
+    read_prompts,
+)
+from ..common.setup import load_target
+from ..common.timing import environment
+
+AUTO, LOOKUP, NONE = "auto", "prompt_lookup", "none"
+_EMBEDDED = ("draft", "medusa", "eagle3")
+_CATEGORIES = "category"
+
+
+class RefusedError(Exception):
+    """What was asked for on the page cannot be done; readers are shown the message."""
+
+
+@dataclass
+class World:
+    """
+    Args:
+        model (`PreTrainedModel`): The target, as it is raced.
+        small (`PreTrainedModel`): The same as it was trained, before it was enlarged.
+        tokenizer (`PreTrainedTokenizerBase`): Theirs.
+        drafters (`DrafterFiles`): Loads what drafts.
+        names (dict of `str`): What may draft: what readers choose among, and what `DrafterFiles` calls it.
+        prompts (dict of lists of `str`): By category.
+        worker (`ThreadPoolExecutor`): The one thread that computes: two at once would disturb one another's times.
+    """
+
+    model: PreTrainedModel
+    small: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafters: DrafterFiles
+    names: dict[str, str]
+    prompts: dict[str, list[str]]
+    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "smartspec demo"))
+    _remembering: dict[str, TreeCandidateGenerator] = field(default_factory=dict)
+
+    @property
+    def is_enlarged(self) -> bool:
+        return self.model is not self.small
+
+    def new_source(self, name: str, remembers: bool = False) -> TreeCandidateGenerator:
+        """
+        What drafts, by one of `names`.
+
+        Args:
+            remembers (`bool`): The same object as last time, which has seen earlier answers; else a new one.
+        """
+        if remembers:
+            if name not in self._remembering:
+                self._remembering[name] = self.new_source(name)
+            return self._remembering[name]
+        if name == NONE:
+            return NoCandidates()
+        return SuffixTreeCandidates() if name == AUTO else self.drafters.new_source(self.names[name])
+
+    def draft_models(self) -> list[str]:
+        """Those of `names` that are draft models, which can learn on this page."""
+        single = [name for name, value in self.names.items() if name not in (AUTO, LOOKUP, NONE) and JOINT not in value]
+        return [name for name in single if isinstance(self.drafters.loaded(self.names[name]), PreTrainedModel)]
+
+    def new_draft(self, name: str, is_random: bool, seed: int = 0) -> PreTrainedModel:
+        """A draft model of its own, which may learn: as it was trained, or with random weights."""
+        draft: Any = self.drafters.loaded(self.names[name])
+        if not is_random:
+            return copy.deepcopy(draft)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            new: Any = type(draft)(copy.deepcopy(draft.config))
+        learner: PreTrainedModel = new.to(device=draft.device, dtype=draft.dtype).eval()
+        return learner
+
+    def encode(self, prompt: str, max_new_tokens: int) -> list[int]:
+        """
+        Raises:
+            RefusedError: for a prompt that is empty, or leaves no room for the answer.
+        """
+        if not prompt.strip():
+            raise RefusedError("There is no prompt yet: write one, or choose an example.")
+        (ids,) = encode([prompt], self.tokenizer, 2**31)
+        room = self._positions - max_new_tokens
+        if len(ids) > room:
+            raise RefusedError(
+                f"The prompt has {len(ids):,} tokens, and with {max_new_tokens} new ones the model has room for "
+                f"{max(room, 0):,}: shorten the prompt or the answer."
+            )
+        return ids
+
+    def encoded(self, categories: Sequence[str], max_new_tokens: int) -> list[np.ndarray]:
+        """
+        The prompts of some categories, by turns.
+
+        Raises:
+            RefusedError: where there are none.
+        """
+        columns = [self.prompts[name] for name in categories if name in self.prompts]
+        longest = max(map(len, columns), default=0)
+        texts = [column[place] for place in range(longest) for column in columns if place < len(column)]
+        room = max(min(256, self._positions - max_new_tokens), 1)
+        if not texts:
+            raise RefusedError("No prompts are chosen: tick at least one kind.")
+        return [np.array(ids, np.int64) for ids in encode(texts, self.tokenizer, room)]
+
+    @property
+    def _positions(self) -> int:
+        return getattr(self.model.config, "max_position_embeddings", None) or 2**31
+
+    def describe(self) -> str:
+        """One line on what runs here."""
+        system = environment(self.model.device, self.model.dtype)
+        name = Path(self.small.name_or_path or "").name or type(self.small).__name__
+        size = f"{_millions(self.model)} parameters"
+        if self.is_enlarged:
+            size = (
+                f"{_millions(self.small)} parameters at the cost of {_millions(self.model)} (cost-matched: "
+                "padded with weights that change the cost and not the output, since a model this small gains little)"
+            )
+        threads = f"{system['threads']} threads, " if self.model.device.type == "cpu" else ""
+        return f"{name}: {size}. {system['dtype']}, {threads}{system['device']}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether texts must be identical, to the last token."""
+        return self.model.dtype == torch.float32
+
+
+def _millions(model: PreTrainedModel) -> str:
+    return f"{model.num_parameters() / 1e6:.0f} M"
+
+
+def default_dtype(device: str) -> str:
+    """bfloat16 where the machine multiplies in it; it would be slower than float32 elsewhere."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    is_fast = (
+        getattr(torch.cpu, "_is_avx512_bf16_supported", bool)() or getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    )
+    return "bfloat16" if kind != "cpu" or is_fast else "float32"
+
+
+def load_world(args: argparse.Namespace) -> World:
+    """
+    Raises:
+        UsageError: for models, files or a device that cannot be used.
+    """
+    check_device(args.device)
+    args.dtype = args.dtype or default_dtype(args.device)
+    assert args.dtype in DTYPES
+    if args.parameters is None:
+        args.parameters = 0 if args.model else PARAMETERS
+    model, tokenizer = load_target(args)
+    small = model
+    if args.parameters:
+        args.parameters, kept = 0, args.parameters
+        small, _ = load_target(args)
+        args.parameters = kept
+    folder = None if args.model else demo_folder("--model")
+    paths = args.draft or ([] if folder is None else [str(folder / "models" / name) for name in _EMBEDDED])
+    drafters = DrafterFiles(small, model if small is not model else None, "--draft")
+    prompts = _prompts(args.prompts or demo_folder("--prompts") / "prompts.jsonl")
+    return World(model, small, tokenizer, drafters, _names(paths, drafters), prompts)
+
+
+def _names(paths: Sequence[str], drafters: DrafterFiles) -> dict[str, str]:
+    names = {AUTO: "suffix", LOOKUP: LOOKUP}
+    for path in paths:
+        drafters.named(path)  # refuses what does not fit
+        if shown(path) in names:
+            raise UsageError(f"--draft: two are shown as {shown(path)!r}; rename a folder")
+        names[shown(path)] = path
+    joint = next((path for path in paths if isinstance(drafters.loaded(path), PreTrainedModel)), None)
+    if joint is not None and JOINT not in joint:
+        names[f"suffix {JOINT} {shown(joint)}"] = f"suffix{JOINT}{joint}"
+    return names | {NONE: NONE}
+
+
+def _prompts(path: str | Path) -> dict[str, list[str]]:
+    prompts: dict[str, list[str]] = {}
+    for row in read_prompts(path):
+        prompts.setdefault(str(row.get(_CATEGORIES, "prompts")), []).append(row["prompt"])
+    return prompts

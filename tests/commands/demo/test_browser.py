@@ -1,0 +1,114 @@
+"""The page in a browser without a screen: one session through its tabs, at a desk's and a phone's width."""
+
+import shutil
+import threading
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page is made with Gradio")
+sync_api = pytest.importorskip("playwright.sync_api", reason="a browser is driven by Playwright")
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+TIMEOUT = 120_000  # milliseconds, which only a failure takes
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def address(world):
+    from hf_smartspec.commands.demo.app import build_app, launch_app
+
+    app = build_app(world)
+    yield launch_app(app)
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def _open(browser, address, size=DESK):
+    page = browser.new_page(viewport=size, reduced_motion="reduce")
+    page.set_default_timeout(TIMEOUT)
+    page.asked, page.failures = set(), []
+    page.on("request", lambda request: page.asked.add(request.url))
+    page.on("pageerror", lambda error: page.failures.append(error))
+    page.goto(address)
+    page.wait_for_selector("#ss-race-start")
+    return page
+
+
+def _shorten(page):
+    """16 tokens are enough for a race."""
+    page.get_by_role("button", name="Decoding and length").click()
+    page.get_by_label("number input for New tokens at most").first.fill("16")
+    page.keyboard.press("Tab")
+
+
+def test_a_race_is_run_drawn_and_stays_on_this_machine(browser, address):
+    page = _open(browser, address)
+    _shorten(page)
+    page.click("#ss-race-start")
+    page.wait_for_selector(".ss-race.over")
+    counts = page.locator(".ss-lane .ss-count").all_inner_texts()
+    assert counts == ["16", "16"] and "Identical." in page.inner_text(".ss-verdict")
+    assert page.locator(".ss-lane.drafted .t.on").count() == 16
+    page.wait_for_selector(".ss-tree")
+    page.get_by_label("number input for Step").fill("1")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=Step 1 of")
+    page.wait_for_selector("#ss-race-start:not([disabled])")
+    page.fill("#ss-prompt textarea", "  ")
+    page.click("#ss-race-start")
+    page.wait_for_selector(".ss-notice.wrong >> text=There is no prompt yet")
+    page.wait_for_selector("#ss-race-start:not([disabled])")
+    hosts = {url.split("/")[2] for url in page.asked if url.startswith("http")}
+    assert hosts == {address.split("/")[2]} and hosts.pop().startswith("127.0.0.1:")
+    assert not page.failures
+    page.close()
+
+
+def test_two_browser_tabs_wait_for_one_another_and_stop_alone(browser, address, world):
+    """The second waits in line until the first is stopped; pressing stop in one leaves the other alone."""
+    first, second = _open(browser, address), _open(browser, address)
+    _shorten(second)
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        held.set()
+        release.wait(TIMEOUT / 1000)
+
+    world.worker.submit(hold)  # nothing is computed meanwhile
+    assert held.wait(TIMEOUT / 1000)
+    first.click("#ss-race-start")
+    first.wait_for_selector("text=warming up")
+    second.click("#ss-race-start")
+    second.wait_for_selector("text=Waiting for its turn")
+    first.click("#ss-race-stop")
+    release.set()
+    first.wait_for_selector("text=Stopped: a race is shown")
+    second.wait_for_selector(".ss-race.over")
+    assert "Identical." in second.inner_text(".ss-verdict")
+    assert not first.failures and not second.failures
+    first.close()
+    second.close()
+
+
+def test_all_fits_on_a_phone(browser, address):
+    page = _open(browser, address, PHONE)
+    _shorten(page)
+    page.click("#ss-race-start")
+    page.wait_for_selector(".ss-svg")
+    for name in ("Race", "Load", "Learning"):
+        page.get_by_role("tab", name=name).click()
+        page.wait_for_selector(f"#ss-{name.lower()}-start >> visible=true")
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    is_dark = page.evaluate("document.body.classList.contains('dark')")
+    page.click(".ss-theme")
+    assert page.evaluate("document.body.classList.contains('dark')") is not is_dark
+    page.close()
