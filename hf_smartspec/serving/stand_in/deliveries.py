@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...target.compat import GenerationOutput
 from ..outputs import EngineOutput, Results
+from .logprobs import ChosenLogprobs
 
 _POLL = 0.1  # seconds after which who waits looks whether anything is to come
 
@@ -28,12 +29,15 @@ class Deliveries:
         self._changed = threading.Condition()
         self._waiting: dict[str, GenerationOutput] = {}
         self._handlers: dict[str, _Handler] = {}
+        self.logprobs: dict[str, ChosenLogprobs] = {}  # of requests whose outputs tell them
         self.unwanted: set[str] = set()  # requests that were cancelled: nothing waits for a reader any more
 
     def put(self, output: GenerationOutput) -> None:
         """A newer output of a request, or its last one."""
         with self._changed:
             name = output.request_id
+            if (recorder := self.logprobs.get(name)) is not None:
+                output.logprobs = recorder.of(output.generated_tokens)
             handler = self._handlers.pop(name, None) if output.is_finished() else self._handlers.get(name)
             if handler is not None:
                 _call(handler, output)
@@ -43,6 +47,7 @@ class Deliveries:
                 self._waiting.pop(name, None)
             if output.is_finished():
                 self.unwanted.discard(name)
+                self.logprobs.pop(name, None)
             self._changed.notify_all()
 
     def register(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:

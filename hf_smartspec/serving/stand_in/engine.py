@@ -1,18 +1,22 @@
 """The engine inside a manager: its outputs are delivered, and what its policy learns stays with the model."""
 
+import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
-from ...decoding.call import DRAFT_ROOM
+from ...decoding.call import DRAFT_ROOM, DecodingCall
 from ...goodput import CostModel, GoodputAuction
+from ...prepare.call import PreparedCall
 from ...prepare.model_state import state_of
 from ..engine import Engine
 from ..kv_memory import EngineMemory
 from ..memory import RequestMemory
 from .deliveries import DeliveredResults, Deliveries
+from .logprobs import ChosenLogprobs
 
 
 class ManagedEngine(Engine):
@@ -20,11 +24,20 @@ class ManagedEngine(Engine):
     Args:
         num_tokens (`int`, *optional*): Of texts, whose keys and values its memory is to hold; in place of a number of
             bytes.
+        returns_logprobs (`bool`): Whether outputs hold the log-probabilities of their tokens.
         options: Of `Engine`.
     """
 
-    def __init__(self, model: PreTrainedModel, assistant: Any, num_tokens: int | None = None, **options: Any):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant: Any,
+        num_tokens: int | None = None,
+        returns_logprobs: bool = False,
+        **options: Any,
+    ):
         self.deliveries = Deliveries()
+        self._returns_logprobs, self._adding = returns_logprobs, threading.local()
         self._num_tokens = num_tokens
         self._borrowed = ExitStack()
         super().__init__(model, assistant, **options)
@@ -57,6 +70,22 @@ class ManagedEngine(Engine):
         kept = {name: value for name, value in arguments.items() if name not in ("assistant", "streamer", "tag")}
         # With a seed, no random number is drawn for it.
         self._prepare(torch.zeros(1, 1, dtype=torch.long), arguments.get("assistant"), 0, kept)
+
+    def add_request(self, input_ids: Any, request_id: str | None = None, *args: Any, **kwargs: Any) -> str:
+        self._adding.request_id = request_id
+        try:
+            return super().add_request(input_ids, request_id, *args, **kwargs)
+        finally:
+            self._adding.request_id = None
+
+    def _captured(self, prepared: PreparedCall) -> DecodingCall:
+        name = getattr(self._adding, "request_id", None)
+        if self._returns_logprobs and name is not None:
+            recorder = ChosenLogprobs(prepared.input_ids.shape[1])
+            processors = LogitsProcessorList([*prepared.logits_processor, recorder])
+            prepared = replace(prepared, logits_processor=processors)
+            self.deliveries.logprobs[name] = recorder
+        return super()._captured(prepared)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it waits or runs."""

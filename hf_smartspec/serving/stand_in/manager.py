@@ -68,7 +68,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             way, reason = way_of(model)
             if choice.is_default and way != "packed":
                 raise ValueError(f"Its requests cannot share forwards, since {reason}.")
-            found = engine_options(model, self.continuous_batching_config, hints)
+            found: dict[str, Any] = {"returns_logprobs": self.continuous_batching_config.return_logprobs}
+            found |= engine_options(model, self.continuous_batching_config, hints)
             self.engine = ManagedEngine(
                 model, choice.assistant, num_cached_tokens(self.continuous_batching_config), **found
             )

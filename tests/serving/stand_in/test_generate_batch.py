@@ -83,6 +83,27 @@ def test_sampled_tokens_are_those_of_one_batch_of_generate(model, copies):
     assert list(found)[:copies] == [*names, "req_0"]
 
 
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+def test_log_probabilities_are_those_of_the_processed_scores(model, settings):
+    config, options = GenerationConfig(**settings), ContinuousBatchingConfig(**SMALL, return_logprobs=True)
+    if settings is GREEDY:
+        own = model.generate_batch(PROMPTS, config, options)
+    with hf_smartspec.enabled(model):
+        spy = Spy(DraftModelCandidates(noisy_copy(model)))
+        found = model.generate_batch(PROMPTS, config, options, assistant=spy, seed=[4] * 5)
+        assert tokens(found) == completions(model, config, seed=[4] * 5) and spy.accepted > 0
+        for prompt, output in zip(PROMPTS, found.values()):
+            ids = torch.tensor([prompt])
+            options = {**settings, "return_dict_in_generate": True, "output_scores": True}
+            texts = model.generate(ids, attention_mask=torch.ones_like(ids), **options, seed=4, assistant="none")
+            scores = torch.stack(texts.scores)[:, 0].log_softmax(-1)
+            wanted = scores.gather(1, torch.tensor(output.generated_tokens)[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(output.logprobs), wanted, atol=1e-5)
+    if settings is GREEDY:
+        for output, other in zip(found.values(), own.values()):
+            assert output.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
 def test_each_prompt_may_have_a_seed_of_its_own(model):
     config = GenerationConfig(**SAMPLED)
     with hf_smartspec.enabled(model, assistant="suffix"):

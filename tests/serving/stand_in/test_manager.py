@@ -213,6 +213,19 @@ def test_a_fatal_error_is_shown(model, manager, monkeypatch):
     assert manager.add_request(PROMPT) is None
 
 
+def test_streams_hold_log_probabilities_of_all_tokens_so_far(model):
+    options = ContinuousBatchingConfig(return_logprobs=True)
+    with model.continuous_batching_context_manager(
+        GenerationConfig(**GREEDY), continuous_batching_config=options
+    ) as own:
+        outputs = list(own.request_id_iter(own.add_request(PROMPT, streaming=True)))
+        failed = own.get_result(own.add_request(PROMPT, max_new_tokens=10**9), timeout=TIMEOUT)
+    assert outputs[-1].generated_tokens == alone(model, assistant="none")
+    assert all(len(item.logprobs) == len(item.generated_tokens) for item in outputs)
+    assert all(item.logprobs == outputs[-1].logprobs[: len(item.logprobs)] for item in outputs)
+    assert failed.error and not failed.logprobs and not own.engine.deliveries.logprobs
+
+
 def test_memory_is_as_large_as_asked_for(model):
     options = ContinuousBatchingConfig(num_blocks=4, page_size=8, max_requests_per_batch=2, max_batch_tokens=3)
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options)
