@@ -52,6 +52,8 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
     arguments = words[len(path) :]
     _, parser = cli.load_command(path)
     parser.parse_args(arguments)
+    if path == ("transformers",):
+        return  # what follows is transformers' own, and may name models of the hub
     outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
     for word in arguments:
         if re.search(r"[/.]", word) and not re.fullmatch(r"[\d/.]+", word) and word not in outputs:
