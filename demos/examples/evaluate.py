@@ -1,7 +1,7 @@
 """
 lm-evaluation-harness with `--model hf`: the same scores, with one line more. From the repository's root:
 
-    pip install lm-eval sacrebleu
+    pip install "lm-eval[hf]"
     python demos/examples/evaluate.py
 """
 

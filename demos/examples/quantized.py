@@ -39,6 +39,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def main(argv: Sequence[str] | None = None) -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
     """What comes out without speculation and with it, and how much was drafted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", choices=["bitsandbytes", "torchao"], help="default: both")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args(argv)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every product of float32
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[Any, Any, hf_smartspec.Gene
 
     plain, fast, statistics = {}, {}, hf_smartspec.GenerationStatistics()
     for name, config in CONFIGS.items():
+        if not name.startswith(args.by or ""):
+            continue
         model = AutoModelForCausalLM.from_pretrained(
             MODEL, dtype=torch.float32, device_map="cpu", quantization_config=config()
         )

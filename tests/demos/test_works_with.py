@@ -12,17 +12,17 @@ REPOSITORY = EXAMPLES.parents[1]
 PAGE = (REPOSITORY / "docs/works-with.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
 
-# Each with what it needs.
+# By what they need, the longest first: example, arguments.
 CASES = {
-    "quantized": ["bitsandbytes", "torchao"],
-    "grammar": ["llguidance"],
-    "evaluate": ["lm_eval", "sacrebleu"],
-    "adapters": ["peft"],
-    "map_dataset": ["datasets"],
-    "offloaded": [],
-    "pipelines": [],
+    "lm_eval": ("evaluate", 6),
+    "llguidance": ("grammar",),
+    "bitsandbytes": ("quantized", ["--by", "bitsandbytes", "--max-new-tokens", "12"]),
+    "torchao": ("quantized", ["--by", "torchao", "--max-new-tokens", "12"]),
+    "peft": ("adapters",),
+    "datasets": ("map_dataset",),
+    "accelerate": ("offloaded",),
+    "transformers": ("pipelines",),
 }
-ARGUMENTS = {"quantized": (["--max-new-tokens", "12"],), "evaluate": (6,)}
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def at_home(monkeypatch, tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that others still use
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", CASES)
-def test_examples_give_what_comes_without_us(at_home, name):
-    for package in CASES[name]:
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    plain, fast, statistics = load_example(name).main(*ARGUMENTS.get(name, ()))
+@pytest.mark.parametrize("package", CASES)
+def test_examples_give_what_comes_without_us(at_home, package):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    name, *arguments = CASES[package]
+    plain, fast, statistics = load_example(name).main(*arguments)
     assert plain and fast == plain
     assert statistics.drafted_tokens > 0 and statistics.accepted_tokens > 0
 
