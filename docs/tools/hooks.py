@@ -27,7 +27,7 @@ log = logging.getLogger("mkdocs.hooks.pages")  # warnings fail `--strict`
 
 def on_files(files, config):
     for source, site in ELSEWHERE.items():
-        if (REPOSITORY / source).exists():
+        if repr(site) in repr(config.nav):
             files.append(File.generated(config, site, abs_src_path=str(REPOSITORY / source)))
     return files
 
@@ -54,7 +54,7 @@ def _relinked(match, source, site):
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     if not (REPOSITORY / target).exists():
         log.warning("%s: link to %r, which is not in the repository", source, link)
-        return match[0]
+        return text
     if target.startswith(DOCS) and (REPOSITORY / target).is_file():
         target = target.removeprefix(DOCS)
     elif target in ELSEWHERE:

@@ -76,19 +76,35 @@ def test_the_reference_shows_every_public_name(site):
         assert f'id="hf_smartspec.candidates.{name}"' in reference
 
 
+@pytest.fixture
+def small(tmp_path):
+    """Builds a site of one page beside the glossary."""
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS / "tools", docs / "tools")
+    shutil.copy(DOCS / "site.css", docs)
+    (docs / "glossary.md").write_text("# Glossary\n")
+
+    def built(text):
+        (docs / "index.md").write_text(f"# Index\n\n{text}\n")
+        return _built(tmp_path / "site", docs_dir=str(docs), nav=["index.md", "glossary.md"], plugins=[])
+
+    return built
+
+
 @pytest.mark.parametrize(
     "text",
-    ["[a page](nowhere.md)", "[a section](other.md#nowhere)", "[a file](../nowhere.py)", "text\n- a list"],
+    ["[a page](nowhere.md)", "[a section](glossary.md#nowhere)", "[a file](../nowhere.py)", "text\n- a list"],
     ids=["page", "section", "file", "list"],
 )
-def test_what_leads_nowhere_or_reads_otherwise_on_a_forge_fails(tmp_path, text):
-    for name in ("tools", "site.css"):
-        copy = shutil.copytree if (DOCS / name).is_dir() else shutil.copy
-        copy(DOCS / name, tmp_path / name)
-    (tmp_path / "other.md").write_text("# Other\n")
-    (tmp_path / "index.md").write_text(f"# Index\n\n{text}\n")
-    with pytest.raises(Abort):
-        _built(tmp_path / "site", docs_dir=str(tmp_path), nav=None, plugins=[])
+def test_what_leads_nowhere_or_reads_otherwise_on_a_forge_fails(small, text):
+    with pytest.raises(Abort, match="1 warnings in strict mode"):
+        small(text)
+
+
+def test_links_are_those_of_the_site(small):
+    text = "[a section](glossary.md#glossary), [a file](../pyproject.toml)\n\n- a list"
+    page = (small(text) / "index.html").read_text()
+    assert 'href="glossary.html#glossary"' in page and "pyproject.toml" not in page and "a file" in page
 
 
 def test_tables_and_files_in_pages_are_those_of_the_code(tools):
