@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -336,7 +336,8 @@ class Learner:
         if found is None:
             return
         self._resume_optimizer(found.optimizer)
-        known = {name: value for name, value in found.statistics.items() if hasattr(self._statistics, name)}
+        names = {field.name for field in fields(LearningStatistics)} - {"failure"}  # which was of another process
+        known = {name: value for name, value in found.statistics.items() if name in names}
         self._statistics = replace(self._statistics, **known)
         self.student.take(found.weights)
         self._pending = self.student.weights()

@@ -10,7 +10,6 @@ import torch
 from ..candidates.committed import Committed
 from ..decoding.learning import Recorder, Shown
 from ..device import to_device
-from ..drafts.tree import DraftTree
 from ..sampling.top import likeliest_tokens
 from .drafted import Branches, Drafted, rejected
 from .samples import Sample
@@ -42,6 +41,16 @@ def lines_of(shown: Shown) -> np.ndarray:
     return np.append(0, step.path + 1)[: len(step.tokens)] + first
 
 
+def _last(step: Committed, num_tokens: int) -> int:
+    """The node that stands before the last of so many tokens; -1 for the text."""
+    return int(step.path[num_tokens - 2]) if num_tokens > 1 else -1
+
+
+def _is_drafted(step: Committed, num_tokens: int) -> bool:
+    """Whether something was drafted in the place of the last of so many tokens: in those before it, something was."""
+    return bool((step.tree.parents == _last(step, num_tokens)).any())
+
+
 @dataclass(eq=False)
 class _Course:
     """One request so far. Tensors lie on the target's device, since a transfer would wait for it."""
@@ -60,10 +69,12 @@ class _Course:
     num_hidden: int = 0
     is_broken: bool = False  # something is missing in between
 
-    def take_drafts(self, tree: DraftTree, own: Branches, num_tokens: int, top: _Top) -> None:
+    def take_drafts(self, step: Committed, own: Branches, num_tokens: int, top: _Top) -> None:
         """Of a step in which so many tokens were committed."""
+        tree = step.tree
         parents = np.where(own.parents >= 0, own.parents + self.num_drafted, -1)
-        is_asked = np.full(num_tokens, len(tree) > 0)
+        is_asked = np.ones(num_tokens, bool)
+        is_asked[-1] = _is_drafted(step, num_tokens)
         self.drafts.append(_Drafts(is_asked, tree.tokens[own.nodes].astype(np.int32), parents, own.roots, *top))
         self.num_drafted += len(parents)
 
@@ -129,7 +140,7 @@ class SampleRecorder(Recorder):
                     continue
                 num = len(top.ids) - len(own.nodes)
                 if self._keeps_drafts:
-                    course.take_drafts(step.tree, own, num, _Top(top.ids[num:], top.probs[num:]))
+                    course.take_drafts(step, own, num, _Top(top.ids[num:], top.probs[num:]))
                 is_broken |= self._take_tokens(course, step, _Top(top.ids[:num], top.probs[:num]))
             course.is_broken = is_broken
 
@@ -167,10 +178,8 @@ class SampleRecorder(Recorder):
         course.tokens.append(step.tokens[:num].copy())  # sources have it, too
         course.num_tokens += num
         errors = np.zeros(num, bool)
-        last = step.path[num - 2] if num > 1 else -1
-        errors[-1] = (
-            bool((step.tree.parents == last).any()) and step.tree.child(int(last), int(step.tokens[-1])) is None
-        )
+        if _is_drafted(step, num):
+            errors[-1] = step.tree.child(_last(step, num), int(step.tokens[-1])) is None
         course.errors.append(errors)
         return num < len(step.tokens)
 

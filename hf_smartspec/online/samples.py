@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class Sample:
         """With what was drafted."""
         return self.num_tokens + (0 if self.drafted is None else len(self.drafted))
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         arrays = self.prompt.nbytes + self.response.nbytes + self.errors.nbytes
         arrays += 0 if self.encoded is None else self.encoded.nbytes

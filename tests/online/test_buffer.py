@@ -1,5 +1,7 @@
 """The replay buffer keeps within its bound, and what it was told to keep."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -83,3 +85,18 @@ def test_batches_hold_all_samples_and_few_tokens(lengths, most):
     assert sorted(map(id, items)) == sorted(id(item) for batch in batches for item in batch)
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(item.num_tokens for item in batch) <= most
+
+
+def test_each_sample_is_measured_once():
+    """It happens where requests end."""
+    looks = []
+
+    class Hidden(dict):
+        def values(self):
+            looks.append(self)
+            return super().values()
+
+    buffer = ReplayBuffer(10**6)
+    for _ in range(20):
+        buffer.add(replace(sample(), hidden=Hidden()))
+    assert len(looks) == 20 and buffer.num_bytes == 20 * sample().num_bytes

@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 from transformers import GenerationMixin
 
 from hf_smartspec import Engine, OnlineDistillation, SmartSpecConfig, enable
+from hf_smartspec.candidates.committed import Committed
+from hf_smartspec.decoding.learning import Shown
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.online.branches import reads_branches
 from hf_smartspec.online.drafted import rejected
 from hf_smartspec.online.learner import Learner
 from hf_smartspec.online.options import LearningOptions
+from hf_smartspec.online.recorder import SampleRecorder
 from hf_smartspec.online.samples import Batch
 
 from ..models import new_model
@@ -113,6 +116,24 @@ def test_of_wide_trees_the_likeliest_are_kept():
     tree = DraftTree(np.arange(14), np.array([-1, 0, *[-1] * 12]), probs)
     nodes = rejected(tree, np.array([], np.int64), 0).nodes.tolist()
     assert nodes == [0, 1, *range(8, 14)]
+
+
+def test_behind_a_draft_that_is_all_accepted_nothing_was_drafted():
+    samples = []
+    recorder = SampleRecorder(samples.append, 2, keeps_drafts=True)
+    recorder.start("a", np.array([1, 2]), True)
+    tree, nothing = tree_of([-1, 0]), DraftTree.empty()
+    for tokens, path, drafted in (
+        ([50, 51, 7], [0, 1], tree),
+        ([50, 8], [0], tree),
+        ([9], [], tree),
+        ([9], [], nothing),
+    ):
+        step = Committed(np.array(tokens), np.array(path, np.int64), tree=drafted)
+        recorder.show({"a": Shown(step, 0)}, torch.zeros(3, 100))
+    recorder.stop("a")
+    assert samples[0].drafted.is_asked.tolist() == [True, True, False, True, True, True, False]
+    assert samples[0].errors.tolist() == [False, False, False, False, True, True, False]
 
 
 @pytest.mark.parametrize("sampling", ["student", "mixed"])

@@ -198,6 +198,21 @@ def test_what_was_learnt_is_found_again(target, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(first.student.weights(), second.student.weights()))
 
 
+def test_what_failed_in_another_process_is_tried_again(target, tmp_path):
+    path = tmp_path / "draft.pt"
+    first = learner_of(target, checkpoint=Checkpoint(path), tolerance=1.0)
+    feed(first, target)
+    save = first.checkpoint.save
+
+    def fails_meanwhile(weights, optimizer, statistics):
+        save(weights, optimizer, {**statistics, "failure": "OSError()"})
+
+    first.checkpoint.save = fails_meanwhile
+    first.update()
+    second = learner_of(target, checkpoint=Checkpoint(path))
+    assert second.has_pending and not second.has_failed
+
+
 class Killed(BaseException):
     pass
 
