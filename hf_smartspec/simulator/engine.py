@@ -1,6 +1,7 @@
 """The engine in virtual time: `runner.EngineRunner` without thread and model."""
 
 import copy
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 
@@ -174,8 +175,11 @@ class Run:
         self.seconds_waited = 0.0
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self.coming) or len(self.memory.scheduler) > 0
+    def next_time(self) -> float:
+        """When the next step begins; infinite if there is none."""
+        if len(self.memory.scheduler):
+            return self.clock.now
+        return max(self.clock.now, self._queued(self.coming[0])) if self.coming else math.inf
 
     def result(self, requests: Sequence[LoadRequest] | None = None) -> LoadResult:
         """What has been served, in the order of `requests`, or of the ends."""
@@ -184,10 +188,9 @@ class Run:
 
     def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None = None) -> bool:
         """The next step of the loop; False if there is none."""
-        if not self.is_busy:
+        if math.isinf(self.next_time):
             return False
-        if not len(self.memory.scheduler):
-            self.clock.jump(self._queued(self.coming[0]))
+        self.clock.jump(self.next_time)
         self._admit()
         ended = self.loop.step()
         self.clock.advance(self.engine.step_seconds)

@@ -101,7 +101,10 @@ class SimulatedFleet:
 
 
 def _until(runs: Sequence[Run], time: float) -> None:
-    """Everyone works on until then; a step that has begun is not cut short."""
+    """
+    Everyone works on until then. A step that has begun is not cut short, and none begins without what comes at its
+    time.
+    """
     for run in runs:
-        while run.is_busy and run.clock.now < time:
+        while run.next_time < time:
             run.step()

@@ -45,6 +45,14 @@ def test_one_replica_is_an_engine():
     assert together.statistics.forwards == alone.statistics.forwards
 
 
+def test_requests_that_come_at_once_are_served_at_once():
+    items = requests([1.0, 1.0, 1.0, 1.01, 3.0, 3.0])
+    (alone,) = engines(1, request_seconds=0.05)
+    fleet = SimulatedFleet(engines(1, request_seconds=0.05), RoundRobin())
+    together = fleet.run(items, none).together
+    assert sorted(together.served) == sorted(alone.run(items, NoSpeculation()).served)
+
+
 def test_two_replicas_work_at_the_same_time():
     items = requests([0.0, 0.0])
     one = SimulatedFleet(engines(1, max_batch_size=1), RoundRobin()).run(items, none)
