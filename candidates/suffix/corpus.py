@@ -32,6 +32,7 @@ class _Output(NamedTuple):
     start: int
     length: int
     namespace: Hashable
+    is_served: bool
 
 
 class SuffixCorpus:
@@ -144,8 +145,11 @@ class SuffixCorpus:
             self.roots[namespace] = new_root(self.store)
         return self.roots[namespace]
 
-    def add(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
-        """Keeps an output (int32 `[length]`); returns its number, or None if there is no room or nothing to keep."""
+    def add(self, tokens: np.ndarray, namespace: Hashable, is_served: bool = False) -> int | None:
+        """
+        Keeps an output (int32 `[length]`), which a request has ended with or which was given. Returns its number, or
+        None if there is no room or nothing to keep.
+        """
         if not len(tokens) or not self.make_room(len(tokens)):
             return None
         number = self._next_id
@@ -157,7 +161,7 @@ class SuffixCorpus:
         insert(self.store, self.root(namespace), start, tokens, self.points)
         self.clock += 1
         self.used[number] = self.clock
-        self.outputs[number] = _Output(start, len(tokens), namespace)
+        self.outputs[number] = _Output(start, len(tokens), namespace, is_served)
         self.evict(self.max_bytes)
         return number if number in self.outputs else None
 

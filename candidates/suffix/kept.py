@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,9 +25,9 @@ class EarlierOutputs:
     _corpus: SuffixCorpus
     _slots: SuffixSlots
 
-    def _keep(self, tokens: np.ndarray, namespace: Hashable) -> int | None:
+    def _keep(self, tokens: np.ndarray, namespace: Hashable, is_served: bool = False) -> int | None:
         try:
-            return self._corpus.add(tokens, namespace)
+            return self._corpus.add(tokens, namespace, is_served)
         finally:
             if self._corpus.used is not self._slots.used:
                 self._slots.refresh()
@@ -73,11 +74,17 @@ class EarlierOutputs:
         outputs = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
         return self.add_outputs(outputs, namespace, progress)
 
-    def outputs(self, after: int = 0) -> list[tuple[int, Hashable, np.ndarray]]:
-        """What is kept with a higher number than `after`: number, namespace and tokens (int32), the oldest first."""
+    def outputs(self, after: int = 0, only_served: bool = False) -> list[tuple[int, Hashable, np.ndarray]]:
+        """
+        What is kept with a higher number than `after`: number, namespace and tokens (int32), the oldest first.
+
+        Args:
+            only_served (`bool`): What requests ended with here, without what was added or loaded.
+        """
         with self._lock:
-            items = self._corpus.outputs
-            return [(n, items[n].namespace, self._corpus.tokens(n).copy()) for n in sorted(items) if n > after]
+            corpus, items = self._corpus, self._corpus.outputs  # in the order of their numbers
+            new = [n for n in takewhile(lambda n: n > after, reversed(items)) if items[n].is_served or not only_served]
+            return [(n, items[n].namespace, corpus.tokens(n).copy()) for n in reversed(new)]
 
     def remove_output(self, number: int) -> None:
         """Forgets one output. Raises `KeyError` if it is not kept (any more)."""
@@ -114,6 +121,12 @@ class EarlierOutputs:
                 raise ValueError(f"Namespaces must be strings to be saved, got {list(self._corpus.roots)!r}.")
             fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
             self._corpus.save(path, {"lines": lines, "fingerprint": fingerprint}, learnt)
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether it has drafted before, or goes on with what others have learnt."""
+        with self._lock:
+            return bool(self._slots.lines)
 
     def learnt(self) -> tuple[list[tuple[str, int]], dict[str, np.ndarray]]:
         """

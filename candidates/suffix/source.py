@@ -228,7 +228,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
                 corpus.release(*place)
             corpus.reserved -= request.room
             if self.keep_outputs and end > answer:
-                self._keep(output, request.namespace)
+                self._keep(output, request.namespace, is_served=True)
 
     def warm_up(self) -> None:
         """

@@ -152,18 +152,14 @@ class Exchange:
     def __init__(self, sources: Sequence[SuffixTreeCandidates]):
         self.sources = sources
         self._seen = [0] * len(sources)
-        self._taken: list[set[int | None]] = [set() for _ in sources]
 
     def __call__(self) -> None:
-        new = [
-            [item for item in source.outputs(seen) if item[0] not in taken]
-            for source, seen, taken in zip(self.sources, self._seen, self._taken)
-        ]
-        for place, (source, taken) in enumerate(zip(self.sources, self._taken)):
+        new = [source.outputs(seen, only_served=True) for source, seen in zip(self.sources, self._seen)]
+        self._seen = [items[-1][0] if items else seen for items, seen in zip(new, self._seen)]
+        for place, source in enumerate(self.sources):
             for other, items in enumerate(new):
                 for _, namespace, tokens in items if other != place else ():
-                    taken.update(source.add_outputs([tokens], namespace, progress=False))
-        self._seen = [max((number for number, *_ in source.outputs()), default=0) for source in self.sources]
+                    source.add_outputs([tokens], namespace, progress=False)
 
 
 def _shown(row: dict[str, float]) -> list[str]:

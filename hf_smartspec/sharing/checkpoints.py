@@ -45,10 +45,7 @@ class SharedCheckpoints:
     def __init__(self, url: str, checkpoint: str | Path, interval: float = 300.0):
         if not interval > 0:
             raise ValueError(f"`interval` must be positive, got {interval!r}.")
-        try:
-            self._folder = SharedFolder(url)
-        except (ImportError, OSError, ValueError) as error:
-            raise ValueError(f"`url`: {url!r} cannot be reached: {error}") from error
+        self._folder = SharedFolder(url)
         self.interval = interval
         self._local, self._replica = Path(checkpoint), uuid4().hex
         self._published: dict[str, int] = {}  # when each file was changed that is known to all
@@ -66,7 +63,7 @@ class SharedCheckpoints:
                 has_begun = True
             self.publish()
 
-        with exchanging(exchange, self.interval, failed):
+        with exchanging([exchange], self.interval, failed):
             yield
 
     def pull(self) -> list[str]:
@@ -83,8 +80,9 @@ class SharedCheckpoints:
                     self._local.mkdir(parents=True, exist_ok=True)
                     with replacing(path) as file:
                         file.write(data)
-                    os.utime(path, ns=(when, when))
-                    self._published[name] = when
+                        file.flush()
+                        os.utime(file.name, ns=(when, when))  # before it is there: else it would look newer than it is
+                    self._published[name] = path.stat().st_mtime_ns  # not all file systems tell so exactly
                     taken.append(name)
                     break
         return taken

@@ -1,7 +1,7 @@
 """Exchanging with a shared folder at intervals, beside whoever serves."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..log import get_logger
@@ -10,17 +10,22 @@ logger = get_logger(__name__)
 
 
 @contextmanager
-def exchanging(exchange: Callable[[], object], interval: float, failed: str) -> Iterator[None]:
+def exchanging(steps: Sequence[Callable[[], object]], interval: float, failed: str) -> Iterator[None]:
     """
-    Calls `exchange` now, every `interval` seconds in a thread, and once more at the end. Its errors are reported once,
-    behind `failed`, and disturb nobody.
+    Calls each of `steps` now, every `interval` seconds in a thread, and once more at the end. Their errors disturb
+    nobody, and are reported behind `failed` when they begin.
     """
+    failing = set[int]()
 
     def attempt() -> None:
-        try:
-            exchange()
-        except Exception as error:  # of any file system
-            logger.warning_once(f"{failed}: {error!r}")
+        for place, step in enumerate(steps):
+            try:
+                step()
+                failing.discard(place)
+            except Exception as error:  # of any file system
+                if place not in failing:
+                    logger.warning(f"{failed}: {error!r}")
+                failing.add(place)
 
     attempt()
     is_over = threading.Event()

@@ -13,17 +13,27 @@ class SharedFolder:
     Args:
         url (`str`): A path, or an address that fsspec knows (`s3://bucket/folder`, `memory://folder`, ...), whose
             package is installed.
+
+    Raises:
+        ValueError: if the folder cannot be reached with what is installed.
     """
 
     def __init__(self, url: str):
         self.url = str(url)
-        self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
-        self._fs.makedirs(self._root, exist_ok=True)
+        try:
+            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
+            self._fs.makedirs(self._root, exist_ok=True)
+        except Exception as error:  # of any file system
+            raise ValueError(f"`url`: {self.url!r} cannot be reached: {error}") from error
 
     def names(self, suffix: str) -> list[str]:
         """Its files with names that end so, in their order; not those that are still being written."""
         self._fs.invalidate_cache(self._root)
-        found = (posixpath.basename(str(path).replace("\\", "/")) for path in self._fs.ls(self._root, detail=False))
+        try:
+            paths = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:  # object stores know no empty folders
+            return []
+        found = (posixpath.basename(str(path).replace("\\", "/")) for path in paths)
         return sorted(name for name in found if name.endswith(suffix) and not name.startswith("."))
 
     def read(self, name: str) -> bytes:

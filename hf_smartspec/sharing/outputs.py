@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 
 _OUTPUTS, _LEARNT = ".outputs", ".learnt"
 _ATTEMPTS = 5  # at reading files that others merge meanwhile
+_LEARNT_INTERVALS, _LEARNT_KEPT = 10, 3  # exchanges until all is worth being written anew, and files of it
+_DAMAGED = (KeyError, TypeError, ValueError, IndexError)  # what files raise that are whole and not as they should be
 
 
 class SharedOutputs:
@@ -28,7 +30,7 @@ class SharedOutputs:
     Outputs that replicas of a service publish to a folder, and take from there.
 
     Each replica writes what it served itself, as files that never change. To read is to take the union, in which every
-    output counts once, however often it was written; many small files are merged into one by whoever finds them, and
+    output counts once, however often it was written; many small files are merged into one by whoever has read them, and
     deleted when that one is there. So no count is lost, whenever a replica dies. What a source has learnt of its
     drafts' acceptance is published, too, for replicas that begin.
 
@@ -61,17 +63,13 @@ class SharedOutputs:
             check_positive(name, value)
         if not interval > 0:
             raise ValueError(f"`interval` must be positive, got {interval!r}.")
-        try:
-            self._folder = SharedFolder(url)
-        except (ImportError, OSError, ValueError) as error:
-            raise ValueError(f"`url`: {url!r} cannot be reached: {error}") from error
+        self._folder = SharedFolder(url)
         self.interval, self.max_tokens, self.max_files = interval, max_tokens, max_files
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._replica = uuid4().hex  # anew for each process: numbers begin anew, too
-        self._read: set[str] = set()  # files whose outputs are known
-        self._known: set[Key] = set()
-        self._taken: set[int] = set()  # numbers of others' outputs in the source
-        self._published = 0  # the highest number that was looked at
+        self._read: dict[str, frozenset[Key]] = {}  # files that were read, and which outputs stand in them
+        self._missing: set[str] = set()  # of these, such as were gone at the latest look
+        self._published = 0  # the highest number that was
         self._lock = threading.Lock()
 
     @contextmanager
@@ -81,13 +79,9 @@ class SharedOutputs:
         folder that cannot be reached is reported once and tried again: nobody's request waits for it.
         """
         failed = f"Outputs cannot be shared through {self._folder.url} at the moment"
-        with exchanging(lambda: self._exchange(source), self.interval, failed):
+        steps = (lambda: self.pull(source), lambda: self.publish(source), self.merge)
+        with exchanging(steps, self.interval, failed):
             yield source
-
-    def _exchange(self, source: SuffixTreeCandidates) -> None:
-        self.pull(source)
-        self.publish(source)
-        self.merge()
 
     def pull(self, source: SuffixTreeCandidates) -> int:
         """
@@ -99,99 +93,129 @@ class SharedOutputs:
         """
         with self._lock:
             self._take_learnt(source)
-            found = [item for item in self._collect(self._read) if item.replica != self._replica]
-            new = sorted({item.key: item for item in found if item.key not in self._known}.values(), key=_age)
-            for item in new:
-                number, *_ = source.add_outputs([item.tokens], item.namespace, progress=False)
-                self._known.add(item.key)
-                if number is not None:
-                    self._taken.add(number)
+            files = self._collect(lambda name: name not in self._read)
+            known = set().union(*self._read.values()) if files else set[Key]()
+            self._read |= {name: frozenset(item.key for item in outputs) for name, outputs in files.items()}
+            new = {
+                item.key: item
+                for outputs in files.values()
+                for item in outputs
+                if item.replica != self._replica and item.key not in known
+            }
+            for item in sorted(new.values(), key=_age):
+                source.add_outputs([item.tokens], item.namespace, progress=False)
+            self._forget()
             return len(new)
 
     def publish(self, source: SuffixTreeCandidates) -> int:
         """Writes what the source has kept of its own requests since. Returns how many outputs that is."""
         with self._lock:
-            kept = source.outputs(self._published)
-            now = time.time_ns()
+            kept, now = source.outputs(self._published, only_served=True), time.time_ns()
             own = [
                 SharedOutput(self._replica, number, now, namespace, tokens)
                 for number, namespace, tokens in kept
-                if number not in self._taken and isinstance(namespace, str)
+                if isinstance(namespace, str)
             ]
             if own:
-                name = self._new_name()
-                self._folder.write(name, pack(own, self._fingerprint))
-                self._read.add(name)
-                self._publish_learnt(source)
+                self._write(own)
             if kept:
                 self._published = kept[-1][0]
-                self._taken = {number for number in self._taken if number > self._published}
+            if own:
+                self._publish_learnt(source)
             return len(own)
 
     def merge(self) -> bool:
-        """Makes one file of many, if there are more than `max_files`; whether it did."""
+        """Makes one file of many, if there are more than `max_files` that were read; whether it did."""
         with self._lock:
-            names = self._folder.names(_OUTPUTS)
-            if len(names) <= self.max_files:
+            names = self._folder.names(self._suffix(_OUTPUTS))
+            if sum(name in self._read for name in names) <= self.max_files:
                 return False
-            merged: set[str] = set()
-            found = {item.key: item for item in self._collect(merged)}
-            kept = _newest(sorted(found.values(), key=_age), self.max_tokens)
-            name = self._new_name()
-            self._folder.write(name, pack(kept, self._fingerprint))
-            if merged <= self._read:  # nothing in it is new here
-                self._read.add(name)
-            for old in merged:  # a replica that dies before has lost nothing: what is there twice counts once
+            files = self._collect(lambda name: name in self._read)
+            if len(files) <= self.max_files:  # others have merged them
+                return False
+            found = {item.key: item for outputs in files.values() for item in outputs}
+            self._write(_newest(sorted(found.values(), key=_age), self.max_tokens))
+            for old in files:  # a replica that dies before has lost nothing: what is there twice counts once
                 self._folder.remove(old)
             return True
 
-    def _collect(self, read: set[str]) -> list[SharedOutput]:
-        """What stands in files whose names are not in `read`, which then are. All of it, while others merge them."""
+    def _write(self, outputs: list[SharedOutput]) -> None:
+        """A file of outputs that are known here."""
+        name = self._new_name(_OUTPUTS)
+        self._folder.write(name, pack(outputs, self._fingerprint))
+        self._read[name] = frozenset(item.key for item in outputs)
+
+    def _forget(self) -> None:
+        """
+        Files that are gone at a second look. What they were merged into was there at the first, and has been read
+        since: so what is known never grows beyond what is in the folder.
+        """
+        missing = self._read.keys() - set(self._folder.names(self._suffix(_OUTPUTS)))
+        for name in missing & self._missing:
+            del self._read[name]
+        self._missing = missing & self._read.keys()
+
+    def _collect(self, is_wanted: Callable[[str], bool]) -> dict[str, list[SharedOutput]]:
+        """What stands in the files of such names that are whole. All of it, while others merge them."""
         for _ in range(_ATTEMPTS):
-            found, names = [], [name for name in self._folder.names(_OUTPUTS) if name not in read]
+            names = [name for name in self._folder.names(self._suffix(_OUTPUTS)) if is_wanted(name)]
             try:
-                for name in names:
-                    found.append((name, self._outputs_of(name)))
+                found = {name: self._outputs_of(name) for name in names}
             except FileNotFoundError:  # it has been merged into another
                 continue
-            read.update(name for name, outputs in found if outputs is not None)
-            return [item for _, outputs in found for item in outputs or ()]
+            return {name: outputs for name, outputs in found.items() if outputs is not None}
         raise TimeoutError("the files of the folder change faster than they can be read")
 
     def _outputs_of(self, name: str) -> list[SharedOutput] | None:
         try:
             return unpack(self._folder.read(name), self._fingerprint, name)
-        except (KeyError, ValueError, IndexError) as error:
+        except _DAMAGED as error:
             logger.warning_once(f"{self._folder.url}: {error}")
             return None
 
-    def _new_name(self) -> str:
-        """Behind those of before; of this vocabulary's files."""
-        return f"{time.time_ns():020d}-{uuid4().hex}-{self._fingerprint[:8]}{_OUTPUTS}"
+    def _suffix(self, kind: str) -> str:
+        """Of this vocabulary's files."""
+        return f"-{self._fingerprint[:8]}{kind}"
+
+    def _new_name(self, kind: str) -> str:
+        """Behind those of before."""
+        return f"{time.time_ns():020d}-{uuid4().hex}{self._suffix(kind)}"
 
     # What is learnt of drafts
 
     def _publish_learnt(self, source: SuffixTreeCandidates) -> None:
-        lines, arrays = source.learnt()
-        header = {"kind": "learnt", "fingerprint": self._fingerprint, "lines": lines, "time": time.time_ns()}
-        self._folder.write(f"{self._replica}-{self._fingerprint[:8]}{_LEARNT}", packed(header, arrays))
+        """Unless somebody has done so lately: it is large, 1 MB for each namespace."""
+        names = self._folder.names(self._suffix(_LEARNT))
+        age = time.time_ns() - max(map(_written, names), default=0)
+        if abs(age) < _LEARNT_INTERVALS * self.interval * 1e9:
+            return
+        try:
+            lines, arrays = source.learnt()
+        except ValueError as error:  # some namespace is no string
+            logger.warning_once(f"What is learnt is not shared through {self._folder.url}: {error}")
+            return
+        header = {"kind": "learnt", "fingerprint": self._fingerprint, "lines": lines}
+        self._folder.write(self._new_name(_LEARNT), packed(header, arrays))
+        for old in names[: 1 - _LEARNT_KEPT]:
+            self._folder.remove(old)
 
     def _take_learnt(self, source: SuffixTreeCandidates) -> None:
-        """The newest there is."""
-        if source.learnt()[0]:
-            return  # it has drafted before
-        found = []
-        for name in self._folder.names(f"{self._fingerprint[:8]}{_LEARNT}"):
+        """The newest there is that is whole."""
+        if source.has_learnt:
+            return
+        for name in reversed(self._folder.names(self._suffix(_LEARNT))):
             try:
-                found.append(unpacked(self._folder.read(name), name))
-            except (FileNotFoundError, ValueError) as error:
-                logger.warning_once(f"{self._folder.url}: {error}")
-        for header, arrays in sorted(found, key=lambda item: item[0].get("time", 0), reverse=True):
-            try:
+                header, arrays = unpacked(self._folder.read(name), name)
                 if header["fingerprint"] == self._fingerprint and source.take_over(header["lines"], arrays):
                     return
-            except (KeyError, TypeError, ValueError) as error:
+            except (FileNotFoundError, *_DAMAGED) as error:
                 logger.warning_once(f"{self._folder.url}: {error}")
+
+
+def _written(name: str) -> int:
+    """When, in nanoseconds; 0 if its name does not say so."""
+    when = name.split("-")[0]
+    return int(when) if when.isdigit() else 0
 
 
 def _age(item: SharedOutput) -> tuple[int, str, int]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..candidates.suffix.files import packed, split, unpacked
+from ..candidates.suffix.kept import checked
 
 _KIND = "outputs"
 Key = tuple[str, int]  # the replica that served it, and its number there
@@ -54,7 +55,8 @@ def unpack(data: bytes, fingerprint: str, name: str) -> list[SharedOutput]:
     The outputs in a file's contents.
 
     Raises:
-        ValueError: if it is damaged, not complete, of another kind or of another tokenizer; it says which.
+        KeyError, IndexError, TypeError, ValueError: if it is damaged, not complete, of another kind or of another
+            tokenizer; it says which.
     """
     header, arrays = unpacked(data, name)
     if header.get("kind") != _KIND:
@@ -62,9 +64,10 @@ def unpack(data: bytes, fingerprint: str, name: str) -> list[SharedOutput]:
     if header["fingerprint"] != fingerprint:
         raise ValueError(f"{name} was made with another tokenizer: its tokens mean something else.")
     columns = (arrays[key].tolist() for key in ("served", "numbers", "times", "namespaces"))
-    texts = split(arrays["tokens"], arrays["lengths"].tolist())
+    texts = split(checked(arrays["tokens"]), arrays["lengths"].tolist())
+    names, replicas = ([str(word) for word in header[key]] for key in ("names", "replicas"))
     return [
-        SharedOutput(header["replicas"][served], number, time, header["names"][namespace], tokens)
+        SharedOutput(replicas[served], number, time, names[namespace], tokens)
         for served, number, time, namespace, tokens in zip(*columns, texts)
     ]
 

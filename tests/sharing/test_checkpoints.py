@@ -40,6 +40,20 @@ def test_what_is_newer_here_stays(tmp_path):
     assert two.pull() == [] and second.read_bytes() == b"newer"
 
 
+def test_what_is_taken_looks_as_old_as_it_is_from_the_beginning(tmp_path, monkeypatch):
+    (one, first), (late, third) = (shared(tmp_path, name) for name in "ac")
+    write(first, b"older", 10**9)
+    one.publish()
+    replace, seen = os.replace, []
+
+    def watched(source, destination):
+        seen.append(os.stat(source).st_mtime_ns)
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", watched)
+    assert late.pull() == ["drafter.pt"] and seen == [10**9] and third.stat().st_mtime_ns == 10**9
+
+
 def test_damaged_ones_are_left_for_the_newest_whole_one(tmp_path):
     (one, first), (late, third) = (shared(tmp_path, name) for name in "ac")
     for when, data in ((100, b"older"), (200, b"newer")):

@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.suffix.files import packed
 from hf_smartspec.sharing import SharedOutputs
 from hf_smartspec.sharing.folder import SharedFolder
+from hf_smartspec.sharing.snapshot import SharedOutput, pack
 from tests.folders import byte_tokenizer
 
 OPTIONS = {"max_bytes": 2**21, "max_depth": 8, "max_match": 4}
@@ -221,6 +223,119 @@ def test_file_systems_without_folders(tmp_path):
     (first, one), (second, two) = replica("memory://shared/here"), replica("memory://shared/here")
     serve(one, "a", [1, 2, 3], [10, 11, 12])
     assert first.publish(one) == 1 and second.pull(two) == 1
+
+
+def test_object_stores_without_a_file_in_the_folder(monkeypatch):
+    """They raise for what is empty."""
+    (first, one), (second, two) = replica("memory://store/empty"), replica("memory://store/empty")
+    files = first._folder._fs
+
+    def listed(path, detail=False, **kwargs):
+        if not (found := [name for name in files.store if name.startswith("/store/empty/")]):
+            raise FileNotFoundError(path)
+        return found
+
+    monkeypatch.setattr(files, "ls", listed)
+    serve(one, "a", [1, 2, 3], [10, 11, 12])
+    with first.attached(one):
+        pass
+    assert second.pull(two) == 1
+
+
+def test_what_was_added_or_loaded_is_nobodys_request(tmp_path):
+    (first, one), (second, two) = replica(tmp_path / "shared"), replica(tmp_path / "shared")
+    one.add_outputs([[5, 6, 7, 8]], progress=False)
+    one.save(tmp_path / "trees")
+    loaded = SuffixTreeCandidates.load(tmp_path / "trees", progress=False, **OPTIONS)
+    serve(loaded, "a", [1, 2, 3], [10, 11, 12])
+    assert first.publish(one) == 0 and first.publish(loaded) == 1
+    assert second.pull(two) == 1 and held(two) == [("", [1, 2, 3, 10, 11, 12])]
+    assert [number for number, *_ in loaded.outputs(only_served=True)] == [2] and len(loaded.outputs()) == 2
+
+
+def test_namespaces_that_are_no_strings_stay_here_and_others_are_shared(tmp_path):
+    (first, one), (second, two) = replica(tmp_path), replica(tmp_path)
+    serve(one, "a", [1, 2, 3], [7, 8, 9], namespace=("a", "tuple"))
+    serve(one, "b", [1, 2, 3], [10, 11, 12])
+    with first.attached(one):
+        pass
+    assert second.pull(two) == 1 and held(two) == [("", [1, 2, 3, 10, 11, 12])]
+    assert first.publish(one) == 0
+
+
+def test_what_others_have_in_the_folder_is_no_reason_to_merge(tmp_path):
+    larger = byte_tokenizer()
+    larger.add_tokens(["<another>"])
+    foreign, other = SharedOutputs(str(tmp_path), larger), new_source()
+    shared, source = replica(tmp_path, max_files=1)
+    for number in range(3):
+        serve(other, number, [1, 2], [30 + number, 5, 6])
+        foreign.publish(other)
+        (tmp_path / f"{number}-damaged-{shared._fingerprint[:8]}.outputs").write_bytes(b"something")
+    serve(source, "a", [1, 2], [40, 5, 6])
+    shared.publish(source)
+    assert shared.pull(source) == 0 and not shared.merge()
+
+
+def test_what_is_known_is_no_more_than_what_is_in_the_folder(tmp_path):
+    (first, one), (second, two) = replica(tmp_path, max_files=1), replica(tmp_path)
+    for number in range(12):
+        serve(one, number, [1, 2], [30 + number, 5, 6])
+        first.publish(one)
+        for _ in range(number % 3):
+            first.merge()
+            second.pull(two)
+    second.pull(two)
+    assert held(two) == held(one)
+    assert len(second._read) <= 4
+
+
+def test_files_whose_content_makes_no_sense_hold_nobody_up(tmp_path):
+    (first, one), (late, two) = replica(tmp_path), replica(tmp_path)
+    serve(one, "a", [1, 2, 3], [10, 11, 12])
+    first.publish(one)
+    item = SharedOutput("x", 1, 1, "", np.array([1, -2], np.int32))
+    header = {"kind": "outputs", "fingerprint": first._fingerprint, "names": 3, "replicas": None}
+    for number, data in enumerate([pack([item], first._fingerprint), packed(header, {"tokens": item.tokens})]):
+        (tmp_path / f"{number}-{first._fingerprint[:8]}.outputs").write_bytes(data)
+    assert late.pull(two) == 1 and held(two) == held(one)
+
+
+def test_what_cannot_be_read_keeps_nobody_from_writing_and_is_reported_once(tmp_path, monkeypatch, caplog):
+    shared, source = replica(tmp_path, interval=0.001)
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    (tmp_path / f"0-x-{shared._fingerprint[:8]}.outputs").write_bytes(b"what may not be read")
+    attempts, enough = [], threading.Event()
+
+    def refused(self, name):
+        attempts.append(name)
+        if len(attempts) > 5:
+            enough.set()
+        raise PermissionError(len(attempts))  # never the same words
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "hf_smartspec"):
+        patch.setattr(SharedFolder, "read", refused)
+        with shared.attached(source):
+            assert enough.wait(30)
+    assert len([item for item in caplog.records if "cannot be shared" in item.getMessage()]) == 1
+    late, other = replica(tmp_path)
+    assert late.pull(other) == 1
+
+
+def test_few_files_of_what_is_learnt_are_kept_and_rarely_written(tmp_path):
+    for number in range(6):
+        shared, source = replica(tmp_path, interval=1e-9)
+        serve(source, "a", [1, 2, 3], [10, 11, 12, 10 + number, 11, 12])
+        shared.publish(source)
+    files = sorted(tmp_path.glob("*.learnt"))
+    assert len(files) == 3
+    shared, source = replica(tmp_path)  # every 30 seconds
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    assert shared.publish(source) == 1 and sorted(tmp_path.glob("*.learnt")) == files
+    files[-1].write_bytes(files[-1].read_bytes()[:-1])
+    late, other = replica(tmp_path)
+    late.pull(other)
+    assert other.has_learnt
 
 
 @pytest.mark.parametrize(
