@@ -97,9 +97,12 @@ class Results:
             elif output.request_id in self._latest:
                 self._latest[output.request_id] = output
             self._changed.notify_all()
-            for loop, event in self._listeners.get(output.request_id, []):
-                with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                    loop.call_soon_threadsafe(event.set)
+            self._wake(output.request_id)
+
+    def _wake(self, request_id: str) -> None:
+        for loop, event in self._listeners.get(request_id, []):
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(event.set)
 
     def get(self, request_id: str | None = None, timeout: float | None = None) -> EngineOutput | None:
         """
@@ -118,11 +121,12 @@ class Results:
             return None if name is None else self._finished.pop(name, None)
 
     def discard(self, request_id: str) -> None:
-        """Nobody wants the output any more."""
+        """Nobody wants the output any more; streams of it end."""
         with self._changed:
             self._latest.pop(request_id, None)
             self._finished.pop(request_id, None)
             self._changed.notify_all()
+            self._wake(request_id)
 
     def wait_until_answered(self, timeout: float | None = None) -> bool:
         """Whether all requests are finished, before `timeout` seconds are over."""

@@ -76,13 +76,15 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """
-        What comes, as it comes; the last piece has a `finish_reason`.
+        What comes, as it comes; the last piece has a `finish_reason`. Nothing any more once the answer is dropped.
 
         Raises:
             ApiError: 504 when time is over, 503 where the server stops, 500 if the request failed.
         """
         num_seen = 0
         async for output in self._served.engine.request_id_aiter(self.request_id):
+            if self._is_over:
+                return
             if output.is_finished():
                 self._is_over = True
                 self._served.note_end(output)
@@ -125,15 +127,16 @@ class Answer:
 
 async def interleaved(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
     """Pieces of several answers as they come, with the answer's number. What nobody has read to its end is dropped."""
-    queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+    # A reader who is slower than the engine misses steps, not tokens: nothing piles up here.
+    queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int, answer: Answer) -> None:
         try:
             async for piece in answer.pieces():
-                queue.put_nowait((index, piece))
-            queue.put_nowait((index, None))
+                await queue.put((index, piece))
+            await queue.put((index, None))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, answer)) for index, answer in enumerate(answers)]
     try:
@@ -157,8 +160,11 @@ async def interleaved(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Pie
 
 async def all_whole(answers: Sequence[Answer]) -> list[Piece]:
     """All answers, each in one piece; if one fails, or nobody waits any more, the others are dropped."""
+    tasks = [asyncio.create_task(answer.whole()) for answer in answers]
     try:
-        return list(await asyncio.gather(*(answer.whole() for answer in answers)))
+        return list(await asyncio.gather(*tasks))
     finally:
+        for task in tasks:
+            task.cancel()
         for answer in answers:
             answer.drop()

@@ -121,13 +121,21 @@ def test_unknown_fields_are_accepted(server):
     assert server.post("/v1/completions", body).status_code == 200
 
 
+def check_nothing_is_left(server) -> None:
+    results = server.engine._results
+    wait_until(lambda: not results._listeners)
+    assert not results._finished and not results._latest
+    assert is_idle(server) and not next(iter(server.models.values())).metrics._last_step
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_frees_the_slot(server, demo, stream):
-    body = LONG | {"stream": stream}
+@pytest.mark.parametrize("path, form", [("/v1/completions", {}), ("/v1/responses", {"input": "x"})])
+def test_who_leaves_frees_the_slot(server, demo, path, form, stream):
+    body = LONG | form | {"stream": stream}
 
     async def ask_and_leave():
         async with httpx.AsyncClient(timeout=TIMEOUT) as client:
-            asking = asyncio.create_task(_read(client, server.url + "/v1/completions", body))
+            asking = asyncio.create_task(_read(client, server.url + path, body))
             while not server.engine.load.num_running:
                 await asyncio.sleep(0.01)
             asking.cancel()
@@ -135,7 +143,7 @@ def test_who_leaves_frees_the_slot(server, demo, stream):
     asyncio.run(ask_and_leave())
     wait_until(lambda: is_idle(server))
     check_serves(server, demo)
-    assert not server.engine._results._finished and not server.engine._results._latest, "nothing is left behind"
+    check_nothing_is_left(server)
 
 
 async def _read(client, url, body):
@@ -243,6 +251,10 @@ def test_time_is_limited(demo):
         text = server.post("/v1/completions", LONG).text
         assert '"timeout"' in text and text.endswith("data: [DONE]\n\n")
         wait_until(lambda: is_idle(server))
+        several = server.post("/v1/completions", LONG | {"stream": False, "n": 3})
+        assert several.status_code == 504
+        wait_until(lambda: is_idle(server))
+        check_nothing_is_left(server)
 
 
 def test_a_request_that_fails_is_its_own_misfortune(server, demo, monkeypatch):

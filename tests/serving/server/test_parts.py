@@ -1,11 +1,14 @@
 """Parts by themselves: text as it comes, what two texts have in common, numbers for Prometheus."""
 
+import asyncio
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hf_smartspec.serving.server.answers import Piece, interleaved
 from hf_smartspec.serving.server.texts import TextStream
 from hf_smartspec.serving.server.usage import in_common
 
@@ -93,3 +96,28 @@ def test_metrics_count_what_was_served(server):
     assert 0 < grown["vllm:spec_decode_num_drafts_total"] < 18 and grown["vllm:spec_decode_num_accepted_tokens_total"]
     assert grown["vllm:e2e_request_latency_seconds_count"] == grown["vllm:time_to_first_token_seconds_count"] == 2
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+
+
+def test_pieces_do_not_pile_up_for_a_slow_reader():
+    num_made = 0
+
+    class Fast:
+        async def pieces(self):
+            nonlocal num_made
+            for number in range(100):
+                num_made += 1
+                yield Piece("x", [1], None, SimpleNamespace(), "stop" if number == 99 else None)
+
+        def drop(self):
+            pass
+
+    async def read_one():
+        pieces = interleaved([Fast(), Fast()])
+        await anext(pieces)
+        for _ in range(300):
+            await asyncio.sleep(0)
+        assert num_made <= 6
+        rest = [piece async for piece in pieces]
+        assert len(rest) == 199
+
+    asyncio.run(read_one())
