@@ -190,9 +190,12 @@ class Learner:
         except BaseException:
             self._begin_anew()
             with self._lock:
-                self._buffer.return_new(new)
+                if not self.has_failed:
+                    self._buffer.return_new(new)
             raise
         with self._lock:
+            if self.has_failed:  # meanwhile
+                return False
             self._buffer.put_back(new)
             counts = self._statistics
             counts.updates += 1

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -211,6 +212,21 @@ def test_what_failed_in_another_process_is_tried_again(target, tmp_path):
     first.update()
     second = learner_of(target, checkpoint=Checkpoint(path))
     assert second.has_pending and not second.has_failed
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_gives_up_in_the_middle_of_an_update_keeps_nothing(target, ends):
+    learner = learner_of(target, tolerance=1.0)
+    feed(learner, target)
+
+    def go_on():
+        learner.give_up(OSError())  # as where weights cannot be handed over
+        if ends:
+            raise LearningEndedError
+
+    with pytest.raises(LearningEndedError) if ends else nullcontext():
+        assert not learner.update(go_on)
+    assert learner.has_failed and not learner.has_pending and not len(learner._buffer) and not learner.is_due
 
 
 class Killed(BaseException):
