@@ -155,12 +155,17 @@ def _at_home(loads: Sequence[ReplicaLoad], namespace: str, free: Sequence[int]) 
     The free replica that comes first in an order of the namespace's own (rendezvous hashing): it stays while others
     come and go.
     """
-    return max(free, key=lambda place: hashlib.blake2b(f"{namespace}\0{loads[place].name}".encode()).digest())
+    return max(free, key=lambda place: hashlib.blake2b(_encoded(f"{namespace}\0{loads[place].name}")).digest())
+
+
+def _encoded(name: str) -> bytes:
+    """Of any string that JSON may hold."""
+    return name.encode(errors="surrogatepass")
 
 
 def _blocks(prompt: np.ndarray, namespace: str) -> list[bytes]:
     """Of each whole block, a hash of the namespace and of all tokens up to its end."""
-    digest = hashlib.blake2b(namespace.encode(), digest_size=12)
+    digest = hashlib.blake2b(_encoded(namespace), digest_size=12)
     tokens, found = np.ascontiguousarray(prompt, np.int64), []
     for start in range(0, len(tokens) - _BLOCK + 1, _BLOCK):
         digest.update(tokens[start : start + _BLOCK].tobytes())

@@ -62,6 +62,10 @@ def test_namespaces_have_a_home_that_stays_when_others_come_and_go():
     assert 5 < sum(Affinity().choose(more, OTHER[:3], name) == 3 for name in homes) < 30
 
 
+def test_whatever_a_request_calls_its_namespace_is_served():
+    assert Affinity().choose(IDLE, TEXT, "\ud800") in (0, 1, 2)
+
+
 def test_tenants_do_not_share_beginnings():
     router = Affinity()
     home = router.choose(IDLE, TEXT, "one")
