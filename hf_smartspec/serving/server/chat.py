@@ -18,7 +18,7 @@ from .fields import ChatFields, read_fields
 from .models import EngineState
 from .processors import TokenLogprobs
 from .rendering import MessageReader, check_template_kwargs, has_parser, render
-from .sampling import Settings, read_settings
+from .sampling import read_settings
 from .served import ServedModel
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
@@ -41,8 +41,9 @@ class EngineChatHandler(ChatCompletionHandler):
         limit = fields.max_completion_tokens or fields.max_tokens
         num_top = (fields.top_logprobs or 0) if fields.logprobs else None
         settings = read_settings(fields, served.model.generation_config, limit, num_top)
+        prediction = await served.prediction_of(settings)
         answers = await served.begin([prompt], settings, keeps_special=has_parser(served))
-        exchange = _Exchange(served, fields, settings, prompt, f"chatcmpl-{request_id}", tools)
+        exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request_id}", tools, prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
         return JSONResponse(exchange.completion(await all_whole(answers)))
@@ -55,14 +56,14 @@ class _Exchange:
         self,
         served: ServedModel,
         fields: ChatFields,
-        settings: Settings,
         prompt: list[int],
         name: str,
         tools: list[dict[str, Any]] | None,
+        prediction: list[int] | None,
     ):
         self._served, self._fields, self._prompt, self._tools = served, fields, prompt, tools
         self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": served.name}
-        self._prediction = served.prediction_of(settings)
+        self._prediction = prediction
 
     # Whole
 

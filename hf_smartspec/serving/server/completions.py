@@ -35,9 +35,11 @@ class EngineCompletionHandler(CompletionHandler):
         if fields.suffix is not None:
             raise ApiError(400, "suffix is not supported: write the text around the gap into the prompt", "suffix")
         served = self.generation_state.find(fields.model)
+        served.check_count(len(fields.prompts) * (fields.n or 1))
         prompts = [await served.in_worker(served.encode, prompt) for prompt in fields.prompts]
         settings = read_settings(fields, served.model.generation_config, fields.max_tokens, fields.logprobs)
-        exchange = _Exchange(served, fields, settings, prompts, f"cmpl-{request_id}")
+        prediction = await served.prediction_of(settings)
+        exchange = _Exchange(served, fields, settings, prompts, f"cmpl-{request_id}", prediction)
         if fields.echo:
             await exchange.read_prompts()
         if fields.max_tokens == 0:
@@ -54,12 +56,18 @@ class _Exchange:
     """Prompts, and how their answers are shown: those of the first prompt, those of the second, ..."""
 
     def __init__(
-        self, served: ServedModel, fields: CompletionFields, settings: Settings, prompts: list[list[int]], name: str
+        self,
+        served: ServedModel,
+        fields: CompletionFields,
+        settings: Settings,
+        prompts: list[list[int]],
+        name: str,
+        prediction: list[int] | None,
     ):
         self._served, self._fields, self._prompts = served, fields, prompts
         self._per_prompt = len(settings.seeds)
         self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": served.name}
-        self._prediction = served.prediction_of(settings)
+        self._prediction = prediction
         self._echoes = [""] * len(prompts)
         self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prompts]
 

@@ -14,7 +14,10 @@ logger = get_logger(__name__)
 
 MOST_CHOICES = 128
 _INT64 = 2**63
+_MOST_BIASES = 1024
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]  # else a body of wrong items makes millions of errors
 
 # What OpenAI's interface has and this one does without, to no harm: nothing is said of it.
 _HARMLESS = frozenset(
@@ -40,14 +43,14 @@ class Speculation(Fields):
     model_config = ConfigDict(extra="forbid")
     assistant: Literal["none"] | None = None
     num_nodes: int | None = Field(None, ge=0, le=1024)
-    references: list[str] = Field(default=[], max_length=64)
+    references: Items[str] = Field(default=[], max_length=64)
 
 
 class Prediction(Fields):
     """OpenAI's predicted output: text that the answer is likely to repeat."""
 
     type: Literal["content"] = "content"
-    content: str | list["TextPart"]
+    content: str | Items["TextPart"]
 
     @property
     def text(self) -> str:
@@ -77,8 +80,8 @@ class GenerationFields(Fields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop: str | Annotated[Items[Annotated[str, Field(max_length=1024)]], Field(max_length=64)] | None = None
+    stop_token_ids: Items[TokenId] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -96,6 +99,13 @@ class GenerationFields(Fields):
         if not all(stops):
             raise ValueError("stop strings must not be empty")
         return stops
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, biases: Any) -> Any:
+        if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+            raise ValueError(f"at most {_MOST_BIASES} tokens may have one")
+        return biases
 
     @field_validator("logit_bias")
     @classmethod
@@ -126,17 +136,17 @@ class GenerationFields(Fields):
 
 class Message(Fields):
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
 
 
 class ChatFields(GenerationFields):
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -153,9 +163,9 @@ class ChatFields(GenerationFields):
 class CompletionFields(GenerationFields):
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+        | Annotated[Items[TokenId], Field(min_length=1)]
+        | Annotated[Items[str], Field(min_length=1, max_length=1024)]
+        | Annotated[Items[Annotated[Items[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
     )
     suffix: str | None = None
     echo: bool | None = None
@@ -177,10 +187,10 @@ class CompletionFields(GenerationFields):
 
 
 class ResponseFields(GenerationFields):
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Any = None
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

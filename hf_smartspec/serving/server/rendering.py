@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import (
     BaseHandler,
     Modality,
+    ToolCall,
     build_response_parser,
     get_response_template,
     response_events_to_chunks,
@@ -78,22 +79,51 @@ def has_parser(served: ServedModel) -> bool:
 class MessageReader:
     """
     Tells text, reasoning and tool calls of an answer apart, as its text comes. Items are `str`, `ReasoningText` and
-    `ToolCall` of transformers.
+    `ToolCall` of transformers. What its parser cannot read, such as a call that is no JSON, is text.
     """
 
     def __init__(self, served: ServedModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None):
         self._parser = build_response_parser(served.tokenizer, served.model, list(prompt), tools=tools)
         self._first = [] if self._parser is None else response_events_to_chunks(self._parser.initial_events)
+        self._unread = ""  # text since the last item
+        self._specials = [] if self._parser is None else served.tokenizer.all_special_tokens
 
     def feed(self, text: str, is_last: bool) -> list[Any]:
         items, self._first = self._first, []
         if self._parser is None:
-            return [*items, text] if text else items
-        if text:
-            items = items + response_events_to_chunks(self._parser.feed(text))
+            return [*items, self._plain(text)] if text else items
+        try:
+            found = self._read(self._parser.feed(text)) if text else []
+        except Exception as error:  # of many kinds: a model may write anything
+            logger.info(f"A message could not be read: {type(error).__name__}")
+            self._parser = None
+            return [*items, self._plain(self._unread + text)]
+        self._unread = _behind(self._unread + text, found)
+        items = items + found
         if is_last:
             try:
-                items = items + response_events_to_chunks(self._parser.finalize()[1])
-            except (ValueError, RuntimeError) as error:  # the answer ended within a tool call, say
-                logger.info(f"The end of a message could not be read: {error}")
+                items = items + self._read(self._parser.finalize()[1])
+            except Exception as error:  # the answer ended within a tool call, say
+                logger.info(f"The end of a message could not be read: {type(error).__name__}")
         return items
+
+    def _plain(self, text: str) -> str:
+        """Where there is a parser, texts have special tokens in them."""
+        for special in self._specials:
+            text = text.replace(special, "")
+        return text
+
+    @staticmethod
+    def _read(events: list[dict[str, Any]]) -> list[Any]:
+        items = response_events_to_chunks(events)
+        if not all(isinstance(item.name, str) for item in items if isinstance(item, ToolCall)):
+            raise ValueError("a tool without a name")
+        return items
+
+
+def _behind(text: str, items: Sequence[Any]) -> str:
+    """What of a text no item has shown yet."""
+    if not items:
+        return text
+    last = items[-1]
+    return text.rpartition(last)[2] if isinstance(last, str) and last in text else ""

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from .errors import ApiError
-from .fields import Fields, Message, TokenId, read_fields
+from .fields import Fields, Items, Message, TokenId, read_fields
 from .metrics import ServerMetrics
 from .models import EngineState, model_card
 from .rendering import check_template_kwargs, render
@@ -19,16 +19,16 @@ _NEITHER = "prompt or messages: name one of them"
 class TokenizeFields(Fields):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeFields(Fields):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics, version_shown: str) -> None:
@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics, version
             ids = list(encoding.input_ids)
         shown: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if fields.return_token_strs:
-            shown["token_strs"] = served.tokenizer.convert_ids_to_tokens(ids)
+            shown["token_strs"] = await served.in_worker(served.tokenizer.convert_ids_to_tokens, ids)
         return JSONResponse(shown)
 
     @app.post("/detokenize")
@@ -58,7 +58,7 @@ def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics, version
         fields = read_fields(DetokenizeFields, body)
         served = state.find(fields.model)
         try:
-            return JSONResponse({"prompt": served.tokenizer.decode(fields.tokens)})
+            return JSONResponse({"prompt": await served.in_worker(served.tokenizer.decode, fields.tokens)})
         except (OverflowError, IndexError, KeyError, TypeError) as error:
             raise ApiError(400, f"tokens: {error}", param="tokens") from None
 

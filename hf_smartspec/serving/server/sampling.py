@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import GenerationConfig
 
 from ...sampling.noise import row_seed
@@ -19,6 +18,7 @@ _OF_CONFIG = (
     "do_sample temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_new_tokens "
     "min_new_tokens"
 ).split()
+_LEAST_TEMPERATURE = 1e-5  # below, scores overflow and the likeliest token is what is left
 _SAMPLES = ("top_p", "top_k", "min_p", "typical_p")  # fields that mean nothing to who takes the likeliest token
 
 
@@ -133,7 +133,7 @@ def _sampling(fields: GenerationFields, told: dict[str, Any], own: GenerationCon
         del values["min_p"]
     asks = any(name in values for name in _SAMPLES) or (fields.n or 1) > 1
     if fields.temperature is not None:
-        samples = fields.temperature > 0
+        samples = fields.temperature >= _LEAST_TEMPERATURE
     else:
         samples = bool(told.get("do_sample", own.do_sample or asks))
     if not samples:
@@ -143,7 +143,6 @@ def _sampling(fields: GenerationFields, told: dict[str, Any], own: GenerationCon
 
 def _seeds(fields: GenerationFields, samples: bool) -> list[list[int] | None]:
     count = fields.n or 1
-    if not samples:
+    if not samples or fields.seed is None:  # the engine then draws one for each
         return [None] * count
-    seed = int(torch.randint(2**62, ())) if fields.seed is None else fields.seed
-    return [[row_seed(seed, index)] for index in range(count)]
+    return [[row_seed(fields.seed, index)] for index in range(count)]

@@ -80,12 +80,17 @@ class ServedModel:
         Token ids of a prompt.
 
         Raises:
-            ApiError: 400, for an empty one.
+            ApiError: 400, for an empty one, and for tokens that the model has not.
         """
         ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ApiError(400, "The prompt is empty: it must have at least one token", param="prompt")
+        self._check_tokens(ids, "prompt")
         return ids
+
+    def check_count(self, count: int) -> None:
+        """Raises `ApiError`, 400, for more answers to one request than can ever wait."""
+        self.limits.check_queue(0, count, self._max_batch_size)
 
     async def begin(
         self,
@@ -185,11 +190,20 @@ class ServedModel:
         self.metrics.note_left(self.name, request_id)
         self._worker.submit(self.engine.drop_request, request_id)
 
-    def prediction_of(self, settings: Settings) -> list[int] | None:
-        """Tokens of the predicted output, if there is one."""
+    async def prediction_of(self, settings: Settings) -> list[int] | None:
+        """
+        Tokens of the predicted output, if there is one.
+
+        Raises:
+            ApiError: 400, if it is longer than an answer can be.
+        """
         if settings.prediction is None:
             return None
-        return list(self.tokenizer(settings.prediction, add_special_tokens=False).input_ids)
+        encoding = await self.in_worker(partial(self.tokenizer, settings.prediction, add_special_tokens=False))
+        if self.max_model_len is not None and len(encoding.input_ids) > self.max_model_len:
+            message = f"prediction: it has {len(encoding.input_ids)} tokens, and {self.max_model_len} is the most here"
+            raise ApiError(400, message, param="prediction")
+        return list(encoding.input_ids)
 
     def note_end(self, output: EngineOutput) -> None:
         self.num_open -= 1

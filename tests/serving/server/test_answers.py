@@ -96,6 +96,17 @@ def test_choices_are_the_rows_of_generate(client, demo):
     assert client.chat.completions.create(**asked).choices[0].message.content == expected[0]
 
 
+def test_equal_prompts_without_a_seed_are_answered_each_by_itself(client):
+    result = client.completions.create(model="demo", prompt=["def"] * 4, temperature=1.5, max_tokens=12, n=2)
+    assert len({choice.text for choice in result.choices}) > 2
+
+
+def test_a_temperature_of_almost_nothing_takes_the_likeliest(client, demo):
+    expected = demo.text(demo.alone("def add(a, b):", max_new_tokens=8))
+    asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
+    assert client.completions.create(**asked, temperature=1e-30).choices[0].text == expected
+
+
 def test_logprobs_are_those_of_the_model(client, demo):
     ids = demo.chat_ids(QUESTION)
     tokens = demo.alone(ids, max_new_tokens=10)

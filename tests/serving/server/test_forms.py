@@ -93,6 +93,21 @@ def with_tools(demo):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", ["nope", '{"name": "add"}', '{"name": 3, "arguments": {}}'])
+def test_what_is_no_tool_call_is_text(with_tools, call, stream):
+    text = f"ab <tool_call>{call}</tool_call>"
+    form = {"structured_outputs": {"choice": [text]}}
+    asked = {"model": "demo", "messages": MESSAGES, "max_tokens": 100, "stream": stream}
+    result = with_tools.client().chat.completions.create(**asked, extra_body=form)
+    choices = [chunk.choices[0] for chunk in result] if stream else result.choices
+    messages = [choice.delta if stream else choice.message for choice in choices]
+    assert text in "".join(message.content or "" for message in messages)
+    assert choices[-1].finish_reason == "stop"
+    told = with_tools.client().responses.create(model="demo", input="x", stream=stream, extra_body=form)
+    assert text in (list(told)[-1].response if stream else told).output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_and_reasoning(with_tools, stream):
     call = '{"name": "add", "arguments": {"a": 1}}'
     text = f"<think>hm</think><tool_call>{call}</tool_call>"

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
 from hf_smartspec.serving.server.answers import Piece, interleaved
+from hf_smartspec.serving.server.fields import ChatFields, CompletionFields, ResponseFields
 from hf_smartspec.serving.server.texts import TextStream
 from hf_smartspec.serving.server.usage import in_common
 
@@ -121,3 +123,21 @@ def test_pieces_do_not_pile_up_for_a_slow_reader():
         assert len(rest) == 199
 
     asyncio.run(read_one())
+
+
+@pytest.mark.parametrize(
+    "kind, body",
+    [
+        (CompletionFields, {"prompt": [-1] * 10_000}),
+        (CompletionFields, {"prompt": [[-1] * 10_000]}),
+        (CompletionFields, {"prompt": "x", "stop_token_ids": ["x"] * 10_000}),
+        (ChatFields, {"messages": [1] * 10_000}),
+        (ChatFields, {"messages": [{"role": "user", "content": [1] * 10_000}]}),
+        (ResponseFields, {"input": [1] * 10_000}),
+    ],
+)
+def test_a_body_of_wrong_items_makes_few_errors(kind, body):
+    """What is wrong is told once: a body holds millions of items."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 6
