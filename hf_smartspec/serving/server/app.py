@@ -54,7 +54,7 @@ def make_app(
     app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of routes that go
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
     metrics.watch(models)
-    add_routes(app, state, metrics, version)
+    add_routes(app, state, metrics, version, template_kwargs)
     add_error_handlers(app)
     app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes, hosts=hosts)
     return app

@@ -111,7 +111,9 @@ class _Exchange:
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._per_prompt]
 
-    def _logprobs(self, index: int, piece: Piece | None = None, echoes: bool = True) -> Logprobs | None:
+    def _logprobs(
+        self, index: int, piece: Piece | None = None, echoes: bool = True, offset: int = 0
+    ) -> Logprobs | None:
         """Of the prompt, where it is echoed, and of an answer."""
         if self._fields.logprobs is None:
             return None
@@ -120,27 +122,30 @@ class _Exchange:
         tokens = self._prompts[at][: len(scores)]
         if piece is not None:
             tokens, scores = [*tokens, *piece.tokens], [*scores, *(piece.logprobs or ())]
-        return completion_logprobs(tokens, scores, self._served.tokenizer)
+        return completion_logprobs(tokens, scores, self._served.tokenizer, offset)
 
     # In chunks
 
     async def chunks(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
         last: dict[int, Piece] = {}
+        offsets = [0] * len(answers)  # of the next token in each text
         async for index, piece in interleaved(answers):
             is_first = index not in last
             last[index] = piece
             text = self._echo(index) + piece.text if is_first else piece.text
             if text or piece.logprobs or piece.finish_reason:
-                yield self._chunk(index, text, piece, last, is_first)
+                logprobs = self._logprobs(index, piece, is_first, offsets[index])
+                offsets[index] += sum(map(len, logprobs.tokens or ())) if logprobs is not None else 0
+                yield self._chunk(index, text, piece, last, logprobs)
         if self._fields.includes_usage:
             outputs = [piece.output for _, piece in sorted(last.items())]
             usage = usage_of(list(map(len, self._prompts)), outputs, self._prediction)
             chunk = Completion(**self._head, object="text_completion", choices=[])
             yield event(chunk, usage, metrics=speculation_of(outputs))
 
-    def _chunk(self, index: int, text: str, piece: Piece, last: dict[int, Piece], is_first: bool) -> str:
+    def _chunk(self, index: int, text: str, piece: Piece, last: dict[int, Piece], logprobs: Logprobs | None) -> str:
         choice = CompletionChoice.model_construct(
-            index=index, text=text, logprobs=self._logprobs(index, piece, is_first), finish_reason=piece.finish_reason
+            index=index, text=text, logprobs=logprobs, finish_reason=piece.finish_reason
         )
         if piece.finish_reason:
             choice.stop_reason = piece.stop_reason  # type: ignore[attr-defined]
@@ -151,11 +156,14 @@ class _Exchange:
 
 
 def completion_logprobs(
-    tokens: Sequence[int], scores: Sequence[TokenLogprobs | None], tokenizer: PreTrainedTokenizerBase
+    tokens: Sequence[int],
+    scores: Sequence[TokenLogprobs | None],
+    tokenizer: PreTrainedTokenizerBase,
+    offset: int = 0,
 ) -> Logprobs:
-    """In the form of completions: lists, one entry per token."""
+    """In the form of completions: lists, one entry per token; `offset` characters come before the first."""
     texts = [str(tokenizer.decode([token])) for token in tokens]
-    offsets = [0]
+    offsets = [offset]
     for text in texts[:-1]:
         offsets.append(offsets[-1] + len(text))
     tops: list[Any] = []

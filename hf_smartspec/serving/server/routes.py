@@ -1,5 +1,6 @@
 """Routes that transformers' application lacks: what clients ask of servers beside answers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import prometheus_client
@@ -31,7 +32,13 @@ class DetokenizeFields(Fields):
     tokens: Items[TokenId]
 
 
-def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics, version_shown: str) -> None:
+def add_routes(
+    app: FastAPI,
+    state: EngineState,
+    metrics: ServerMetrics,
+    version_shown: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> None:
     """`/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/metrics`, `/load`, `/version` and `/ping`."""
 
     @app.post("/tokenize")
@@ -41,7 +48,7 @@ def add_routes(app: FastAPI, state: EngineState, metrics: ServerMetrics, version
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, _NEITHER)
         if fields.messages is not None:
-            kwargs = check_template_kwargs(fields.chat_template_kwargs)
+            kwargs = {**(template_kwargs or {}), **check_template_kwargs(fields.chat_template_kwargs)}
             messages = [message.model_dump(exclude_none=True) for message in fields.messages]
             ids = await served.in_worker(render, served, messages, fields.tools, kwargs)
         else:

@@ -197,13 +197,14 @@ class ServedModel:
         Raises:
             ApiError: 400, if it is longer than an answer can be.
         """
-        if settings.prediction is None:
+        text = settings.prediction
+        if text is None:
             return None
-        encoding = await self.in_worker(partial(self.tokenizer, settings.prediction, add_special_tokens=False))
-        if self.max_model_len is not None and len(encoding.input_ids) > self.max_model_len:
-            message = f"prediction: it has {len(encoding.input_ids)} tokens, and {self.max_model_len} is the most here"
+        ids = await self.in_worker(lambda: list(self.tokenizer(text, add_special_tokens=False).input_ids))
+        if self.max_model_len is not None and len(ids) > self.max_model_len:
+            message = f"prediction: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
             raise ApiError(400, message, param="prediction")
-        return list(encoding.input_ids)
+        return ids
 
     def note_end(self, output: EngineOutput) -> None:
         self.num_open -= 1

@@ -104,7 +104,7 @@ def test_equal_prompts_without_a_seed_are_answered_each_by_itself(client):
 def test_a_temperature_of_almost_nothing_takes_the_likeliest(client, demo):
     expected = demo.text(demo.alone("def add(a, b):", max_new_tokens=8))
     asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
-    assert client.completions.create(**asked, temperature=1e-30).choices[0].text == expected
+    assert client.completions.create(**asked, temperature=1e-300).choices[0].text == expected
 
 
 def test_logprobs_are_those_of_the_model(client, demo):
@@ -141,6 +141,11 @@ def test_logprobs_of_prompts_are_those_of_the_model(client, demo):
         assert result.choices[0].text.startswith(prompt) and known.text_offset[1] == len(known.tokens[0])
         best = scores[0].argmax().item()
         assert demo.tokenizer.decode([best]) in known.top_logprobs[1]
+    asked = {"model": "demo", "prompt": prompt, "max_tokens": 9, "echo": True, "logprobs": 0}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    assert [token for part in parts for token in part.tokens] == whole.tokens
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
 
 
 def test_stop_strings_end_the_text(server, client, demo):
@@ -272,6 +277,8 @@ def test_models_tokens_and_versions(server, client, demo):
     ids = demo.tokenizer("def add").input_ids
     assert server.post("/tokenize", {"prompt": "def add"}).json()["tokens"] == ids
     assert server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"] == demo.chat_ids(QUESTION)
+    tokenized = {"messages": MESSAGES, "return_token_strs": True}
+    assert len(server.post("/tokenize", tokenized).json()["token_strs"]) == len(demo.chat_ids(QUESTION))
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": "def add"}
     assert server.get("/tokenizer_info").json()["eos_token"] == demo.tokenizer.eos_token
     assert server.get("/version").json()["version"] and server.get("/ping").status_code == 200
