@@ -16,7 +16,7 @@ from ..common.demo import demo_folder
 from ..common.models import DTYPES, UsageError, check_device
 
 if TYPE_CHECKING:
-    from ...serving.server.keys import ApiKeys
+    from ...serving.server.guard.keys import ApiKeys
 
 EXTRAS = ("fastapi", "uvicorn", "openai", "prometheus_client", "llguidance")
 _MIB = 2**20
@@ -129,7 +129,7 @@ def name_models(models: list[str]) -> dict[str, str]:
 
 
 def _keys(args: argparse.Namespace) -> "ApiKeys":
-    from ...serving.server.keys import ApiKeys, read_keys
+    from ...serving.server.guard.keys import ApiKeys, read_keys
 
     try:
         return ApiKeys([*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else [])])

@@ -11,8 +11,8 @@ from ... import __version__
 from ...prepare.resolve import check_assistant
 from ...serving.server.app import make_app
 from ...serving.server.engine import ServedEngine
-from ...serving.server.keys import ApiKeys
-from ...serving.server.limits import Limits
+from ...serving.server.guard.keys import ApiKeys
+from ...serving.server.guard.limits import Limits
 from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..outputs import EngineOutput
 from .errors import ApiError
-from .processors import LogprobsRecorder, TokenLogprobs
-from .texts import TextStream
+from .tokens.processors import LogprobsRecorder, TokenLogprobs
+from .tokens.texts import TextStream
 
 if TYPE_CHECKING:
     from .served import ServedModel

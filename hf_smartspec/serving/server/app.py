@@ -7,15 +7,15 @@ from typing import Any
 from fastapi import FastAPI
 from transformers.cli.serving.server import build_server
 
-from .chat import EngineChatHandler
-from .completions import EngineCompletionHandler
 from .errors import add_error_handlers
-from .guard import Guard
-from .keys import ApiKeys
+from .guard.guard import Guard
+from .guard.keys import ApiKeys
+from .handlers.chat import EngineChatHandler
+from .handlers.completions import EngineCompletionHandler
+from .handlers.responses import EngineResponseHandler
+from .handlers.routes import add_routes
 from .metrics import ServerMetrics
 from .models import EngineState, ServedModels
-from .responses import EngineResponseHandler
-from .routes import add_routes
 from .served import ServedModel
 
 # transformers' routes for what engines do not do: sounds, classification, and unloading models.

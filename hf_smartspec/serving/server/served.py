@@ -15,16 +15,16 @@ from ...prepare.config import SmartSpecConfig
 from ...prepare.resolve import Assistant
 from ..outputs import EngineOutput
 from .answers import Answer
-from .caller import CALLER, Caller
 from .engine import ServedEngine
 from .errors import ApiError
-from .grammar import GrammarProcessor, Grammars
-from .known_text import KNOWN_NODES, ForcedText, KnownText
-from .limits import Limits, new_tokens
+from .guard.caller import CALLER, Caller
+from .guard.limits import Limits, new_tokens
 from .metrics import ServerMetrics
-from .processors import LogprobsRecorder, Penalties
-from .sampling import Settings, eos_ids
-from .texts import StopTexts, TextStream
+from .request.grammar import GrammarProcessor, Grammars
+from .request.sampling import Settings, eos_ids
+from .tokens.known_text import KNOWN_NODES, ForcedText, KnownText
+from .tokens.processors import LogprobsRecorder, Penalties
+from .tokens.texts import StopTexts, TextStream
 
 Result = TypeVar("Result")
 

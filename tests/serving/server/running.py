@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.serving.server.app import make_app
 from hf_smartspec.serving.server.engine import ServedEngine
-from hf_smartspec.serving.server.keys import ApiKeys
-from hf_smartspec.serving.server.limits import Limits
+from hf_smartspec.serving.server.guard.keys import ApiKeys
+from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.metrics import ServerMetrics
 from hf_smartspec.serving.server.running import DrainingServer, listen
 from hf_smartspec.serving.server.served import ServedModel

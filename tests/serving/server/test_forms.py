@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from hf_smartspec.serving.server.grammar import Grammars, form_of
+from hf_smartspec.serving.server.request.grammar import Grammars, form_of
 
 from .running import running
 

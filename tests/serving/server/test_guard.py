@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from hf_smartspec import Engine
-from hf_smartspec.serving.server.keys import ApiKeys, read_keys
-from hf_smartspec.serving.server.limits import Limits
+from hf_smartspec.serving.server.guard.keys import ApiKeys, read_keys
+from hf_smartspec.serving.server.guard.limits import Limits
 
 from .running import TIMEOUT, running
 
@@ -263,7 +263,7 @@ def test_time_is_limited(demo):
 
 
 def test_a_request_that_fails_is_its_own_misfortune(server, demo, monkeypatch):
-    from hf_smartspec.serving.server.processors import Penalties
+    from hf_smartspec.serving.server.tokens.processors import Penalties
 
     def fails(*_):
         raise RuntimeError("out of order")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_smartspec.serving.server.fields import ChatFields, CompletionFields, ResponseFields
-from hf_smartspec.serving.server.limits import Limits
+from hf_smartspec.serving.server.guard.limits import Limits
+from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields, ResponseFields
 
 from .load import run_load
 from .running import running

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from hf_smartspec.serving.server.answers import Piece, interleaved
-from hf_smartspec.serving.server.fields import ChatFields, CompletionFields, ResponseFields
-from hf_smartspec.serving.server.texts import TextStream
-from hf_smartspec.serving.server.usage import in_common
+from hf_smartspec.serving.server.handlers.usage import in_common
+from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields, ResponseFields
+from hf_smartspec.serving.server.tokens.texts import TextStream
 
 
 @pytest.mark.parametrize("text", ["def add(a, b):\n    return a + b", "naïve 日本語 🙂🙂 é", "a <|end|> b"])

@@ -6,7 +6,7 @@ from typing import Any
 from openai.types import CompletionUsage
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
-from ..outputs import EngineOutput
+from ...outputs import EngineOutput
 
 
 def usage_of(

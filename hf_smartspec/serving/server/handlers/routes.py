@@ -8,11 +8,11 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from .errors import ApiError
-from .fields import Fields, Items, Message, TokenId, read_fields
-from .metrics import ServerMetrics
-from .models import EngineState, model_card
-from .rendering import check_template_kwargs, render
+from ..errors import ApiError
+from ..metrics import ServerMetrics
+from ..models import EngineState, model_card
+from ..request.fields import Fields, Items, Message, TokenId, read_fields
+from ..request.rendering import check_template_kwargs, render
 
 _NEITHER = "prompt or messages: name one of them"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import ApiError
 from .caller import CALLER
-from .errors import ApiError
 from .keys import ApiKeys
 
 _OPEN = frozenset(["/health", "/ping"])  # for whoever watches the server

@@ -10,15 +10,15 @@ from openai.types.completion_choice import Logprobs
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.completion import CompletionHandler
 
-from .answers import Answer, Piece, all_whole, interleaved
+from ..answers import Answer, Piece, all_whole, interleaved
+from ..errors import ApiError
+from ..models import EngineState
+from ..request.fields import CompletionFields, read_fields
+from ..request.sampling import Settings, read_settings
+from ..served import ServedModel
+from ..tokens.processors import TokenLogprobs
 from .chat import plain_logprob
-from .errors import ApiError
-from .fields import CompletionFields, read_fields
-from .models import EngineState
-from .processors import TokenLogprobs
 from .prompt_scores import prompt_logprobs
-from .sampling import Settings, read_settings
-from .served import ServedModel
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
 

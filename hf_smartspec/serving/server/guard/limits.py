@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .errors import ApiError
+from ..errors import ApiError
 
 _BUSY = 1  # seconds after which a refused client may try again
 

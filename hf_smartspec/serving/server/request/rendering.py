@@ -14,9 +14,9 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from ...log import get_logger
-from .errors import ApiError
-from .served import ServedModel
+from ....log import get_logger
+from ..errors import ApiError
+from ..served import ServedModel
 
 logger = get_logger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from ...sampling.noise import row_seed
-from .errors import ApiError
+from ....sampling.noise import row_seed
+from ..errors import ApiError
 from .fields import GenerationFields, Speculation
 from .grammar import form_of
 

@@ -9,9 +9,9 @@ from openai.types import CompletionUsage
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from ...log import get_logger
-from .answers import Answer
-from .errors import ApiError
+from ....log import get_logger
+from ..answers import Answer
+from ..errors import ApiError
 
 logger = get_logger(__name__)
 

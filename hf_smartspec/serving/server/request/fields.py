@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ...log import get_logger
-from .errors import ApiError, invalid
+from ....log import get_logger
+from ..errors import ApiError, invalid
 
 logger = get_logger(__name__)
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .processors import TokenLogprobs
-from .sampling import Settings
-from .served import ServedModel
+from ..request.sampling import Settings
+from ..served import ServedModel
+from ..tokens.processors import TokenLogprobs
 
 
 async def prompt_logprobs(served: ServedModel, ids: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:

@@ -9,13 +9,13 @@ from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 
-from .answers import Answer, Piece
-from .errors import ApiError
-from .fields import ResponseFields, read_fields
-from .models import EngineState
-from .rendering import MessageReader, check_template_kwargs, has_parser, render
-from .sampling import read_settings
-from .served import ServedModel
+from ..answers import Answer, Piece
+from ..errors import ApiError
+from ..models import EngineState
+from ..request.fields import ResponseFields, read_fields
+from ..request.rendering import MessageReader, check_template_kwargs, has_parser, render
+from ..request.sampling import read_settings
+from ..served import ServedModel
 from .streaming import AnswerStream
 from .usage import speculation_of
 

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from .errors import ApiError
+from ..errors import ApiError
 
 _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"

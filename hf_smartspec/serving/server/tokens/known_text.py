@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from ...candidates import TreeCandidateGenerator
-from ...drafts.tree import DraftTree
+from ....candidates import TreeCandidateGenerator
+from ....drafts.tree import DraftTree
 
 KNOWN_NODES = 16  # tokens of the text per step
 

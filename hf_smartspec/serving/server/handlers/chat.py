@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from .answers import Answer, Piece, all_whole, interleaved
-from .fields import ChatFields, read_fields
-from .models import EngineState
-from .processors import TokenLogprobs
-from .rendering import MessageReader, check_template_kwargs, has_parser, render
-from .sampling import read_settings
-from .served import ServedModel
+from ..answers import Answer, Piece, all_whole, interleaved
+from ..models import EngineState
+from ..request.fields import ChatFields, read_fields
+from ..request.rendering import MessageReader, check_template_kwargs, has_parser, render
+from ..request.sampling import read_settings
+from ..served import ServedModel
+from ..tokens.processors import TokenLogprobs
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
 

@@ -1,0 +1,1 @@
+"""What a server lets in: keys and their tenants, sizes, lengths of queues."""
