@@ -17,7 +17,7 @@ from ..outputs import EngineOutput
 from .answers import Answer
 from .engine import ServedEngine
 from .errors import ApiError
-from .guard.caller import CALLER, Caller
+from .guard.caller import CALLER
 from .guard.limits import Limits, new_tokens
 from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars
@@ -120,7 +120,7 @@ class ServedModel:
         self.num_open += count
         answers: list[Answer] = []
         try:
-            prepared = await self.in_worker(self._prepared, settings, CALLER.get(Caller()).namespace)
+            prepared = await self.in_worker(self._prepared, settings, CALLER.get().namespace)
             for ids, limit in zip(prompts, room):
                 for seed in settings.seeds:
                     answers.append(await self._begin(ids, limit, seed, settings, prepared, keeps_special))

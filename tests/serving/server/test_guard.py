@@ -13,6 +13,7 @@ import pytest
 from hf_smartspec import Engine
 from hf_smartspec.serving.server.guard.keys import ApiKeys, read_keys
 from hf_smartspec.serving.server.guard.limits import Limits
+from hf_smartspec.serving.server.request.sampling import Settings
 
 from .running import TIMEOUT, running
 
@@ -183,6 +184,13 @@ def test_no_text_of_one_key_is_drafted_for_another_or_read_from_its_memory(demo)
         assert first[0] == others[0] == again[0]
         assert others[1:] == first[1:], "what one has asked is new to the other"
         assert again[1] > others[1] and again[2] > others[2] == 0
+
+
+def test_what_nobody_asks_for_has_no_namespace(server):
+    """Texts whose owner is not known are nobody's, rather than everybody's."""
+    with pytest.raises(LookupError):
+        asyncio.run(server.models["demo"].begin([[5]], Settings({"do_sample": False}, 1, [None])))
+    assert is_idle(server)
 
 
 def test_pages_of_browsers_do_not_get_in(demo):
