@@ -117,12 +117,15 @@ def _enable_methods(target: Any, default: Default) -> None:
 
 
 def _enable_all(assistant: Any) -> None:
-    if not _is_globally_enabled():
-        default = Default(assistant)
-        for name in _METHODS:
-            setattr(GenerationMixin, name, _routed(name, getattr(GenerationMixin, name), default))
-    elif assistant is not None:
-        _common_default().assistant = assistant
+    methods = {name: getattr(GenerationMixin, name) for name in _METHODS}
+    # Somebody else's patch may lie on top of one of them.
+    defaults = [getattr(method, _PREVIOUS)[2] for method in methods.values() if _is_ours(method)]
+    default = defaults[0] if defaults else Default(assistant)
+    if assistant is not None:
+        default.assistant = assistant
+    for name, method in methods.items():
+        if not _is_ours(method):
+            setattr(GenerationMixin, name, _routed(name, method, default))
 
 
 def disable(model: Any = None) -> Any:

@@ -159,6 +159,7 @@ def test_global_patch_of_others_on_top_survives(monkeypatch, model):
     assert speculates(model)
     hf_smartspec.disable()
     assert GenerationMixin.generate is on_top
+    assert "generate_batch" not in vars(GenerationMixin), "what nobody has patched is taken back wholly"
 
 
 def test_instance_patch_of_others_stays_underneath(model):

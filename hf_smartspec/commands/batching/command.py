@@ -20,7 +20,7 @@ from ..common.progress import track
 from ..common.setup import Setup, load_setup
 from ..common.sources import SOURCES, WITH_DRAFT_MODEL
 from ..common.timing import environment
-from .serving import PLAIN, measure_servers
+from .serving import PLAIN, check_can_be_saved, measure_servers
 
 _WARM_UP = 8  # new tokens
 
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     setup = load_setup(args).shuffled()
     if args.assistant in WITH_DRAFT_MODEL and setup.draft is None:
         raise UsageError(f"--assistant: {args.assistant} needs --draft, a draft model")
+    if args.serve:
+        check_can_be_saved(setup.model)
     report: Report = {"command": command_of(args), "parameters": setup.model.num_parameters()}
     report["environment"] = environment(setup.model.device, setup.model.dtype)
     console = make_console()

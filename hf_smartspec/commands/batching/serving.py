@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...generate import enable, enabled
@@ -88,6 +89,20 @@ def _request(prompt: str, number: int, max_tokens: int) -> dict[str, Any]:
     if stop := _STOPS[number % len(_STOPS)]:
         request["stop"] = stop
     return request
+
+
+def check_can_be_saved(model: PreTrainedModel) -> None:
+    """
+    Servers read their model from a folder.
+
+    Raises:
+        UsageError: for sizes that no config has, as enlarged models may have.
+    """
+    try:
+        model.config.validate()
+    except StrictDataclassError as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UsageError(f"--serve: the target cannot be saved ({reason}): give --parameters another number") from error
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
