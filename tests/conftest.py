@@ -115,3 +115,12 @@ class UnmovedCost(CostModel):
 
     def observe(self, *args, **kwargs):
         pass
+
+
+@pytest.fixture(autouse=True)
+def _verbosity_stays():
+    """Servers and commands change transformers', which this library's loggers follow."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    yield
+    logger.setLevel(before)
