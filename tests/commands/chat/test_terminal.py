@@ -37,6 +37,17 @@ class Terminal:
         before, _, self._seen = self._seen.partition(text)
         return before
 
+    def interrupt(self, text):
+        """Ctrl-C until this is shown: one that comes as readline begins to wait is seen with the next key only."""
+        end = time.monotonic() + 120
+        while text not in self._seen and time.monotonic() < end:
+            self.send(CTRL_C)
+            again = time.monotonic() + 5
+            while text not in self._seen and time.monotonic() < again:
+                if select.select([self._end], [], [], 0.1)[0]:
+                    self._seen += os.read(self._end, 65536).decode(errors="replace")
+        return self.until(text)
+
     def close(self):
         if self.process.is_alive():
             self.process.kill()
@@ -65,8 +76,7 @@ def test_a_chat_in_a_terminal(chat):
     chat.until("> ")
     chat.send(UP + UP)
     assert "tree?" in chat.until("tree?") + "tree?"  # from the history
-    chat.send(CTRL_C)
-    chat.until("Ctrl-C again, or Ctrl-D, leaves.")
+    chat.interrupt("Ctrl-C again, or Ctrl-D, leaves.")
     chat.until("> ")
     chat.send("/sta\t\n")
     chat.until("accepted of drafted")
@@ -79,8 +89,7 @@ def test_a_chat_in_a_terminal(chat):
 @pytest.mark.long
 def test_ctrl_c_twice_leaves(chat):
     chat.until("> ")
-    chat.send(CTRL_C)
-    chat.until("leaves.")
+    chat.interrupt("leaves.")
     chat.until("> ")
     for _ in range(20):  # a signal that comes as readline begins to wait is seen with the next one only
         chat.send(CTRL_C)
