@@ -48,6 +48,13 @@ def positive_number(text: str) -> float:
     return value
 
 
+def not_negative_number(text: str) -> float:
+    value = number(text)
+    if not (0 <= value < float("inf")):
+        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+    return value
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Target, draft, prompts and outputs, the same for all benches of the engine."""
     parser.add_argument(

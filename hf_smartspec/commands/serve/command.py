@@ -4,6 +4,7 @@ import argparse
 import json
 import socket
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ...target.quantized import KINDS
 from ..common.arguments import not_negative, positive, positive_number
 from ..common.demo import demo_folder
 from ..common.models import DTYPES, UsageError, check_device
+from . import cluster
 
 if TYPE_CHECKING:
     from ...serving.server.guard.keys import ApiKeys
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for what still runs on SIGTERM or Ctrl-C (default: 60)",
     )  # fmt: skip
     parser.add_argument("--log-level", choices=["error", "warning", "info", "debug"], default="warning")
+    cluster.add_arguments(parser)
 
 
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +62,13 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         "(default: auto)",
     )  # fmt: skip
     parser.add_argument("--draft", metavar="MODEL", help="a draft model beside it")
+    parser.add_argument(
+        "--shared", metavar="URL",
+        help="folder, on any file system of fsspec, through which suffix trees learn from other servers' outputs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shared-interval", type=positive_number, default=30.0, metavar="SECONDS", help="of exchanges (default: 30)"
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -90,19 +100,35 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_extras()
     names = name_models(args.models)
-    check_device(args.device)
-    keys = _keys(args)
+    check_arguments(args)
+    keys = api_keys(args)
     listener = _listen(args.host, args.port)
+    host, port = listener.getsockname()[:2]
+    on_start = partial(_announce, host, port, names)
+    if args.replicas:
+        listener.close()  # Ray Serve's own process will listen there
+        cluster.serve_replicas(args, names, keys, port, on_start)
+        return 0
     with listener:
         if args.threads:
             torch.set_num_threads(args.threads)
 
         from .serving import serve
 
-        serve(args, names, keys, listener, lambda: _announce(listener, names))
+        serve(args, names, keys, listener, on_start)
     return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: for what is known to fail before anything is loaded.
+    """
+    check_extras()
+    check_device(args.device)
+    if args.replicas:
+        cluster.check(args)
 
 
 def check_extras() -> None:
@@ -128,7 +154,7 @@ def name_models(models: list[str]) -> dict[str, str]:
     return names or {"demo": str(demo_folder("MODEL") / "models/target")}
 
 
-def _keys(args: argparse.Namespace) -> "ApiKeys":
+def api_keys(args: argparse.Namespace) -> "ApiKeys":
     from ...serving.server.guard.keys import ApiKeys, read_keys
 
     try:
@@ -147,8 +173,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen at {host}, port {port}: {reason}") from error
 
 
-def _announce(listener: socket.socket, names: dict[str, str]) -> None:
-    host, port = listener.getsockname()[:2]
+def _announce(host: str, port: int, names: dict[str, str]) -> None:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"smartspec serve: {', '.join(names)} at http://{address}/v1", file=sys.stderr, flush=True)
 

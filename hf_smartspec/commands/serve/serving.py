@@ -2,20 +2,24 @@
 
 import argparse
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from urllib.parse import quote
 
 from transformers import PreTrainedModel
 
 from ... import __version__
+from ...candidates.suffix.source import SuffixTreeCandidates
 from ...prepare.resolve import check_assistant
-from ...serving.server.app import make_app
+from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
 from ...serving.server.guard.keys import ApiKeys
 from ...serving.server.guard.limits import Limits
 from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
+from ...sharing.outputs import SharedOutputs
 from ...target.quantized import quantize
 from ..common.models import UsageError, load_draft, load_model, load_tokenizer
 
@@ -31,6 +35,15 @@ def serve(
     on_start: Callable[[], None],
 ) -> None:
     """Loads models by name, and serves them until the process is told to end."""
+    with loaded_server(args, names, keys, hosts_of(args.host, keys)) as server:
+        DrainingServer(server.app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
+
+
+@contextmanager
+def loaded_server(
+    args: argparse.Namespace, names: Mapping[str, str], keys: ApiKeys, hosts: Collection[str] | None = None
+) -> Iterator[Server]:
+    """Models by name, their engines, which run, and the application in front of them."""
     limits = Limits(
         max_body_bytes=args.max_body_mib * _MIB,
         max_model_len=args.max_model_len,
@@ -40,15 +53,30 @@ def serve(
     )
     metrics = ServerMetrics()
     models: dict[str, ServedModel] = {}
-    try:
+    with ExitStack() as stack:
         for name, path in names.items():
-            models[name] = load_served(args, name, path, limits, metrics)
-        hosts, template_kwargs = hosts_of(args.host, keys), args.chat_template_kwargs
+            models[name] = served = load_served(args, name, path, limits, metrics)
+            stack.callback(served.stop)
+        if args.shared:
+            for name, served in models.items():
+                stack.enter_context(_sharing(f"{args.shared}/{quote(name, safe='')}", served, args.shared_interval))
+        template_kwargs = args.chat_template_kwargs
         app = make_app(models, metrics, keys, limits.max_body_bytes, template_kwargs, __version__, hosts)
-        DrainingServer(app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
-    finally:
-        for served in models.values():
-            served.stop()
+        yield Server(app, models)
+
+
+@contextmanager
+def _sharing(url: str, served: ServedModel, interval: float) -> Iterator[None]:
+    """Suffix trees of the model's drafts learn from other servers' outputs, too."""
+    trees = [stage for stage in served.engine.own_assistant().source.stages if isinstance(stage, SuffixTreeCandidates)]
+    if not trees:
+        raise UsageError(f"--shared: no suffix trees draft for {served.name}")
+    try:
+        shared = SharedOutputs(url, served.tokenizer, interval)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--shared: {error}") from error
+    with shared.attached(trees[0]):
+        yield
 
 
 def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:

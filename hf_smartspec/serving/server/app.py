@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from transformers.cli.serving.server import build_server
@@ -20,6 +20,17 @@ from .served import ServedModel
 
 # transformers' routes for what engines do not do: sounds, classification, and unloading models.
 _NOT_SERVED = ("/v1/audio/transcriptions", "/v1/systemone", "/reset")
+
+
+class Server(NamedTuple):
+    """
+    Args:
+        app (`FastAPI`): See `make_app`.
+        models (mapping of `ServedModel`): By name, with engines that run.
+    """
+
+    app: FastAPI
+    models: Mapping[str, ServedModel]
 
 
 def make_app(

@@ -1,0 +1,187 @@
+"""What clients talk to: it sends each request to a replica, and once more to another if that one dies."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, parser
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ..log import get_logger
+from ..serving.server.errors import ApiError
+from ..serving.server.handlers.streaming import DONE
+from .messages import ForwardedRequest, Head, with_seed
+from .passed import CannotContinueError, PassedEvents
+
+logger = get_logger(__name__)
+
+_OF_ONE_HOP = frozenset([b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server"])
+_METRICS_SECONDS = 30.0  # for all replicas to answer
+
+
+class Front:
+    """
+    The way into a service, for any path. Where nothing has a seed of its own, each request that generates text gets
+    one, so that a second replica can give the answer that the first began.
+
+    Args:
+        replicas (`DeploymentHandle`): See `Replica`.
+        max_body_bytes (`int`): Of a request.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int):
+        self._replicas, self._max_body_bytes = replicas, max_body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        if request.url.path == "/metrics":
+            return await self._metrics(request)
+        try:
+            forwarded = with_seed(await self._read(request))
+            parts = answered(self._replicas, forwarded)
+            head = await anext(parts)
+        except ApiError as error:
+            return error.response()
+        except BackPressureError:
+            return ApiError(429, "Too many requests wait", retry_after=1).response()
+        except RayActorError as error:
+            logger.error(f"Two replicas died on one request: {error}")
+            return ApiError(503, "The replicas that were asked have died", retry_after=1).response()
+        assert isinstance(head, Head)
+        if head.is_stream:
+            answer: Response = StreamingResponse(_told(parts), head.status)
+        else:
+            answer = Response(b"".join([part async for part in parts if isinstance(part, bytes)]), head.status)
+        own = [item for item in answer.raw_headers if item[0] == b"content-length"]
+        answer.raw_headers = [item for item in head.headers if item[0].lower() not in _OF_ONE_HOP] + own
+        return answer
+
+    async def _read(self, request: Request) -> ForwardedRequest:
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._max_body_bytes:
+                raise ApiError(413, f"The body is larger than {self._max_body_bytes} bytes")
+        query = request.url.query.encode()
+        return ForwardedRequest(request.method, request.url.path, query, request.headers.raw, bytes(body))
+
+    async def _metrics(self, request: Request) -> Response:
+        """Of all replicas, each under its name."""
+        forwarded = ForwardedRequest("GET", "/metrics", b"", request.headers.raw, b"")
+        calls = self._replicas.broadcast("whole_answer", forwarded)
+        answers = await calls.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
+        texts: dict[str, str] = {}
+        for answer in answers:
+            if isinstance(answer, BaseException):  # it has just died
+                continue
+            name, head, body = answer
+            if head.status != 200:
+                return Response(body, head.status, media_type="application/json")
+            texts[name] = body.decode()
+        return Response(joined_metrics(texts), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+async def answered(replicas: DeploymentHandle, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
+    """
+    The head of a replica's answer, then its body. If the replica dies before the end, another one is asked, and what it
+    says is passed on from where the first one stopped.
+
+    Raises:
+        RayActorError: if that one dies, too.
+        CannotContinueError: if its answer is not the one that was begun.
+    """
+    passed, head = PassedEvents(), None
+    try:
+        async for part in _held_unless_stream(_asked(replicas, request)):
+            if isinstance(part, Head):
+                head = part
+            else:
+                passed.note(part)
+            yield part
+        return
+    except RayActorError:
+        logger.warning(f"A replica died on {request.path}; another one is asked.")
+    async for part in _held_unless_stream(_asked(replicas, request)):
+        if isinstance(part, Head):
+            if head is None:
+                yield part
+            elif part.status != head.status or not part.is_stream:
+                raise CannotContinueError(f"the second replica says {part.status}")
+        elif not passed:
+            yield part
+        elif rest := passed.rest(part):
+            yield rest
+
+
+async def _asked(replicas: DeploymentHandle, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
+    """A replica's answer; it is told if nobody reads on."""
+    response = cast(DeploymentResponseGenerator, replicas.options(stream=True).answer.remote(request))
+    is_over = False
+    try:
+        async for part in response:
+            yield part
+        is_over = True
+    except RayActorError:
+        is_over = True
+        raise
+    finally:
+        if not is_over:
+            response.cancel()
+
+
+async def _held_unless_stream(parts: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[Head | bytes, None]:
+    """Only streams are passed on while they grow: of everything else nothing is seen until it is whole."""
+    async with aclosing(parts):
+        held: list[Head | bytes] = []
+        holds = True
+        async for part in parts:
+            if isinstance(part, Head) and part.is_stream:
+                holds = False
+            if holds:
+                held.append(part)
+            else:
+                yield part
+        for part in held:
+            yield part
+
+
+async def _told(parts: AsyncGenerator[Head | bytes, None]) -> AsyncIterator[bytes]:
+    """The rest of a stream; what fails in the middle is told in it, whose status has been sent long ago."""
+    async with aclosing(parts):
+        try:
+            async for part in parts:
+                assert isinstance(part, bytes)
+                yield part
+        except (RayActorError, CannotContinueError) as error:
+            logger.error(f"A stream could not be ended: {error}")
+            lost = ApiError(503, "The replica died, and no other one could go on: ask again", retry_after=1)
+            yield f"data: {json.dumps(lost.body)}\n\n".encode() + DONE.encode()
+
+
+def joined_metrics(texts: Mapping[str, str]) -> str:
+    """Metrics of several replicas, in Prometheus's text format, with the label `replica`."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for found in parser.text_string_to_metric_families(text):
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            family.samples += [
+                sample._replace(labels={**sample.labels, "replica": replica}) for sample in found.samples
+            ]
+    registry = CollectorRegistry()
+    registry.register(_Known(list(families.values())))
+    return prometheus_client.generate_latest(registry).decode()
+
+
+class _Known(Collector):
+    def __init__(self, families: Sequence[Metric]):
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        return self._families

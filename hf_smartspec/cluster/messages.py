@@ -1,0 +1,104 @@
+"""What goes between the front of a service and its replicas."""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+Headers = list[tuple[bytes, bytes]]
+
+_GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+class ForwardedRequest(NamedTuple):
+    """
+    Args:
+        method, path (`str`), query (`bytes`), headers, body (`bytes`): As in HTTP.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+
+    def header(self, name: bytes) -> bytes:
+        return next((value for key, value in self.headers if key.lower() == name), b"")
+
+
+class Head(NamedTuple):
+    """The beginning of an answer: status and headers of HTTP."""
+
+    status: int
+    headers: Headers
+
+    @property
+    def is_stream(self) -> bool:
+        return any(key.lower() == b"content-type" and b"event-stream" in value for key, value in self.headers)
+
+
+class Route(NamedTuple):
+    """
+    What decides where a request is served best.
+
+    Args:
+        text (`bytes`): Of the prompt.
+        namespace (`str`): One for each tenant, model and choice of drafts.
+    """
+
+    text: bytes = b""
+    namespace: str = ""
+
+
+def fields_of(request: ForwardedRequest) -> dict[str, Any] | None:
+    """The body of a request that generates text; None for others, and for what a replica will refuse."""
+    if request.method != "POST" or request.path not in _GENERATES:
+        return None
+    try:
+        fields = json.loads(request.body)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def with_seed(request: ForwardedRequest) -> ForwardedRequest:
+    """The same request; if it may sample without a seed of its own, with one, so that it can be repeated."""
+    fields = fields_of(request)
+    if fields is None or fields.get("seed") is not None:
+        return request
+    try:
+        body = json.dumps(fields | {"seed": random.getrandbits(62)}).encode()
+    except RecursionError:
+        return request
+    headers = [(key, value) for key, value in request.headers if key.lower() != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    return request._replace(body=body, headers=headers)
+
+
+def route_of(request: ForwardedRequest) -> Route:
+    """Prompts of whatever form are compared as text, so that nobody but the replicas needs a tokenizer."""
+    fields = fields_of(request)
+    if fields is None:
+        return Route()
+    prompt = [fields.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
+    text = "\n".join(_texts(prompt)).encode(errors="surrogatepass")
+    speculation = fields.get("speculation")
+    drafter = speculation.get("assistant") if isinstance(speculation, dict) else None
+    tenant = hashlib.sha256(request.header(b"authorization")).hexdigest()[:16]
+    return Route(text, f"{tenant} {fields.get('model')} {drafter}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings and numbers, in order; what is nested deeper than a request may be is no text."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        elif isinstance(item, list):
+            stack.extend(reversed(item))
+        elif item is not None:
+            yield str(item)

@@ -1,0 +1,61 @@
+"""One of several servers: an engine for each model, and the application, asked without a socket."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, ExitStack
+from uuid import uuid4
+
+from ..serving.server.app import Server
+from .asgi import asked
+from .messages import ForwardedRequest, Head
+
+
+class Replica:
+    """
+    Args:
+        load (`Callable`): Opens a `Server`, in the replica's own process.
+    """
+
+    def __init__(self, load: Callable[[], AbstractContextManager[Server]]):
+        self.name = uuid4().hex[:8]
+        self._open = ExitStack()
+        self._server = self._open.enter_context(load())
+        self._seen = time.perf_counter(), self._num_generated()
+
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[Head | bytes]:
+        """The head of the answer, then its body, piece by piece."""
+        async for part in asked(self._server.app, request):
+            yield part
+
+    async def whole_answer(self, request: ForwardedRequest) -> tuple[str, Head, bytes]:
+        """This replica's name, and its whole answer."""
+        head, *body = [part async for part in asked(self._server.app, request)]
+        assert isinstance(head, Head)
+        return self.name, head, b"".join(part for part in body if isinstance(part, bytes))
+
+    def check_health(self) -> None:
+        """
+        Raises:
+            RuntimeError: if an engine has stopped: the replica is then replaced.
+        """
+        for name, served in self._server.models.items():
+            if not served.engine.is_running:
+                raise RuntimeError(f"The engine of {name} has stopped.")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """
+        `goodput`: tokens per second that a running request has got since the last call, on average (SmartSpec, section
+        4); absent while nothing runs.
+        """
+        now, generated = time.perf_counter(), self._num_generated()
+        seconds, tokens = now - self._seen[0], generated - self._seen[1]
+        self._seen = now, generated
+        running = sum(served.engine.load.num_running for served in self._server.models.values())
+        return {"goodput": tokens / seconds / running} if running and tokens and seconds else {}
+
+    def _num_generated(self) -> int:
+        return sum(served.engine.statistics.generated_tokens for served in self._server.models.values())
+
+    def __del__(self) -> None:  # of Ray Serve: the replica is done with its requests
+        if hasattr(self, "_open"):
+            self._open.close()

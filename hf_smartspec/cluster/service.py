@@ -1,0 +1,87 @@
+"""A service as Ray Serve knows it: a front, and replicas behind it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from ..serving.server.app import Server
+from .front import Front
+from .replica import Replica
+from .routing import SpeculativeRequestRouter
+from .scaling import ScaleByGoodput
+
+_WAITING = 64  # requests that a replica takes beyond those that it runs; more wait for whichever is free first
+_HEALTH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """
+    Args:
+        replicas (`int`): At the least.
+        max_replicas (`int`, *optional*): More than `replicas` lets their number follow the load.
+        max_batch_size (`int`): Of each replica's engine.
+        max_queue (`int`): Requests that may wait for a replica, beyond those that all of them have taken.
+        max_body_bytes (`int`): Of a request.
+        target_requests (`float`, *optional*): Of a replica, running and waiting, from which on there are to be more; by
+            default, its `max_batch_size`.
+        min_goodput (`float`): Tokens per second and running request, below which there are to be more replicas.
+        router (`str`): A name from `ROUTERS`.
+        num_cpus, num_gpus (`float`): That each replica takes of its machine.
+        drain_seconds (`float`): For a replica's requests to end when it is to go.
+    """
+
+    replicas: int = 2
+    max_replicas: int | None = None
+    max_batch_size: int = 32
+    max_queue: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    target_requests: float | None = None
+    min_goodput: float = 0.0
+    router: str = "affinity"
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    drain_seconds: float = 60.0
+
+
+def make_service(load: Callable[[], AbstractContextManager[Server]], options: ServiceOptions) -> serve.Application:
+    """
+    Args:
+        load (`Callable`): Opens a server, in each replica's process.
+        options (`ServiceOptions`): Of the service.
+    """
+    replicas = serve.deployment(
+        **_how_many(options),
+        max_ongoing_requests=options.max_batch_size + _WAITING,
+        max_queued_requests=options.max_queue,
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        health_check_period_s=_HEALTH_SECONDS,
+        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=SpeculativeRequestRouter,  # type: ignore[arg-type]  # a class or its path
+            request_router_kwargs={"router": options.router},
+        ),
+    )(Replica)
+    front = serve.deployment(
+        num_replicas=1,
+        max_ongoing_requests=100_000,  # it only hands on: what is too much is refused behind it
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        ray_actor_options={"num_cpus": 0},
+    )(Front)
+    return front.bind(replicas.bind(load), options.max_body_bytes)
+
+
+def _how_many(options: ServiceOptions) -> dict[str, Any]:
+    if options.max_replicas is None or options.max_replicas == options.replicas:
+        return {"num_replicas": options.replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=options.replicas,
+        max_replicas=options.max_replicas,
+        target_ongoing_requests=options.target_requests or options.max_batch_size,
+        policy=AutoscalingPolicy(policy_function=ScaleByGoodput, policy_kwargs={"min_goodput": options.min_goodput}),
+    )
+    return {"num_replicas": "auto", "autoscaling_config": scaling}

@@ -1,0 +1,172 @@
+"""`smartspec serve --replicas`, and the same service for a configuration file of Ray Serve's."""
+
+import argparse
+import logging
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..common.arguments import not_negative_number, positive, positive_number
+from ..common.models import UsageError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+    from ...serving.server.app import Server
+    from ...serving.server.guard.keys import ApiKeys
+
+ROUTERS = ("affinity", "least_loaded", "power_of_two", "round_robin")
+_MIB = 2**20
+_NAME = "smartspec"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several replicas, on Ray Serve")
+    group.add_argument("--replicas", type=positive, metavar="N", help="so many engines of each model, as one service")
+    group.add_argument(
+        "--max-replicas", type=positive, metavar="N", help="up to so many, as the load grows (default: --replicas)"
+    )
+    group.add_argument(
+        "--target-requests", type=positive_number, metavar="N",
+        help="of a replica, running and waiting, beyond which there are to be more (default: --max-batch-size)",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-goodput", type=not_negative_number, default=0.0, metavar="R",
+        help="tokens per second and request below which there are to be more (default: 0, the queue alone decides)",
+    )  # fmt: skip
+    group.add_argument("--router", choices=ROUTERS, default="affinity", help="who serves what (default: affinity)")
+    group.add_argument(
+        "--ray-address", metavar="ADDRESS", help="of a cluster (default: RAY_ADDRESS, else this machine alone)"
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: for what cannot be served by replicas.
+    """
+    if find_spec("ray") is None or find_spec("grpc") is None:
+        raise UsageError('--replicas: Ray Serve is not installed: pip install "hf-smartspec[ray]"')
+    if args.max_replicas is not None and args.max_replicas < args.replicas:
+        raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
+
+
+def service(args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys") -> "Application":
+    """Of models by name, for `ray.serve.run`."""
+    from ...cluster.service import ServiceOptions, make_service
+
+    options = ServiceOptions(
+        replicas=args.replicas,
+        max_replicas=args.max_replicas,
+        max_batch_size=args.max_batch_size,
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_mib * _MIB,
+        target_requests=args.target_requests,
+        min_goodput=args.min_goodput,
+        router=args.router,
+        num_cpus=args.threads or 1,
+        num_gpus=float(torch.device(args.device).type == "cuda"),
+        drain_seconds=args.drain_seconds,
+    )
+    return make_service(partial(_server, args, dict(names), keys), options)
+
+
+@contextmanager
+def _server(args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys") -> Iterator["Server"]:
+    """In a replica's process."""
+    from .serving import loaded_server
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with loaded_server(args, names, keys) as server:
+        yield server
+
+
+def serve_replicas(
+    args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", port: int, on_start: Callable[[], None]
+) -> None:
+    """Serves until the process is told to end; what runs then is finished within `--drain-seconds`."""
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(args.log_level.upper())
+    is_new = args.ray_address is None
+    try:
+        ray.init(address=args.ray_address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, OSError, ValueError) as error:
+        raise UsageError(f"--ray-address: {error}") from error
+    try:
+        serve.start(http_options={"host": args.host, "port": port})
+        serve.run(service(args, names, keys), name=_NAME, route_prefix="/")
+        with _told_to_end() as told:  # from here on: before, Ctrl-C interrupts, and Ray has handlers of its own
+            on_start()
+            told.wait()
+            serve.delete(_NAME)
+    except RuntimeError as error:  # of Ray Serve, whose replicas' errors are in the text
+        raise UsageError(f"the replicas could not be started: {_last_line(error)}") from error
+    finally:
+        if is_new:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["?"])[-1]
+
+
+@contextmanager
+def _told_to_end() -> Iterator[Event]:
+    """An event that SIGTERM and Ctrl-C set, in place of what they do otherwise."""
+    told = Event()
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = {kind: signal.signal(kind, lambda *_: told.set()) for kind in kinds}
+    try:
+        yield told
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def application(options: Mapping[str, Any]) -> "Application":
+    """
+    For `import_path` in a configuration file of Ray Serve's, whose `args` are the options of `smartspec serve` with
+    underscores, and `models`.
+
+    Example:
+
+        >>> application({"models": ["name=folder"], "replicas": 2, "max_batch_size": 8})
+
+    Raises:
+        ValueError: for what the command does not know either.
+    """
+    from .command import add_arguments, api_keys, check_arguments, name_models
+
+    parser = _RaisingParser(prog="smartspec serve", add_help=False)
+    add_arguments(parser)
+    try:
+        args = parser.parse_args(_command_line({"replicas": 1} | dict(options)))
+        check_arguments(args)
+        return service(args, name_models(args.models), api_keys(args))
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+class _RaisingParser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(message)
+
+
+def _command_line(options: dict[str, Any]) -> list[str]:
+    """The same options as one would write them in a shell."""
+    models = options.pop("models", [])
+    words = [models] if isinstance(models, str) else list(models)
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name.replace('_', '-')}", *(str(item) for item in values)]
+    return words
