@@ -1,6 +1,5 @@
 """What clients talk to: it sends each request to a replica, and once more to another if that one dies."""
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import cast
@@ -16,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ..log import get_logger
-from ..serving.server.errors import ApiError
-from ..serving.server.handlers.streaming import DONE
+from ..serving.server.errors import STREAM_END, ApiError
 from .messages import ForwardedRequest, Head, with_seed
 from .passed import CannotContinueError, PassedEvents
 
@@ -162,7 +160,7 @@ async def _told(parts: AsyncGenerator[Head | bytes, None]) -> AsyncIterator[byte
         except (RayActorError, CannotContinueError) as error:
             logger.error(f"A stream could not be ended: {error}")
             lost = ApiError(503, "The replica died, and no other one could go on: ask again", retry_after=1)
-            yield f"data: {json.dumps(lost.body)}\n\n".encode() + DONE.encode()
+            yield f"{lost.event}{STREAM_END}".encode()
 
 
 def joined_metrics(texts: Mapping[str, str]) -> str:

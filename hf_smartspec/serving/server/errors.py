@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients read them."""
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -7,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+STREAM_END = "data: [DONE]\n\n"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -39,6 +41,11 @@ class ApiError(Exception):
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": _TYPES.get(self.status, usual), "param": self.param}
         return {"error": error | {"code": self.code or self.status}}
+
+    @property
+    def event(self) -> str:
+        """In a stream, whose status has been sent long ago."""
+        return f"data: {json.dumps(self.body)}\n\n"
 
     def response(self) -> JSONResponse:
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}

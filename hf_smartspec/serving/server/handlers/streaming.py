@@ -11,11 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from ....log import get_logger
 from ..answers import Answer
-from ..errors import ApiError
+from ..errors import STREAM_END, ApiError
 
 logger = get_logger(__name__)
-
-DONE = "data: [DONE]\n\n"
 
 
 def event(chunk: BaseModel, usage: CompletionUsage | None = None, **extra: Any) -> str:
@@ -32,11 +30,11 @@ async def events(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         async for chunk in chunks:
             yield chunk
     except ApiError as error:
-        yield f"data: {json.dumps(error.body)}\n\n"
+        yield error.event
     except Exception as error:
         logger.error(f"A stream failed: {error!r}", exc_info=True)
-        yield f"data: {json.dumps(ApiError(500, 'The server failed').body)}\n\n"
-    yield DONE
+        yield ApiError(500, "The server failed").event
+    yield STREAM_END
 
 
 class AnswerStream(StreamingResponse):
