@@ -1,6 +1,7 @@
 """`smartspec serve --replicas 2`: one service, whichever replica lives."""
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ pytest.importorskip("fastapi")
 import httpx
 import psutil
 import torch
+import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from hf_smartspec.commands.serve.cluster import application
 
@@ -166,3 +169,11 @@ def test_a_configuration_file_makes_the_same_service():
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 5, 32)
     with pytest.raises(ValueError, match="--colour"):
         application({"colour": "red"})
+
+
+def test_the_example_file_is_valid():
+    config = yaml.safe_load((REPOSITORY / "demos/examples/ray_serve.yaml").read_text())
+    (app,) = ServeDeploySchema.model_validate(config).applications
+    module, _, name = app.import_path.partition(":")
+    assert getattr(importlib.import_module(module), name) is application
+    assert application(app.args)._bound_deployment.name == "Front"
