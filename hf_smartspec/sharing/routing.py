@@ -3,6 +3,8 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from itertools import count
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +31,10 @@ class ReplicaLoad(NamedTuple):
 
 
 class Router(Protocol):
-    """Chooses among replicas, as they are at the moment; none may be missing a second time unless it is gone."""
+    """
+    Chooses among replicas, as they are at the moment; none may be missing a second time unless it is gone. Several
+    threads may ask at once.
+    """
 
     def choose(self, loads: Sequence[ReplicaLoad], prompt: np.ndarray, namespace: str = "") -> int:
         """
@@ -47,11 +52,10 @@ class RoundRobin:
     """One after the other."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self._numbers = count()  # whose next one is one thread's alone
 
     def choose(self, loads: Sequence[ReplicaLoad], prompt: np.ndarray, namespace: str = "") -> int:
-        self._next += 1
-        return (self._next - 1) % len(loads)
+        return next(self._numbers) % len(loads)
 
 
 class LeastLoaded:
@@ -106,33 +110,34 @@ class Affinity:
         self.min_share, self.max_imbalance, self.max_extra = min_share, max_imbalance, max_extra
         self.max_blocks = max_blocks
         self._served: OrderedDict[bytes, set[Hashable]] = OrderedDict()  # by block: the replicas that have served it
+        self._lock = Lock()  # of these
 
     def choose(self, loads: Sequence[ReplicaLoad], prompt: np.ndarray, namespace: str = "") -> int:
         blocks = _blocks(prompt, namespace)
         free = self._free(loads)
-        place = self._by_prompt(loads, blocks, free)
-        if place is None and namespace:
-            place = _at_home(loads, namespace, free)
-        if place is None:
-            place = min(free, key=lambda item: loads[item].requests)
-        self._remember(blocks, loads[place].name)
+        with self._lock:
+            place = self._by_prompt(loads, blocks, free)
+            if place is None and namespace:
+                place = _at_home(loads, namespace, free)
+            if place is None:
+                place = min(free, key=lambda item: loads[item].requests)
+            self._remember(blocks, loads[place].name)
         return place
 
     def _free(self, loads: Sequence[ReplicaLoad]) -> list[int]:
         """Replicas that may be given more."""
         mean = sum(item.requests for item in loads) / len(loads)
         most = max(self.max_imbalance * mean, mean + self.max_extra)
-        return [
-            place for place, item in enumerate(loads) if item.requests <= most
-        ]  # never empty: the mean is not above
+        return [place for place, item in enumerate(loads) if item.requests <= most]  # some are not above the mean
 
     def _by_prompt(self, loads: Sequence[ReplicaLoad], blocks: Sequence[bytes], free: Sequence[int]) -> int | None:
-        known = dict.fromkeys(free, 0)
+        known, knowing = dict.fromkeys(free, 0), list(free)
         for length, block in enumerate(blocks, 1):
-            served = self._served.get(block)
-            if not served:
+            served = self._served.get(block, ())
+            knowing = [place for place in knowing if loads[place].name in served]
+            if not knowing:
                 break
-            known |= {place: length for place in free if loads[place].name in served and known[place] == length - 1}
+            known.update(dict.fromkeys(knowing, length))
         place = max(free, key=lambda item: (known[item], -loads[item].requests))
         return place if known[place] and known[place] >= self.min_share * len(blocks) else None
 
@@ -146,8 +151,9 @@ class Affinity:
 
     def forget(self, name: Hashable) -> None:
         """A replica is gone."""
-        for served in self._served.values():
-            served.discard(name)
+        with self._lock:
+            for served in self._served.values():
+                served.discard(name)
 
 
 def _at_home(loads: Sequence[ReplicaLoad], namespace: str, free: Sequence[int]) -> int:

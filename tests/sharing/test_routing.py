@@ -1,6 +1,8 @@
 """Routers: who gets what, and when affinity gives way."""
 
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -88,6 +90,24 @@ def test_the_longest_unused_are_forgotten():
     router.choose(busy(1, 1, 0), np.arange(2000, 2064))
     assert len(router._served) == 8
     assert router.choose(busy(1, 0, 1), TEXT) == 1, "forgotten: the least loaded"
+
+
+def test_several_threads_may_ask_at_once():
+    affinity, rounds, interval = Affinity(max_blocks=8), RoundRobin(), sys.getswitchinterval()
+
+    def ask(thread):
+        for number in range(500):
+            affinity.choose(busy(0, 1, 2), np.arange(64) + 100 * ((thread + number) % 5))
+            rounds.choose(IDLE, TEXT)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(affinity._served) == 8
+    assert rounds.choose(IDLE, TEXT) == 8 * 500 % 3, "nobody's turn was lost"
 
 
 def test_replicas_that_are_gone_are_forgotten():
