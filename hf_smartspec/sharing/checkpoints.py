@@ -63,7 +63,7 @@ class SharedCheckpoints:
                 has_begun = True
             self.publish()
 
-        with exchanging([exchange], self.interval, failed):
+        with exchanging([exchange, self._folder.sweep], self.interval, failed):
             yield
 
     def pull(self) -> list[str]:

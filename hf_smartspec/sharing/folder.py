@@ -1,9 +1,12 @@
 """A folder that several replicas write to, on any file system of fsspec."""
 
 import posixpath
+import time
 from uuid import uuid4
 
 from fsspec.core import url_to_fs
+
+_ABANDONED = 3600 * 10**9  # nanoseconds after which nobody writes on
 
 
 class SharedFolder:
@@ -28,13 +31,15 @@ class SharedFolder:
 
     def names(self, suffix: str) -> list[str]:
         """Its files with names that end so, in their order; not those that are still being written."""
+        return sorted(name for name in self._all() if name.endswith(suffix) and not name.startswith("."))
+
+    def _all(self) -> list[str]:
         self._fs.invalidate_cache(self._root)
         try:
             paths = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:  # object stores know no empty folders
             return []
-        found = (posixpath.basename(str(path).replace("\\", "/")) for path in paths)
-        return sorted(name for name in found if name.endswith(suffix) and not name.startswith("."))
+        return [posixpath.basename(str(path).replace("\\", "/")) for path in paths]
 
     def read(self, name: str) -> bytes:
         """
@@ -46,7 +51,7 @@ class SharedFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """A file that takes the place of one of the same name, once it is complete."""
-        temporary = self._path(f".{name}.{uuid4().hex}.tmp")
+        temporary = self._path(f".{time.time_ns():020d}-{uuid4().hex}.tmp")
         try:
             self._fs.pipe_file(temporary, data)
             self._fs.mv(temporary, self._path(name))
@@ -54,6 +59,14 @@ class SharedFolder:
             if self._fs.exists(temporary):
                 self._fs.rm_file(temporary)
             raise
+
+    def sweep(self) -> None:
+        """Removes what writers have left that died while they wrote."""
+        now = time.time_ns()
+        for name in self._all():
+            begun = name[1:].split("-")[0]
+            if name.startswith(".") and name.endswith(".tmp") and begun.isdigit() and now - int(begun) > _ABANDONED:
+                self.remove(name)
 
     def remove(self, name: str) -> None:
         """One that is gone already is no error."""

@@ -79,7 +79,7 @@ class SharedOutputs:
         folder that cannot be reached is reported once and tried again: nobody's request waits for it.
         """
         failed = f"Outputs cannot be shared through {self._folder.url} at the moment"
-        steps = (lambda: self.pull(source), lambda: self.publish(source), self.merge)
+        steps = (lambda: self.pull(source), lambda: self.publish(source), self.merge, self._folder.sweep)
         with exchanging(steps, self.interval, failed):
             yield source
 

@@ -1,6 +1,7 @@
 """Replicas that share what they served: nothing lost, nothing counted twice, nothing damaged taken."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -190,6 +191,25 @@ def test_attached_replicas_exchange_by_themselves(tmp_path):
         assert has_come.wait(30)
     assert held(two) == held(one)
     assert not [thread for thread in threading.enumerate() if thread.name == "hf-smartspec sharing"]
+
+
+def test_what_dead_writers_left_is_swept_up(tmp_path, monkeypatch):
+    shared, source = replica(tmp_path)
+    with monkeypatch.context() as patch:  # a process that dies removes nothing
+        patch.setattr(shared._folder._fs, "mv", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(shared._folder._fs, "rm_file", lambda *args: None)
+        serve(source, "a", [1, 2, 3], [10, 11, 12])
+        with pytest.raises(KeyboardInterrupt):
+            shared.publish(source)
+    (left,) = tmp_path.iterdir()
+    late, other = replica(tmp_path)
+    with late.attached(other):
+        assert list(tmp_path.iterdir()) == [left], "somebody may be writing it"
+    now = time.time_ns()
+    monkeypatch.setattr("hf_smartspec.sharing.folder.time.time_ns", lambda: now + 2 * 3600 * 10**9)
+    (tmp_path / ".foreign.tmp").touch()
+    with late.attached(other):
+        assert [path.name for path in tmp_path.iterdir()] == [".foreign.tmp"]
 
 
 def test_a_folder_that_fails_disturbs_nobody(tmp_path, monkeypatch):
