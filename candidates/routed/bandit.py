@@ -100,14 +100,14 @@ class DrafterBandit:
         self._general = _Arms(len(self.names))
         self._kinds: OrderedDict[str, _Arms] = OrderedDict()  # the latest used last
         self.neighbours = Neighbours()
-        self._lock = Lock()  # of what is saved as a whole
+        self._lock = Lock()  # of all it knows, which requests of several threads use and change
         self._unit = 0.0  # seconds of an ordinary step, drafting aside
         self._num = 0
 
     def choose(self, kind: str = "", sketch: np.ndarray | None = None) -> str:
         """The drafter for a request of this kind, or if that is unknown (""), with a prompt of this sketch."""
-        means, spreads = self._judged(kind, sketch)
         with self._lock:
+            means, spreads = self._judged(kind, sketch)
             return self.names[int(np.argmax(means + spreads * self._rng.standard_normal(len(means))))]
 
     def update(self, outcome: Outcome) -> None:
@@ -131,8 +131,9 @@ class DrafterBandit:
 
     def goodput(self, kind: str = "") -> dict[str, float]:
         """By drafter, tokens per second of a row of this kind of text: estimates; 0 before anything is known."""
-        means, _ = self._judged(kind)
-        return {name: float(mean / self._unit) if self._unit else 0.0 for name, mean in zip(self.names, means)}
+        with self._lock:
+            means, unit = self._judged(kind)[0], self._unit
+        return {name: float(mean / unit) if unit else 0.0 for name, mean in zip(self.names, means)}
 
     @property
     def kinds(self) -> list[str]:

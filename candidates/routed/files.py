@@ -1,28 +1,20 @@
 """Arrays on disk: whole, or not at all."""
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ..datastore.file import replacing
+
 Found = TypeVar("Found")
 
 
 def save_arrays(path: str | Path, **arrays: np.ndarray) -> None:
     """Writes a file (`.npz`) that takes the place of the one before as a whole."""
-    path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with replacing(Path(path)) as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def load_arrays(path: str | Path, what: str, read: Callable[[Mapping[str, Any]], Found]) -> Found:
