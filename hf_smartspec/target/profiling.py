@@ -30,7 +30,7 @@ _MOST_DOUBTS = 2  # profiles of one model that are taken to be wrong; what steps
 
 _Setting = tuple[torch.dtype, torch.device, int, str]  # what may change between two calls: CPU threads, the mode
 
-_models: WeakKeyDictionary[PreTrainedModel, tuple[_Setting, CostModel]] = WeakKeyDictionary()
+_models: WeakKeyDictionary[PreTrainedModel, dict[_Setting, CostModel]] = WeakKeyDictionary()
 _doubted: set[Path] = set()  # profiles that this process has found wrong
 _judged: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()  # and the costs that showed it
 _lock = Lock()
@@ -52,9 +52,9 @@ def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
 
 def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
     """
-    The model's cost: as known in this process, from disk, or measured now, which takes seconds. The object is one per
-    model, so that what is learnt while serving is not lost, until the model changes its dtype or device, or torch the
-    number of its threads.
+    The model's cost: as known in this process, from disk, or measured now, which takes seconds. The object is one for
+    all of a model's dtype, device, mode and torch's number of threads, so that what is learnt while serving is not
+    lost, even when these have changed meanwhile.
 
     Args:
         refresh (`bool`): Measures anew.
@@ -64,17 +64,21 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
     """
     # A model that cannot be tried out yet is measured, and filed, by the forward that runs it now.
     with written_decoders(written_decoder(model) is not None):
-        setting = (model.dtype, model.device, torch.get_num_threads(), mode_of(model))
+        setting = _setting_of(model)
         with _lock:
-            known_setting, known = _models.get(model, (None, None))
-            if known is not None and known_setting == setting and not refresh:
-                return known
+            known = _models.setdefault(model, {})
+            if setting in known and not refresh:
+                return known[setting]
             cost = None if refresh else read_profile(model)
             if cost is None:
                 cost = profile_model(model, progress)
                 write_profile(model, cost)
-            _models[model] = setting, cost
+            known[setting] = cost
     return cost
+
+
+def _setting_of(model: PreTrainedModel) -> _Setting:
+    return model.dtype, model.device, torch.get_num_threads(), mode_of(model)
 
 
 def profile_path(model: PreTrainedModel) -> Path:
@@ -154,8 +158,7 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
     if not cost.is_wrong:
         return
     with _lock:
-        _, known = _models.get(model, (None, None))
-        if known is not cost or _judged.get(model) is cost:
+        if _judged.get(model) is cost or _models.get(model, {}).get(_setting_of(model)) is not cost:
             return
         _judged[model] = cost
         path = profile_path(model)  # milliseconds, and calls end here again and again

@@ -64,6 +64,7 @@ def test_a_model_in_another_dtype_is_another_model():
     model = new_model("llama")
     cost = load_or_profile(model)
     assert load_or_profile(model.bfloat16()) is not cost
+    assert load_or_profile(model.float()) is cost, "what it has learnt is not lost"
 
 
 def test_another_setting_has_another_profile(monkeypatch):

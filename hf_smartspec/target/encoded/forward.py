@@ -70,14 +70,17 @@ class EncodedForward(PackedForward):
         masks = _masks(outputs, mask)
         self.cross.capacity = masks.shape[1]
         sources: list[CacheRow] = []
+        rows: list[CacheRow] = []
         try:
             for length in masks.sum(dim=1).tolist():
                 sources.append(self.cross.add(length))
             self.cross.load(cached, sources, list(masks))
-            rows = [self.cache.add(num_tokens) for _ in sources]
+            for _ in sources:
+                rows.append(self.cache.add(num_tokens))
         except BaseException:  # what fails half-way, for want of memory say, leaves no row that nobody has
-            for source in sources:
-                self.cross.remove(source)
+            for cache, added in ((self.cross, sources), (self.cache, rows)):
+                for row in added:
+                    cache.remove(row)
             raise
         self._sources.update(zip(rows, sources))
         if keep:

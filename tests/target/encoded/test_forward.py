@@ -101,6 +101,22 @@ def test_rows_come_and_go(architecture):
     bench.step(bench.texts, size=4)
 
 
+def test_rows_for_which_there_is_no_room_leave_none_behind(monkeypatch):
+    bench, added = Bench("t5", seed=2), []
+    own = bench.forward.cache.add
+
+    def add(num_tokens):
+        if len(added) == 2:
+            raise MemoryError
+        added.append(own(num_tokens))
+        return added[-1]
+
+    monkeypatch.setattr(bench.forward.cache, "add", add)
+    with pytest.raises(MemoryError):
+        bench.encode([3, 4, 5], prompt_len=1)
+    assert bench.forward.cache.num_taken == bench.forward.cross.num_taken == 0
+
+
 @pytest.mark.parametrize("architecture", ["t5", "bart", "whisper"])
 def test_prompts_of_the_decoder_run_in_pieces(architecture):
     bench = Bench(architecture, seed=1, prefill_chunk=16)
