@@ -142,7 +142,7 @@ class Request:
         """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
         lines, call = slice(first, first + len(tree.tokens) + 1), self.call
         self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
-        if self.line.needs_more:
+        if self.is_shown:
             self.verified = Verified(tree, logits, first)
         if call.picks_greedily:
             self.picks = picks[lines]

@@ -235,6 +235,8 @@ class GuardedSources:
     def _drop(self, request: Request, position: int, error: Exception) -> None:
         request.dropped.add(position)
         request.is_drafting = len(request.dropped) < len(request.line.sources)
+        if not request.is_shown:
+            request.fed = request.verified = None
         if not self._has_warned:
             goes_on = "with its other sources" if request.is_drafting else "without speculation"
             source = request.line.sources[position].name

@@ -7,6 +7,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
+from hf_smartspec.decoding.loop import DecodingLoop
+
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
 from ..models import new_model, shared_model
@@ -47,6 +49,24 @@ def test_sampling_and_processors(kind):
     assert torch.equal(decoded(model, watching, **arguments), expected)
     watching.check(model)
     assert watching.num_accepted > LENGTH
+
+
+def test_nothing_is_kept_for_sources_that_have_failed(monkeypatch):
+    """Logits of whole steps are large."""
+    model, kept, step = shared_model("llama"), [], DecodingLoop.step
+
+    class Failing(Watching):
+        def propose(self, *args):
+            raise ValueError("for test")
+
+    def noting(loop):
+        ended = step(loop)
+        kept.extend((request.fed, request.verified) for request in loop.running)
+        return ended
+
+    monkeypatch.setattr(DecodingLoop, "step", noting)
+    assert torch.equal(decoded(model, Failing(Empty())), plain(model))
+    assert len(kept) > LENGTH and set(kept) == {(None, None)}
 
 
 class _Counting(LogitsProcessor):
