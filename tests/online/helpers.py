@@ -5,6 +5,8 @@ import torch
 from transformers import GenerationMixin
 
 from hf_smartspec import DraftModelCandidates, FeatureCandidates, MedusaCandidates, MedusaHeads, SmartSpecConfig
+from hf_smartspec.online.learner import Learner
+from hf_smartspec.online.options import LearningOptions
 from hf_smartspec.online.samples import Sample
 from hf_smartspec.online.students import student_of
 from hf_smartspec.training.eagle import new_heads
@@ -83,3 +85,13 @@ def student_with(drafter):
     student = student_of(drafter)
     student.drafter = drafter
     return student
+
+
+def learner_of(target, kind="draft", checkpoint=None, **options):
+    options = {"learning_rate": 3e-3, "every_requests": 4, "shadow": 2, "batch_tokens": 64, "top_k": 8, **options}
+    return Learner(student_with(new_drafter(kind, target)), LearningOptions(**options), checkpoint)
+
+
+def feed(learner, target, num=12, seed=0):
+    for sample in samples_of(target, num, learner.student.hidden_layers, seed):
+        learner._keep(sample)
