@@ -1,16 +1,14 @@
 """What a drafter has learnt, on disk: whole, or not at all."""
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
+from ..candidates.datastore.file import replacing
 from ..log import get_logger
 
 logger = get_logger(__name__)
@@ -57,19 +55,12 @@ class Checkpoint:
             "optimizer": dict(optimizer),
             "statistics": dict(statistics),
         }
-        new = self.path.with_name(f".{self.path.name}.{uuid4().hex}")  # others may write at the same time
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(new, "wb") as file:
+            with replacing(self.path) as file:
                 torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self.path)
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")
-        finally:
-            with suppress(OSError):
-                new.unlink()
 
     def load(self, shapes: Sequence[tuple[int, ...]]) -> Found | None:
         """What was kept; None, with a warning where there is a file, unless it is of weights of these shapes."""

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from hf_smartspec.online import checkpoint as checkpoints
 from hf_smartspec.online.checkpoint import Checkpoint
 from hf_smartspec.online.learner import Learner
 
@@ -67,7 +66,7 @@ def test_a_checkpoint_that_is_cut_short_leaves_the_one_before(target, tmp_path, 
     def kill(*args):
         raise Killed
 
-    monkeypatch.setattr(checkpoints.os, where, kill)
+    monkeypatch.setattr(os, where, kill)
     feed(learner, target, seed=1)
     with pytest.raises(Killed):
         learner.update()
