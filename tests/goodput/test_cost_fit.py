@@ -88,6 +88,14 @@ def test_the_jump_from_one_token_to_two_is_kept():
         assert cost.seconds(0, num) == pytest.approx(true, rel=0.03)
 
 
+@pytest.mark.parametrize("sizes", [(1, 4), (1, 4, 16)])
+def test_measurements_of_which_contexts_explain_all_make_a_model_too(sizes):
+    """A busy machine, and few of them."""
+    points = [CostPoint(context, size, 1, 1e-6 * context) for context in (8, 16, 30) for size in sizes]
+    cost = CostModel.fit(points)
+    assert cost.median_error(points) < 1e-6 and cost.seconds(0, 1) == pytest.approx(8e-6)
+
+
 def test_an_impossible_time_of_the_host_is_refused():
     with pytest.raises(ValueError, match="host"):
         CostModel(0.0, 0.0, 1.0, host=-1.0)
