@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..files import replacing
 from .base import TreeCandidateGenerator
-from .datastore.file import replacing
 from .datastore.source import DatastoreCandidates
 from .prompt_lookup import PromptLookupCandidates
 from .suffix.source import SuffixTreeCandidates

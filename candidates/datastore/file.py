@@ -1,16 +1,12 @@
 """The datastore of SSSD's section 3.1.2: tokenised documents and their suffix array, in a file mapped into memory."""
 
-import glob
 import hashlib
 import json
 import os
-import secrets
 import struct
-import time
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
+from ...files import replacing
 from ...validate import is_integer
 from .sort import BORDER, sort_suffixes
 
@@ -31,7 +28,6 @@ SORT_DEPTH = 64  # tokens; a longest match and what follows it must fit
 _MAGIC = b"SSSDdata"
 _VERSION = 1
 _BATCH = 512  # documents tokenised at a time
-_ABANDONED = 3600.0  # seconds after which nobody goes on with a file that is not complete
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -275,26 +271,3 @@ class _Header(NamedTuple):
         if size != expected:
             raise ValueError(f"{name} has {size} bytes instead of {expected}: it was cut off or added to.")
         return header
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """
-    A new file that takes the place of `path` once it is complete and on the disk, and that vanishes on errors; with it
-    go those of writers that died before.
-    """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with suppress(OSError):  # others sweep, too
-            if time.time() - left.stat().st_mtime > _ABANDONED:
-                left.unlink()
-    # Opened by hand, since files of `tempfile` cannot be read by other users.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..datastore.file import replacing
+from ...files import replacing
 
 Found = TypeVar("Found")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..datastore.file import replacing
+from ...files import replacing
 
 _MAGIC = b"hf-smartspec suffix trees\n"
 _VERSION = 1

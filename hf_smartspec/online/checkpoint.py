@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..candidates.datastore.file import replacing
+from ..files import replacing
 from ..log import get_logger
 
 logger = get_logger(__name__)

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from ..candidates.datastore.file import replacing
 from ..candidates.suffix.files import packed, unpacked
+from ..files import replacing
 from ..log import get_logger
 from .exchange import exchanging
 from .folder import SharedFolder

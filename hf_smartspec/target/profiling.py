@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections import Counter
 from pathlib import Path
 from threading import Lock
@@ -16,6 +15,7 @@ import transformers
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
+from ..files import replacing
 from ..goodput.cost import CostModel
 from ..log import get_logger
 from .graphs import records
@@ -184,8 +184,7 @@ def _write(model: PreTrainedModel, content: dict[str, Any]) -> None:
     path = profile_path(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            json.dump({"key": _key(model)} | content, file, indent=2)
-        os.replace(file.name, path)
+        with replacing(path) as file:
+            file.write(json.dumps({"key": _key(model)} | content, indent=2).encode())
     except OSError as error:
         logger.warning_once(f"The profile of the model's speed is not kept: {error}")

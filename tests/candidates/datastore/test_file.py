@@ -5,7 +5,6 @@ import os
 import struct
 import threading
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -191,29 +190,6 @@ def test_an_open_datastore_outlives_its_file(path):
     build_datastore([[0]], path)
     assert arrays(store) == before
     assert arrays(Datastore.open(path)) != before
-
-
-def test_other_users_may_read_the_file(path):
-    mask = os.umask(0)
-    os.umask(mask)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
-
-
-def test_what_dead_writers_left_goes_with_the_next_file(path, monkeypatch):
-    with monkeypatch.context() as patch:  # a process that is killed removes nothing
-        patch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(Path, "unlink", lambda *args, **kwargs: None)
-        with pytest.raises(KeyboardInterrupt):
-            build_datastore(DOCUMENTS, path)
-    (left,) = set(path.parent.iterdir()) - {path}
-    foreign = path.with_name(".other.sssd.1.tmp")
-    foreign.touch()
-    build_datastore(DOCUMENTS, path)
-    assert set(path.parent.iterdir()) == {path, left, foreign}, "somebody may be writing it"
-    for file in (left, foreign):
-        os.utime(file, (0, 0))
-    build_datastore(DOCUMENTS, path)
-    assert set(path.parent.iterdir()) == {path, foreign}
 
 
 # --- The tokenizer

@@ -241,7 +241,7 @@ def test_a_bandit_that_cannot_be_written_leaves_the_file_before(tmp_path, monkey
     def fail(*args):
         raise OSError("no space")
 
-    monkeypatch.setattr("hf_smartspec.candidates.datastore.file.os.replace", fail)
+    monkeypatch.setattr("hf_smartspec.files.os.replace", fail)
     with pytest.raises(OSError, match="no space"):
         routed.save(path)
     assert path.read_bytes() == kept and [item.name for item in tmp_path.iterdir()] == ["routed.npz"]

@@ -1,7 +1,6 @@
 """The classifier learns languages and tasks from a few labelled texts, one by one, as text or as token ids."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -117,15 +116,6 @@ def test_what_is_saved_comes_back(tmp_path):
             found.learn([text], [label])
     assert loaded.labels == classifier.labels and loaded.min_texts == 2 and loaded.half_life == 300.0
     assert loaded.num_bytes() == 4 * 2**12 * 4
-
-
-def test_other_users_may_read_what_is_saved(tmp_path):
-    mask = os.umask(0o022)
-    try:
-        TextClassifier(2**8, 1).save(tmp_path / "file")
-    finally:
-        os.umask(mask)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
 def test_a_file_that_was_not_written_to_the_end_leaves_the_old_one(tmp_path, monkeypatch):
