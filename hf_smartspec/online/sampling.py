@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..candidates.committed import LAST
+from ..sampling.top import likeliest_tokens
 from .samples import Sample
 
 
@@ -158,8 +159,8 @@ def taught(
 
 def _top(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest tokens of each line and their probabilities, as samples keep them."""
-    best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
-    return best.indices.to(torch.int32).cpu(), best.values.to(torch.float16).cpu()
+    ids, probs = likeliest_tokens(logits.float(), top_k)
+    return ids.to(torch.int32).cpu(), probs.to(torch.float16).cpu()
 
 
 def _taught_behind_encoder(
