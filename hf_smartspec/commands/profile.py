@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel
@@ -15,11 +14,11 @@ from ..goodput import CostModel, CostPoint, Roofline, free_tokens
 from ..target.measuring import DESIGN, HELD_OUT, measure
 from ..target.profiling import profile_path, read_profile, write_profile
 from ..target.support import can_pack
-from .common.arguments import number, positive
+from .common.arguments import add_json_argument, add_machine_arguments, number, use_machine
 from .common.console import make_console, table
 from .common.cost_matched import enlarge
 from .common.figures import check_matplotlib, saved_figure
-from .common.models import DTYPES, UsageError, check_device, load_model
+from .common.models import DTYPES, UsageError, load_model
 from .common.outputs import check_output, write_json
 from .common.timing import environment
 
@@ -29,14 +28,13 @@ _SLACK = 0.1  # "free": at most so much slower than one token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
+    add_machine_arguments(parser)
     parser.add_argument(
         "--parameters", type=number, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"
     )
     parser.add_argument("--refresh", action="store_true", help="measure anew, whatever is known")
     parser.add_argument("--show", type=Path, metavar="FILE", help="draw predicted against measured, into a .png file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.show)
     if args.show:
         check_matplotlib(args.show)
-    check_device(args.device)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_machine(args)
     model = _load(args)
     measured = measure(model, DESIGN, HELD_OUT)
     points = {"design": measured.designs, "held out": measured.held_out}

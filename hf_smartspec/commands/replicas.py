@@ -13,7 +13,7 @@ from ..candidates import SuffixTreeCandidates
 from ..goodput import CostModel, DraftCost, GoodputAuction
 from ..sharing.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
 from ..simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
-from .common.arguments import command_of, not_negative, positive, positive_list, positive_number
+from .common.arguments import add_json_argument, command_of, not_negative, positive, positive_list, positive_number
 from .common.console import make_console, table
 from .common.demo import demo_folder
 from .common.models import UsageError
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,11 +108,15 @@ def _texts(args: argparse.Namespace) -> list[list[Recording]]:
     """By file."""
     files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
     tokenizer = tokenizer_of(args.tokenizer)
-    limit = args.requests * max(args.replicas)  # more are never asked
+    limit = max(args.requests * max(args.replicas), args.tenants)  # more are never asked
     found = [tokenize(read_requests(path, Fields(), limit), tokenizer, _MAX_PROMPT) for path in files]
-    if not all(any(len(item.response) for item in items) for items in found):
-        raise UsageError(f"no responses in one of {', '.join(map(str, files))}")
-    return [[item for item in items if len(item.response)] for items in found]
+    found = [[item for item in items if len(item.response)] for items in found]
+    for path, items in zip(files, found):
+        if not items:
+            raise UsageError(f"no responses in {str(path)!r}")
+        if len(items) < (num := -(-args.tenants // len(files))):
+            raise UsageError(f"--tenants: {num} of them are to ask what is in {str(path)!r}, which has {len(items)}")
+    return found
 
 
 def _requests(texts: Sequence[Sequence[Recording]], num_replicas: int, args: argparse.Namespace) -> list[LoadRequest]:

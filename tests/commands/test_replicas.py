@@ -20,6 +20,15 @@ def test_all_ways_are_compared(folder, tmp_path, capsys):
     assert "Simulated" in shown and "affinity" in shown and "2 replicas" in shown
 
 
+def test_every_tenant_has_texts(folder, tmp_path, capsys):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Say {n}", "response": "Yes"}) + "\n" for n in range(3)))
+    arguments = [path, "--tokenizer", folder / "target", "--requests", "1", "--replicas", "1"]
+    assert helpers.call("bench", "replicas", *arguments) == 2
+    assert "--tenants: 16 of them are to ask what is in" in capsys.readouterr().err
+    assert helpers.call("bench", "replicas", *arguments, "--tenants", "3") == 0
+
+
 def test_texts_without_responses_are_refused(folder, tmp_path, capsys):
     path = tmp_path / "texts.jsonl"
     path.write_text(json.dumps({"prompt": "Say something"}) + "\n")

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ..common.arguments import positive
+from ..common.arguments import add_json_argument, positive
 from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.demo import find_demo
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", type=Path, metavar="FOLDER",
         help="with a target and a draft in it, for the hybrid (default: the demo's)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw them, one .png file each")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...target.quantized import KINDS
-from .models import DTYPES
+from .models import DTYPES, check_device
 
 PARAMETERS = 200e6  # of the demo target, enlarged
 
@@ -18,6 +18,12 @@ def positive(text: str) -> int:
 
 def not_negative(text: str) -> int:
     return _integer(text, 0)
+
+
+def not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
 
 def positive_list(text: str) -> list[int]:
@@ -101,13 +107,36 @@ def add_target_arguments(parser: argparse.ArgumentParser, dtype: str | None = "b
     )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype or 'the faster one here'}")
     parser.add_argument("--quantize", choices=KINDS, help="run the target's linear maps in it, on the CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add_machine_arguments(parser)
+
+
+def add_machine_arguments(parser: argparse._ActionsContainer) -> None:
+    """What `use_machine` takes."""
+    add_device_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 
 
+def add_device_argument(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+
+
+def use_machine(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: for a device that cannot be used.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    check_device(args.device)
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them, for example into a .png file")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def command_of(args: argparse.Namespace) -> dict[str, Any]:

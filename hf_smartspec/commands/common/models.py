@@ -41,7 +41,7 @@ class UsageError(Exception):
 
 def check_device(name: str) -> None:
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
 
@@ -56,7 +56,7 @@ def load_model(
         dtype (`str`): One of `DTYPES`, or "auto": that of its files.
         trust_remote_code (`bool`): Whether Python code that lies beside it is run.
     """
-    _check_folder(name)
+    check_folder(name)
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         config = AutoConfig.from_pretrained(name, **options)
@@ -90,7 +90,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         return None
 
 
-def _check_folder(name: str) -> None:
+def check_folder(name: str) -> None:
+    """
+    Raises:
+        UsageError: for the name of a folder that is not there, or holds no model.
+    """
     looks_local = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or not name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():

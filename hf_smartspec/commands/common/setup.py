@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import DraftModelCandidates, TreeCandidateGenerator
@@ -14,12 +13,12 @@ from ...goodput import LengthPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
 from ...target.quantized import quantize
-from .arguments import PARAMETERS
+from .arguments import PARAMETERS, use_machine
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .demo import demo_folder
 from .drafters import DrafterFiles, check_distinct, shown
-from .models import UsageError, check_device, load_draft, load_model, load_tokenizer
+from .models import UsageError, load_draft, load_model, load_tokenizer
 from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
 from .runs import eos_ids
@@ -201,9 +200,7 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     Raises:
         UsageError: for a device or a model that cannot be used.
     """
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    check_device(args.device)
+    use_machine(args)
     name = args.model or str(demo_folder("--model") / "models" / "target")
     model = load_model(name, args.dtype, args.device)
     tokenizer = load_tokenizer(name)

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from ...target.profiling import load_or_profile
-from ..common.arguments import add_target_arguments, positive
+from ..common.addresses import host, listen_at, port
+from ..common.arguments import add_target_arguments
 from ..common.console import make_console
 from ..common.models import UsageError
 from .world import load_world
@@ -26,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="examples: .jsonl with `prompt` and `category` (default: the demo's)",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: this machine only)"
+        "--host", type=host, default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: this machine only)"
     )
-    parser.add_argument("--port", type=positive, metavar="N", help="default: the first free one from 7860 on")
+    parser.add_argument("--port", type=port, metavar="N", help="default: the first free one from 7860 on")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before it is imported: nothing is sent anywhere
     from .app import build_app, launch_app
 
+    listen_at(args.host, args.port or 0).close()  # Gradio would wait for ever, and only once all is loaded
     console = make_console()
     world = load_world(args)
     console.print(world.describe(), highlight=False)

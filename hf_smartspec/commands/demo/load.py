@@ -184,19 +184,18 @@ def _served(
             output = engine.get_result(timeout=_next_look(waiting, run.start))
             if output is not None:
                 run.outputs.append(output)
-            elif not waiting and run.num_sent == len(run.outputs):
-                break
-            else:
-                time.sleep(_next_look(waiting, run.start) if run.num_sent == len(run.outputs) else 0.0)
-            run.steps, run.seconds = list(policy.steps), time.perf_counter() - run.start
+            elif run.num_sent == len(run.outputs):  # nobody is waited for, so that the engine says so at once
+                time.sleep(_next_look(waiting, run.start))
+            run.seconds = time.perf_counter() - run.start
             if stop.is_set() or run.seconds > _PATIENCE * settings.seconds:
                 run.was_cut = True
                 return
             if time.perf_counter() - shown > _SHOW:
-                shown = time.perf_counter()
+                shown, run.steps = time.perf_counter(), list(policy.steps)
                 yield None
     finally:
         engine.stop(drain=False)
+        run.steps = policy.steps
         run.report = str(engine.report())
 
 

@@ -14,17 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.base import NoCandidates
-from ..common.arguments import PARAMETERS
 from ..common.demo import demo_folder
-from ..common.drafters import JOINT, DrafterFiles, shown
+from ..common.drafters import JOINT, DrafterFiles, is_model, parts_of, shown
 from ..common.models import (
-    DTYPES,
     UsageError,
     check_device,
+    check_folder,
     encode,
     read_prompts,
 )
-from ..common.setup import load_target
+from ..common.setup import load_target, num_parameters
 from ..common.timing import environment
 
 AUTO, LOOKUP, NONE = "auto", "prompt_lookup", "none"
@@ -169,19 +168,15 @@ def load_world(args: argparse.Namespace) -> World:
     """
     check_device(args.device)
     args.dtype = args.dtype or default_dtype(args.device)
-    assert args.dtype in DTYPES
-    if args.parameters is None:
-        args.parameters = 0 if args.model else PARAMETERS
+    prompts = _prompts(args.prompts or demo_folder("--prompts") / "prompts.jsonl")
+    for path in args.draft or ():
+        for item in filter(is_model, parts_of(path)):
+            check_folder(item)
     model, tokenizer = load_target(args)
-    small = model
-    if args.parameters:
-        args.parameters, kept = 0, args.parameters
-        small, _ = load_target(args)
-        args.parameters = kept
+    small = load_target(argparse.Namespace(**vars(args) | {"parameters": 0}))[0] if num_parameters(args) else model
     folder = None if args.model else demo_folder("--model")
     paths = args.draft or ([] if folder is None else [str(folder / "models" / name) for name in _EMBEDDED])
     drafters = DrafterFiles(small, model if small is not model else None, "--draft")
-    prompts = _prompts(args.prompts or demo_folder("--prompts") / "prompts.jsonl")
     return World(model, small, tokenizer, drafters, _names(paths, drafters), prompts)
 
 

@@ -14,9 +14,9 @@ from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
 from ...target.rows import RowInput
 from ...target.written import packed_forward
-from ..common.arguments import number, positive
+from ..common.arguments import add_device_argument, add_json_argument, number, positive, use_machine
 from ..common.console import make_console, table
-from ..common.models import DTYPES, check_device
+from ..common.models import DTYPES
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
 from ..common.timing import Stopwatch, environment, side_by_side
@@ -31,7 +31,7 @@ QUANTIZED = "quantized"  # takes minutes, and is measured where it is asked for
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add_device_argument(parser)
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="CPU threads (default: 2)")
     parser.add_argument(
         "--batch-sizes", type=positive, nargs="+", default=[1, 4, 8], metavar="B", help="default: 1 4 8"
@@ -66,13 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     check_output(args.json)
-    check_device(args.device)
-    torch.set_num_threads(args.threads)
+    use_machine(args)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     console = make_console()
     results: dict[str, Any] = {"environment": environment(device, dtype), "context": CONTEXT}

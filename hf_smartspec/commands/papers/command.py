@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...simulator import LoadRequest, read_trace, with_acceptance
-from ..common.arguments import not_negative, positive, positive_number
+from ..common.arguments import add_json_argument, not_negative, positive, positive_number
 from ..common.claims import exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.demo import demo_folder
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace-rate", type=positive_number, metavar="R", help="play traces at R requests per second")
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
 
 

@@ -2,19 +2,19 @@
 
 import argparse
 import json
-import socket
 import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from ...prepare.resolve import check_assistant
 from ...target.quantized import KINDS
-from ..common.arguments import not_negative, positive, positive_number
+from ..common.addresses import host, listen_at, port
+from ..common.arguments import add_machine_arguments, not_negative, positive, positive_number, use_machine
 from ..common.demo import demo_folder
-from ..common.models import DTYPES, UsageError, check_device
+from ..common.drafters import parts_of
+from ..common.models import DTYPES, UsageError
 from . import cluster
 
 if TYPE_CHECKING:
@@ -32,15 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_speculation(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--quantize", choices=KINDS, help="run linear maps in it, on the CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    add_machine_arguments(parser)
     parser.add_argument(
         "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON",
         help="""defaults for the chat template, such as '{"enable_thinking": false}'""",
     )  # fmt: skip
     _add_limits(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=not_negative, default=8000, metavar="N", help="0: a free one (default: 8000)")
+    parser.add_argument(
+        "--host", type=host, default="127.0.0.1", metavar="ADDRESS",
+        help="where to listen (default: 127.0.0.1, this machine only)",
+    )  # fmt: skip
+    parser.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default: 8000)")
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
         help="clients must bring it; may be repeated, each is a tenant whose texts stay apart. Others on this machine "
@@ -58,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--assistant", nargs="+", default=["auto"], metavar="SOURCE",
-        help='what drafts: names as in `assistant=`, folders or hub ids; several are fused, "none" drafts nothing '
-        "(default: auto)",
+        help="what drafts: names as in `assistant=`, folders or hub ids; several are fused, also joined by plus signs; "
+        "none drafts nothing (default: auto)",
     )  # fmt: skip
     parser.add_argument("--draft", metavar="MODEL", help="a draft model beside it")
     parser.add_argument(
@@ -103,17 +105,14 @@ def run(args: argparse.Namespace) -> int:
     names = name_models(args.models)
     check_arguments(args)
     keys = api_keys(args)
-    listener = _listen(args.host, args.port)
-    host, port = listener.getsockname()[:2]
-    on_start = partial(_announce, host, port, names)
+    listener = listen_at(args.host, args.port)
+    address, number = listener.getsockname()[:2]
+    on_start = partial(_announce, address, number, names)
     if args.replicas:
         listener.close()  # Ray Serve's own process will listen there
-        cluster.serve_replicas(args, names, keys, port, on_start)
+        cluster.serve_replicas(args, names, keys, number, on_start)
         return 0
     with listener:
-        if args.threads:
-            torch.set_num_threads(args.threads)
-
         from .serving import serve
 
         serve(args, names, keys, listener, on_start)
@@ -126,7 +125,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         UsageError: for what is known to fail before anything is loaded.
     """
     check_extras()
-    check_device(args.device)
+    use_machine(args)
+    args.assistant = [item for name in args.assistant for item in parts_of(name)]
+    try:
+        check_assistant(args.assistant)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--assistant: {error}") from error
     if args.replicas:
         cluster.check(args)
 
@@ -160,17 +164,7 @@ def api_keys(args: argparse.Namespace) -> "ApiKeys":
     try:
         return ApiKeys([*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else [])])
     except (OSError, ValueError) as error:
-        raise UsageError(f"--api-key: {error}") from error
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    from ...serving.server.running import listen
-
-    try:
-        return listen(host, port)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot listen at {host}, port {port}: {reason}") from error
+        raise UsageError(f"--api-key or --api-key-file: {error}") from error
 
 
 def _announce(host: str, port: int, names: dict[str, str]) -> None:

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ... import __version__
 from ...candidates.suffix.source import SuffixTreeCandidates
-from ...prepare.resolve import check_assistant
 from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
 from ...serving.server.guard.keys import ApiKeys
@@ -89,10 +88,6 @@ def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:
 
 def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics) -> ServedModel:
     """A model with its engine, which runs."""
-    try:
-        check_assistant(args.assistant)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--assistant: {error}") from error
     model = load_model(path, args.dtype, args.device)
     if args.quantize:
         try:

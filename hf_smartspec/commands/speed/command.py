@@ -14,6 +14,7 @@ from ..common.arguments import add_output_arguments, add_target_arguments, add_t
 from ..common.console import make_console
 from ..common.data_sets import DataSet, answered
 from ..common.demo import demo_folder
+from ..common.drafters import is_model, parts_of, shown
 from ..common.models import UsageError, load_draft
 from ..common.outputs import check_outputs, write_json
 from ..common.recordings import Fields, Texts, read_requests
@@ -106,14 +107,14 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     drafts: dict[str, PreTrainedModel] = {}
     names = list(dict.fromkeys(names))
     for name in names:
-        items, shown = _items(name), _shown(name, names)
-        for item in filter(_is_model, items):
+        items, title = parts_of(name), _shown(name, names)
+        for item in filter(is_model, items):
             drafts[item] = drafts.get(item) or load_draft(item, model, args.dtype)
         assistants = [drafts.get(item, item) for item in items]
         draft = next((drafts[item] for item in items if item in drafts), None)
-        own.append(Method(shown, assistant=assistants if len(items) > 1 else assistants[0], draft=draft))
+        own.append(Method(title, assistant=assistants if len(items) > 1 else assistants[0], draft=draft))
         if len(items) == 1 and draft is not None:
-            others.append(Method(f"transformers, {shown}", arguments={"assistant_model": draft}, draft=draft))
+            others.append(Method(f"transformers, {title}", arguments={"assistant_model": draft}, draft=draft))
     for method in own:
         try:
             resolve(method.assistant, model)
@@ -122,20 +123,9 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     return [*own, *others]
 
 
-def _items(name: str) -> list[str]:
-    """The presets and models of a list; a folder may have a plus sign in its name."""
-    return [name] if Path(name).is_dir() else name.split("+")
-
-
-def _is_model(item: str) -> bool:
-    return Path(item).is_dir() or ("/" in item and ":" not in item)
-
-
 def _shown(name: str, names: Sequence[str]) -> str:
     """Models by the last part of their name, where that tells them apart."""
-    parts = {other: [Path(item).name if _is_model(item) else item for item in _items(other)] for other in names}
-    short = {other: "+".join(items) for other, items in parts.items()}
-    return short[name] if list(short.values()).count(short[name]) == 1 else name
+    return shown(name) if [shown(other) for other in names].count(shown(name)) == 1 else name
 
 
 def _print_setting(report: dict[str, Any], console: Console) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from transformers import PreTrainedModel
 
 from ...candidates.tuned import TUNABLE, TunedSources
-from ..common.arguments import number, positive
+from ..common.arguments import add_json_argument, number, positive
 from ..common.console import make_console, table
 from ..common.models import UsageError, load_model
 from ..common.outputs import check_output, write_json
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_argument(parser)
 
 
 def _fraction(text: str) -> float:

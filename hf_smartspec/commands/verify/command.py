@@ -8,17 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.resolve import PRESETS
-from ..common.arguments import not_negative, positive, positive_list
+from ..common.arguments import (
+    add_machine_arguments,
+    not_negative,
+    positive,
+    positive_list,
+    use_machine,
+)
 from ..common.console import make_console
 from ..common.models import (
     DTYPES,
     PROMPTS,
     UsageError,
-    check_device,
     encode,
     left_padded,
     load_draft,
@@ -50,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"draft model (folder or hub id) or preset ({', '.join(sorted(PRESETS))}); default: prompt_lookup",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: 32")
     parser.add_argument(
@@ -64,16 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples whose frequencies are compared with exact probabilities; 0: none (default: 1000)",
     )  # fmt: skip
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of sampling (default: 0)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    add_machine_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was found to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_machine(args)
     check_output(args.json)
     texts = [row["prompt"] for row in read_prompts(args.prompts)] if args.prompts else list(PROMPTS)
-    check_device(args.device)
     model = load_model(args.model, args.dtype, args.device)
     model.generation_config = _without_sampling(model)
     assistant = _load_assistant(args, model)

@@ -3,10 +3,8 @@
 import argparse
 from typing import Any, NamedTuple
 
-import torch
-
 from ....target.quantized import KINDS
-from ..arguments import not_negative, number, positive
+from ..arguments import add_machine_arguments, not_negative, number, positive, positive_number
 from ..models import DTYPES, UsageError
 
 AUTO = "auto"
@@ -57,8 +55,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: that of the model's files, float32 for the embedded one (default: auto)",
     )  # fmt: skip
     group.add_argument("--quantize", choices=KINDS, help="run the model's linear maps in it, on the CPU")
-    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    group.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    add_machine_arguments(group)
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies beside the model")
 
 
@@ -75,7 +72,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
     group.add_argument(
         "--min-p", type=probability, metavar="P", help="of tokens at least P times as likely as the first"
     )
-    group.add_argument("--repetition-penalty", type=temperature, metavar="X", help="above 1: fewer repetitions")
+    group.add_argument("--repetition-penalty", type=positive_number, metavar="X", help="above 1: fewer repetitions")
     group.add_argument("--seed", type=not_negative, metavar="N", help="the same text again (default: a new one)")
     return group
 

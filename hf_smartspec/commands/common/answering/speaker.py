@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....prepare.call import model_limits
 from ....serving.engine import Engine
 from ....target.quantized import quantize
+from ..arguments import use_machine
 from ..demo import demo_folder
 from ..drafters import parts_of
-from ..models import UsageError, check_device, load_model, load_tokenizer
+from ..models import UsageError, check_folder, load_model, load_tokenizer
 from .arguments import AUTO
 
 _NEW_SEEDS = 2**32
@@ -66,9 +66,8 @@ def load_speaker(args: argparse.Namespace) -> Speaker:
     Raises:
         UsageError: for what cannot be loaded.
     """
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    check_device(args.device)
+    use_machine(args)
+    assistant = assistant_of(args.assistant, args.draft)
     path = args.model or str(demo_folder("--model") / "models" / "target")
     dtype = args.dtype if args.dtype != AUTO or args.model else "float32"
     model = load_model(path, dtype, args.device, args.trust_remote_code)
@@ -82,11 +81,13 @@ def load_speaker(args: argparse.Namespace) -> Speaker:
             quantize(model, args.quantize)
         except ValueError as error:
             raise UsageError(f"--quantize: {error}") from error
-    return Speaker(args.model or "embedded", model, tokenizer, assistant_of(args.assistant, args.draft))
+    return Speaker(args.model or "embedded", model, tokenizer, assistant)
 
 
 def assistant_of(name: str, draft: str | None = None) -> Any:
     """What `--assistant` and `--draft` mean as `assistant=`: a name, or a list of names."""
+    if draft:
+        check_folder(draft)
     items = [*parts_of(name), *([draft] if draft else [])]
     items = [item for item in items if item != "none"] or ["none"]
     return items if len(items) > 1 else items[0]

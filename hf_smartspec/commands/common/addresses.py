@@ -1,0 +1,39 @@
+"""Where commands listen."""
+
+import argparse
+import socket
+
+from .arguments import not_negative
+from .models import UsageError
+
+_LAST_PORT = 65535
+
+
+def host(text: str) -> str:
+    """For argparse; sockets take no name at all for every address of the machine."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name an address; 0.0.0.0 is all of this machine's")
+    return text
+
+
+def port(text: str) -> int:
+    """For argparse."""
+    value = not_negative(text)
+    if value > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"must be at most {_LAST_PORT}, got {value}")
+    return value
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """
+    A socket, bound before anything is loaded. Port 0 takes a free one.
+
+    Raises:
+        UsageError: if the address is in use, or none.
+    """
+    from ...serving.server.running import listen  # needs a server's packages
+
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
