@@ -57,18 +57,13 @@ class Session:
         """Says `text` and shows what the model answers; Ctrl-C ends the answer."""
         self.conversation.say(text)
         try:
-            ids = self.conversation.token_ids()
-            room = self.speaker.room(len(ids), self.max_new_tokens)
-            if room < 1:
-                limit = self.speaker.num_positions
-                raise ValueError(f"the conversation has {len(ids)} tokens and the model reads {limit}: /reset")
-            request_id = self._ask(ids, room)
-        except (TypeError, ValueError) as error:
-            self._fail(str(error))
-            return
-        try:
+            try:
+                request_id = self._ask()
+            except (TypeError, ValueError) as error:
+                self._fail(str(error))
+                return
             output, growing = self._followed(request_id)
-        except KeyboardInterrupt:  # once more, while it was being stopped
+        except KeyboardInterrupt:  # before it began, or once more, while it was being stopped
             self.conversation.take_back()
             raise
         if output.error and output.finish_reason != "cancelled":
@@ -79,13 +74,19 @@ class Session:
         self.total = self.total + output.statistics
         self._say_how_it_ended(output)
 
-    def _ask(self, ids: list[int], max_new_tokens: int) -> str:
+    def _ask(self) -> str:
+        """The name of the request."""
+        ids = self.conversation.token_ids()
+        room = self.speaker.room(len(ids), self.max_new_tokens)
+        if room < 1:
+            limit = self.speaker.num_positions
+            raise ValueError(f"the conversation has {len(ids)} tokens and the model reads {limit}: /reset")
         arguments = self.sampling.arguments()
         if self.conversation.stop_strings:
             arguments["stop_strings"] = self.conversation.stop_strings
         seed = new_seed() if self.seed is None else row_seed(self.seed, self.conversation.num_answers)
         arguments["trace"] = self.screen.is_interactive  # for colours
-        return self._engine.add_request(ids, max_new_tokens=max_new_tokens, streaming=True, seed=seed, **arguments)
+        return self._engine.add_request(ids, max_new_tokens=room, streaming=True, seed=seed, **arguments)
 
     def _followed(self, request_id: str) -> tuple[EngineOutput, GrowingText]:
         """The last output of a request, and its text, which has been shown."""
@@ -94,6 +95,8 @@ class Session:
             output = self._follow(request_id, growing)
         except KeyboardInterrupt:
             self._engine.cancel_request(request_id)
+            if not self.screen.is_interactive:  # nobody sits there to go on
+                raise
             output = self._follow(request_id, growing)
         self.screen.write(growing.end())
         self.screen.end_answer(growing.text)

@@ -13,7 +13,7 @@ from ..common.answering.arguments import (
 )
 from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker, load_speaker
-from ..common.arguments import positive
+from ..common.arguments import not_empty, positive
 from ..common.models import UsageError
 from ..common.outputs import check_output
 from .answers import STDOUT, Answers
@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     add_sampling_arguments(parser, _MAX_NEW_TOKENS).add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times"
+        "--stop",
+        action="append",
+        default=[],
+        type=not_empty,
+        metavar="TEXT",
+        help="ends an answer; may be given several times",
     )
     _add_dataset_arguments(parser)
     group = parser.add_argument_group("work and results")
@@ -82,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
         return _answer_dataset(args)
     if args.output:
         raise UsageError("--output is for --dataset; other answers are written by --json")
+    for option in ("config", "keep", "limit", "shard", "overwrite"):
+        if getattr(args, option):
+            raise UsageError(f"--{option} is for --dataset")
     if args.json != STDOUT:
         check_output(args.json)
     prompts = read_prompts(args.prompts, args.file, sys.stdin)

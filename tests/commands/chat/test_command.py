@@ -60,6 +60,34 @@ def test_a_turn_reads_what_is_new_only(folder, monkeypatch):
     assert reused[-1] >= 40  # the first turn, at least
 
 
+def test_ctrl_c_ends_a_chat_that_is_piped_in(folder, monkeypatch, tmp_path, capsys):
+    """Nobody sits there to go on."""
+    follow, interrupts = Session._follow, []
+
+    def interrupted(session, request_id, growing):
+        if len(session.conversation.messages) == 3:
+            interrupts.append(request_id)
+            raise KeyboardInterrupt
+        return follow(session, request_id, growing)
+
+    monkeypatch.setattr(Session, "_follow", interrupted)
+    arguments = [*SHORT, "--model", folder / "target", "--json", tmp_path / "chat.json"]
+    assert chat(monkeypatch, "ab", "cd", "ef", arguments=arguments) == 130
+    assert len(interrupts) == 1
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [item["role"] for item in messages] == ["user", "assistant"]
+
+
+def test_ctrl_c_before_an_answer_begins_takes_the_turn_back(folder, monkeypatch, tmp_path, capsys):
+    def interrupted(session):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_ask", interrupted)
+    arguments = [*SHORT, "--model", folder / "target", "--json", tmp_path / "chat.json"]
+    assert chat(monkeypatch, "ab", arguments=arguments) == 130
+    assert json.loads((tmp_path / "chat.json").read_text())["messages"] == []
+
+
 def test_exit_leaves_what_follows_unread(folder, monkeypatch, capsys):
     assert chat(monkeypatch, "/exit", "ab", arguments=[*SHORT, "--model", folder / "target"]) == 0
     assert capsys.readouterr().out == ""
