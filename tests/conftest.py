@@ -1,14 +1,13 @@
-"""Settings of the whole test suite."""
+"""
+Settings of the whole test suite. What is heavy is imported where it is used: the process that hands out the tests of
+several workers needs nothing of it.
+"""
 
 import logging
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import settings
-
-from hf_smartspec import SmartSpecConfig
-from hf_smartspec.goodput import CostModel
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, print_blob=True)
 settings.load_profile("quick")
@@ -42,6 +41,8 @@ class _NoDeprecations(logging.Handler):
 @pytest.fixture(autouse=True, scope="session")
 def _strict_session():
     """One thread per process, since tests run side by side; logged deprecations are errors."""
+    import torch
+
     torch.set_num_threads(1)
     handler = _NoDeprecations()
     logging.getLogger("transformers").addHandler(handler)
@@ -101,6 +102,10 @@ def _known_lengths(request, monkeypatch):
     Drafts are as long as their sources make them: what is tested does not depend on the machine's speed. Tests of the
     goodput auction (marked `adaptive`) get a forward of 10 ms in which a token costs hardly anything, unmeasured.
     """
+    from hf_smartspec import SmartSpecConfig
+
+    from .costs import UnmovedCost
+
     if request.node.get_closest_marker("adaptive"):
         cost = UnmovedCost(alpha=0.0, gamma=1e-5, delta=1e-2)
         monkeypatch.setattr("hf_smartspec.prepare.policy.load_or_profile", lambda model: cost)
@@ -108,13 +113,6 @@ def _known_lengths(request, monkeypatch):
         monkeypatch.setattr(
             SmartSpecConfig, "policy_for", lambda config, source: config.policy or config.fixed_policy_for(source)
         )
-
-
-class UnmovedCost(CostModel):
-    """Learns nothing from what steps really take."""
-
-    def observe(self, *args, **kwargs):
-        pass
 
 
 @pytest.fixture(autouse=True)

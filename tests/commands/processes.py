@@ -22,9 +22,8 @@ def start(target, *args):
 @cache
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["datasets", "hf_smartspec.commands.generate.command", "hf_smartspec.commands.chat.command"]
-    )
+    commands = [f"hf_smartspec.commands.{name}" for name in ("generate.command", "chat.command", "serve.serving")]
+    context.set_forkserver_preload(["datasets", "accelerate.commands.launch", *commands])
     return context
 
 
@@ -56,6 +55,20 @@ def run_killed(arguments, moment):
 
 def _die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_launched(words):
+    """`accelerate launch`."""
+    from accelerate.commands import launch
+
+    launch.launch_command(launch.launch_command_parser().parse_args(words))
+
+
+def run_served(arguments, output):
+    """`smartspec serve`, with what it says in a file."""
+    sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(cli.main(arguments))
 
 
 def run_on_terminal(arguments, device):

@@ -13,7 +13,7 @@ from hf_smartspec.candidates import Datastore, DatastoreCandidates
 from hf_smartspec.goodput import GoodputAuction
 from hf_smartspec.prepare.resolve import suffix_trees
 
-from ..conftest import UnmovedCost
+from ..costs import UnmovedCost
 from .helpers import EOS, VOCAB_SIZE, tiny_llama
 
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 8, 9, 8], [0, 11, 12, 13, 14]])

@@ -11,7 +11,7 @@ from hf_smartspec import FixedLength, LengthPolicy
 from hf_smartspec.goodput import GoodputAuction
 
 from ..cases import EXTRAS, SAMPLING, Setting
-from ..conftest import UnmovedCost
+from ..costs import UnmovedCost
 from ..models import VOCAB_SIZE
 from .targets import known_texts, target
 

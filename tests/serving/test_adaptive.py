@@ -16,7 +16,7 @@ from hf_smartspec import (
 from hf_smartspec.candidates import StagedCandidates
 from hf_smartspec.goodput import GoodputAuction
 
-from ..conftest import UnmovedCost
+from ..costs import UnmovedCost
 from ..generate.helpers import VOCAB_SIZE, Oracle, Spy, noisy_copy, prompts, tiny_llama
 from .helpers import random_requests
 from .test_engine import check_all

@@ -1,11 +1,8 @@
 """`smartspec generate --dataset`: every row once, whoever kills it, and in parts."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -124,15 +121,21 @@ def test_chats_are_answered_without_their_last_answer(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_two_processes_of_accelerate_share_the_rows(folder, data, tmp_path):
+def test_two_processes_of_accelerate_share_the_rows(folder, data, tmp_path, monkeypatch):
+    """Both in this process, one after the other, each in what the launcher tells it."""
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     call(*line(folder, data, whole))
-    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "hf_smartspec.commands.main"]
-    words = [sys.executable, "-m", *launcher, *line(folder, data, output, "--assistant", "none")]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    note = ["bash", "-c", f"env -0 > {tmp_path}/$RANK.env"]
+    words = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "--no_python", *note]
+    launcher = processes.start(processes.run_launched, words)
+    launcher.join(120)
+    assert launcher.exitcode == 0
+    for rank in range(2):
+        told = dict(item.split("=", 1) for item in (tmp_path / f"{rank}.env").read_text().split("\0") if item)
+        with monkeypatch.context() as patch:
+            for name, value in told.items():
+                patch.setenv(name, value)
+            assert call(*line(folder, data, output, "--assistant", "none")) == 0
     parts = [tmp_path / f"out-0000{index}-of-00002.jsonl" for index in range(2)]
     assert b"".join(part.read_bytes() for part in parts) == whole.read_bytes()
 

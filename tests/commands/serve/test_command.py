@@ -1,11 +1,8 @@
 """`smartspec serve`: errors before anything is loaded, and an end in order."""
 
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,8 @@ import torch
 
 from hf_smartspec.commands.serve import command
 
-from ..helpers import call
+from .. import processes
+from ..helpers import EMBEDDED, call
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -70,38 +68,34 @@ def test_names_of_models():
     assert list(command.name_models([])) == ["demo"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command would take the GPU")
 def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
     """By SIGTERM: the stream goes on to its end, nobody else is let in, and the exit status is 0."""
-    arguments = [
-        "demo=demos/models/target",
-        "--port",
-        "0",
-        "--assistant",
-        "none",
-        "--dtype",
-        "float32",
-        "--api-key",
-        "k",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hf_smartspec.commands.main", "serve", *arguments],
-        cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    options = ["--port", "0", "--assistant", "none", "--dtype", "float32", "--api-key", "k"]
+    process = processes.start(processes.run_served, ["serve", f"demo={EMBEDDED}", *options], tmp_path / "said")
     try:
-        url = next(match[1] for line in process.stderr if (match := re.search(r"at (http://\S+)/v1", line)))
+        url = _address(process, tmp_path / "said")
         body = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}
         headers = {"Authorization": "Bearer k"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"length"' in rest[-2]
-        assert process.wait(60) == 0
+        process.join(60)
+        assert process.exitcode == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
     finally:
         process.kill()
-        process.wait()
+        process.join()
+
+
+def _address(process, said):
+    end = time.monotonic() + 120
+    while not (said.exists() and (match := re.search(r"at (http://\S+)/v1", said.read_text()))):
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.02)
+    return match[1]
