@@ -53,19 +53,19 @@ def make_app(
         hosts (collection of `str`, *optional*): Names under which clients must know the server; any, where not given.
     """
     manager, state = ServedModels(models), EngineState(models)
-    template_kwargs = dict(chat_template_kwargs or {})
+    template_defaults = dict(chat_template_kwargs or {})
     parts = {
         "model_manager": manager,
-        "chat_handler": EngineChatHandler(manager, state, template_kwargs),
+        "chat_handler": EngineChatHandler(manager, state, template_defaults),
         "completion_handler": EngineCompletionHandler(manager, state),
-        "response_handler": EngineResponseHandler(manager, state, template_kwargs),
+        "response_handler": EngineResponseHandler(manager, state, template_defaults),
         "generation_state": state,
     }
     rest = inspect.signature(build_server).parameters.keys() - parts.keys() - {"enable_cors"}
     app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of routes that go
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
     metrics.watch(models)
-    add_routes(app, state, metrics, version, template_kwargs)
+    add_routes(app, state, metrics, version, template_defaults)
     add_error_handlers(app)
     app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes, hosts=hosts)
     return app

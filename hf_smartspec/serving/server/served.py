@@ -59,6 +59,8 @@ class ServedModel:
         own = model_limits(self.model)
         given = [value for value in (limits.max_model_len, own.num_positions) if value is not None]
         self.max_model_len = min(given, default=None)
+        longest = max(map(len, self.tokenizer.get_vocab()))
+        self.max_chars = None if self.max_model_len is None else self.max_model_len * longest
         self._max_batch_size, self.num_open = max_batch_size, 0
         self._vocab_size = own.vocab_size
         self._grammars = Grammars(self.tokenizer, own.vocab_size, eos_ids(self.model.generation_config))
@@ -75,18 +77,39 @@ class ServedModel:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self.engine.stop(drain=False)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode(self, prompt: str | Sequence[int], field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         """
         Token ids of a prompt.
 
         Raises:
-            ApiError: 400, for an empty one, and for tokens that the model has not.
+            ApiError: 400, for an empty one, for tokens that the model has not, and as `tokens_of`.
         """
-        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokens_of(prompt, field, add_special_tokens) if isinstance(prompt, str) else list(prompt)
         if not ids:
-            raise ApiError(400, "The prompt is empty: it must have at least one token", param="prompt")
-        self._check_tokens(ids, "prompt")
+            raise ApiError(400, "The prompt is empty: it must have at least one token", param=field)
+        self._check_tokens(ids, field)
         return ids
+
+    def tokens_of(self, text: str, field: str, add_special_tokens: bool = False) -> list[int]:
+        """
+        Token ids of a text.
+
+        Raises:
+            ApiError: 400, for a text of more characters than so many of the longest token as the context holds: others
+                would wait while it is read.
+        """
+        self._check_chars(len(text), field)
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def _check_chars(self, num_chars: int, field: str) -> None:
+        if self.max_chars is not None and num_chars > self.max_chars:
+            raise ApiError(
+                400,
+                f"{field}: {num_chars} characters are too many for the maximum context length of {self.max_model_len} "
+                f"tokens: {self.max_chars} are the most",
+                param=field,
+                code="context_length_exceeded",
+            )
 
     def check_count(self, count: int) -> None:
         """Raises `ApiError`, 400, for more answers to one request than can ever wait."""
@@ -98,6 +121,7 @@ class ServedModel:
         settings: Settings,
         usual_tokens: int | None = None,
         keeps_special: bool = False,
+        prediction: Sequence[int] | None = None,
     ) -> list[Answer]:
         """
         Hands requests to the engine: for every prompt as many as choices are wanted, in this order.
@@ -105,6 +129,7 @@ class ServedModel:
         Args:
             usual_tokens (`int`, *optional*): Of an answer whose request does not say; by default as `limits` say.
             keeps_special (`bool`): Whether special tokens are text, too.
+            prediction (sequence of `int`, *optional*): What `prediction_of` has found.
 
         Raises:
             ApiError: 400, for what cannot be served, and 429, where too many wait.
@@ -120,7 +145,7 @@ class ServedModel:
         self.num_open += count
         answers: list[Answer] = []
         try:
-            prepared = await self.in_worker(self._prepared, settings, CALLER.get().namespace)
+            prepared = await self.in_worker(self._prepared, settings, CALLER.get().namespace, prediction)
             for ids, limit in zip(prompts, room):
                 for seed in settings.seeds:
                     answers.append(await self._begin(ids, limit, seed, settings, prepared, keeps_special))
@@ -138,14 +163,15 @@ class ServedModel:
                 message = f"{field}: the model has {self._vocab_size} tokens, and {token} is none of them"
                 raise ApiError(400, message, param=field)
 
-    def _prepared(self, settings: Settings, namespace: str) -> "_Prepared":
+    def _prepared(self, settings: Settings, namespace: str, prediction: Sequence[int] | None) -> "_Prepared":
         grammar = None if settings.form is None else self._grammars.processor(settings.form)
-        texts = [*settings.references, *([settings.prediction] if settings.prediction else [])]
-        references = [ids for text in texts if (ids := self.tokenizer(text, add_special_tokens=False).input_ids)]
         if settings.known is not None:
             return _Prepared(SmartSpecConfig(KnownText(settings.known), num_nodes=KNOWN_NODES, namespace=namespace))
         if settings.assistant is not None:
             return _Prepared(SmartSpecConfig(settings.assistant, namespace=namespace), grammar)
+        self._check_chars(sum(map(len, settings.references)), "speculation.references")
+        known = [*(self.tokens_of(text, "speculation.references") for text in settings.references), prediction]
+        references = [ids for ids in known if ids]
         own = self.engine.own_assistant(settings.num_nodes, namespace=namespace, references=references)
         return _Prepared(own, grammar)
 
@@ -200,7 +226,7 @@ class ServedModel:
         text = settings.prediction
         if text is None:
             return None
-        ids = await self.in_worker(lambda: list(self.tokenizer(text, add_special_tokens=False).input_ids))
+        ids = await self.in_worker(self.tokens_of, text, "prediction")
         if self.max_model_len is not None and len(ids) > self.max_model_len:
             message = f"prediction: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
             raise ApiError(400, message, param="prediction")

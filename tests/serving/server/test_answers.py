@@ -1,6 +1,7 @@
 """OpenAI's own client gets what plain `generate` yields."""
 
 import asyncio
+import copy
 import json
 
 import openai
@@ -9,7 +10,7 @@ import torch
 
 from hf_smartspec.sampling.noise import row_seed
 
-from .running import Running, Served
+from .running import Running, Served, running
 
 QUESTION = "Write a Python function that adds two numbers."
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -244,6 +245,26 @@ def test_responses(client, demo):
     assert again.model_extra["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     short = client.responses.create(**asked, stream=True, extra_body={"structured_outputs": {"choice": ["yes"]}})
     assert list(short)[-1].type == "response.completed"
+
+
+def test_templates_get_the_effort_of_reasoning(demo):
+    served = copy.copy(demo)
+    served.tokenizer = copy.deepcopy(demo.tokenizer)
+    served.tokenizer.chat_template = "Effort: {{ reasoning_effort | default('unknown') }}."
+    lengths = {
+        effort: len(demo.tokenizer(f"Effort: {effort}.", add_special_tokens=False).input_ids)
+        for effort in ("unknown", "very high indeed")
+    }
+    assert lengths["unknown"] != lengths["very high indeed"]
+    asked = {"model": "demo", "max_tokens": 1}
+    with running(served) as server:
+        for body, effort in (({}, "unknown"), ({"reasoning_effort": "very high indeed"}, "very high indeed")):
+            result = server.post("/v1/chat/completions", asked | {"messages": MESSAGES} | body).json()
+            assert result["usage"]["prompt_tokens"] == lengths[effort]
+            counted = server.post("/tokenize", {"messages": MESSAGES} | body).json()
+            assert counted["count"] == lengths[effort]
+        told = server.client().responses.create(model="demo", input=QUESTION, reasoning={"effort": "very high indeed"})
+        assert told.usage.input_tokens == lengths["very high indeed"]
 
 
 def test_what_transformers_chat_asks_for(server, demo):

@@ -70,6 +70,15 @@ def test_other_forms(server):
     check_thing(answer.output_text)
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("rule", [{"no_repeat_ngram_size": 1}, {"min_tokens": 30}, {"no_repeat_ngram_size": 2, "n": 2}])
+def test_where_a_rule_leaves_nothing_of_a_form_the_form_counts(server, rule, temperature):
+    body = {"prompt": "x", "max_tokens": 60, "temperature": temperature, "seed": 3} | rule
+    told = server.post("/v1/completions", body | {"structured_outputs": {"choice": ["1 1 1 1 1 1"]}})
+    assert [choice["text"] for choice in told.json()["choices"]] == ["1 1 1 1 1 1"] * rule.get("n", 1)
+    assert {choice["finish_reason"] for choice in told.json()["choices"]} == {"stop"}
+
+
 @pytest.fixture(scope="module")
 def with_tools(demo):
     """A server whose tokenizer says what tool calls and reasoning look like."""

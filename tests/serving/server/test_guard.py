@@ -102,6 +102,27 @@ def test_what_cannot_be_served_is_told(server, path, body):
     assert answer.json()["error"]["message"] and answer.json()["error"]["type"]
 
 
+def test_texts_that_no_context_holds_are_refused_before_they_are_read(server):
+    """Of as many characters as the longest tokens could make up, texts are read; of one more, they are not."""
+    most = server.models["demo"].max_chars
+    text = " " * (most + 1)
+    assert server.post("/tokenize", {"prompt": text[1:]}).status_code == 200
+    for path, body in {
+        "/tokenize": {"prompt": text},
+        "/v1/completions": {"prompt": ["x", text]},
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+        "/v1/responses": {"input": text},
+    }.items():
+        refused = server.post(path, body)
+        assert refused.status_code == 400 and f"{most} are the most" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    half = text[: most // 2 + 1]
+    for field in ({"prediction": {"content": text}}, {"speculation": {"references": [half, half]}}):
+        refused = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1} | field)
+        assert refused.status_code == 400 and f"{most} are the most" in refused.json()["error"]["message"]
+    assert is_idle(server)
+
+
 def test_nonsense_harms_nobody(server, demo):
     headers = {"Content-Type": "application/json"}
     for content in (b"", b"{", b"\xff\xfe", b"null", b'{"messages": NaN}', b"[" * 100_000, b'{"a": 1e999}'):

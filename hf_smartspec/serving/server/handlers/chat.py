@@ -16,7 +16,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from ..answers import Answer, Piece, all_whole, interleaved
 from ..models import EngineState
 from ..request.fields import ChatFields, read_fields
-from ..request.rendering import MessageReader, check_template_kwargs, has_parser, render
+from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
 from ..served import ServedModel
 from ..tokens.processors import TokenLogprobs
@@ -35,14 +35,14 @@ class EngineChatHandler(ChatCompletionHandler):
         fields = read_fields(ChatFields, body)
         served = self.generation_state.find(fields.model)
         tools = None if fields.tool_choice == "none" else fields.tools
-        kwargs = self.chat_template_kwargs | check_template_kwargs(fields.chat_template_kwargs)
+        kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, fields.reasoning_effort)
         messages = [message.model_dump(exclude_none=True) for message in fields.messages]
         prompt = await served.in_worker(render, served, messages, tools, kwargs)
         limit = fields.max_completion_tokens or fields.max_tokens
         num_top = (fields.top_logprobs or 0) if fields.logprobs else None
         settings = read_settings(fields, served.model.generation_config, limit, num_top)
         prediction = await served.prediction_of(settings)
-        answers = await served.begin([prompt], settings, keeps_special=has_parser(served))
+        answers = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
         exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request_id}", tools, prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)

@@ -46,7 +46,7 @@ class EngineCompletionHandler(CompletionHandler):
             if not fields.echo or fields.stream:
                 raise ApiError(400, "max_tokens must be at least 1, but with echo and without stream", "max_tokens")
             return JSONResponse(exchange.completion([]))
-        answers = await served.begin(prompts, settings, _USUAL_TOKENS)
+        answers = await served.begin(prompts, settings, _USUAL_TOKENS, prediction=prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
         return JSONResponse(exchange.completion(await all_whole(answers)))

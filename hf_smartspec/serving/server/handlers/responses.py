@@ -13,7 +13,7 @@ from ..answers import Answer, Piece
 from ..errors import ApiError
 from ..models import EngineState
 from ..request.fields import ResponseFields, read_fields
-from ..request.rendering import MessageReader, check_template_kwargs, has_parser, render
+from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
 from ..served import ServedModel
 from .streaming import AnswerStream
@@ -29,14 +29,16 @@ class EngineResponseHandler(ResponseHandler):
         fields = read_fields(ResponseFields, body)
         served = self.generation_state.find(fields.model)
         tools = None if fields.tool_choice == "none" else self._tools(fields)
-        kwargs = self.chat_template_kwargs | check_template_kwargs(fields.chat_template_kwargs)
+        effort = None if fields.reasoning is None else fields.reasoning.effort
+        kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, effort)
         prompt = await served.in_worker(render, served, self._messages(body), tools, kwargs)
         form = (fields.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise ApiError(400, "text: format must be an object", param="text")
         limit = fields.max_output_tokens or fields.max_tokens
         settings = read_settings(fields, served.model.generation_config, limit, response_format=form)
-        [answer] = await served.begin([prompt], settings, keeps_special=has_parser(served))
+        prediction = await served.prediction_of(settings)
+        [answer] = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
         manager = _OneAnswer(served, answer, tools)
         arguments: dict[str, Any] = {
             "request_id": request_id, "model": served.model, "processor": served.tokenizer, "model_id": served.name,

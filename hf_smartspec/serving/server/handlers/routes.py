@@ -12,7 +12,7 @@ from ..errors import ApiError
 from ..metrics import ServerMetrics
 from ..models import EngineState, model_card
 from ..request.fields import Fields, Items, Message, TokenId, read_fields
-from ..request.rendering import check_template_kwargs, render
+from ..request.rendering import render, template_kwargs
 
 _NEITHER = "prompt or messages: name one of them"
 
@@ -25,6 +25,7 @@ class TokenizeFields(Fields):
     return_token_strs: bool | None = None
     tools: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeFields(Fields):
@@ -37,7 +38,7 @@ def add_routes(
     state: EngineState,
     metrics: ServerMetrics,
     version_shown: str,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_defaults: Mapping[str, Any],
 ) -> None:
     """`/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/metrics`, `/load`, `/version` and `/ping`."""
 
@@ -48,13 +49,11 @@ def add_routes(
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, _NEITHER)
         if fields.messages is not None:
-            kwargs = {**(template_kwargs or {}), **check_template_kwargs(fields.chat_template_kwargs)}
+            kwargs = template_kwargs(template_defaults, fields.chat_template_kwargs, fields.reasoning_effort)
             messages = [message.model_dump(exclude_none=True) for message in fields.messages]
             ids = await served.in_worker(render, served, messages, fields.tools, kwargs)
         else:
-            adds = fields.add_special_tokens
-            encoding = await served.in_worker(lambda: served.tokenizer(fields.prompt, add_special_tokens=adds))
-            ids = list(encoding.input_ids)
+            ids = await served.in_worker(served.tokens_of, fields.prompt, "prompt", fields.add_special_tokens)
         shown: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if fields.return_token_strs:
             shown["token_strs"] = await served.in_worker(served.tokenizer.convert_ids_to_tokens, ids)

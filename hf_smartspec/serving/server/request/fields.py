@@ -186,6 +186,10 @@ class CompletionFields(GenerationFields):
         return [prompt] if is_single else list(prompt)
 
 
+class Reasoning(Fields):
+    effort: str | None = None
+
+
 class ResponseFields(GenerationFields):
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
@@ -194,6 +198,7 @@ class ResponseFields(GenerationFields):
     tool_choice: Any = None
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     parallel_tool_calls: bool | None = None
 

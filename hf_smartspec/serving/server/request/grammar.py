@@ -23,6 +23,7 @@ _KEPT = 64  # forms whose grammar is kept
 class GrammarProcessor(LogitsProcessor):
     """
     Allows the tokens with which the answer can still take its form. Its state belongs to one request of one row.
+    Where other processors have forbidden all of these, the form counts, and they are equally likely.
 
     Args:
         matcher (`LLMatcher`): At the answer's beginning.
@@ -42,7 +43,10 @@ class GrammarProcessor(LogitsProcessor):
         allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8).astype(bool)[: scores.shape[1]]
         mask = torch.zeros(scores.shape[1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed)
-        return scores.masked_fill(~mask.to(scores.device), -torch.inf)  # type: ignore[return-value]
+        mask = mask.to(scores.device)
+        result = scores.masked_fill(~mask, -torch.inf)
+        is_stuck = (result == -torch.inf).all(-1, keepdim=True)
+        return result.masked_fill(mask & is_stuck, 0.0)  # type: ignore[return-value]
 
 
 class Grammars:

@@ -42,24 +42,23 @@ def render(
                 raise ApiError(400, f"messages: {served.name} reads text only", param="messages")
     try:
         turns = BaseHandler.get_processor_inputs_from_messages(list(messages), Modality.LLM)
-        encoding: Any = served.tokenizer.apply_chat_template(
-            turns,
-            add_generation_prompt=True,
-            tools=list(tools) if tools else None,
-            tokenize=True,
-            return_dict=True,
-            **template_kwargs,
+        text: Any = served.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tools=list(tools) if tools else None, tokenize=False, **template_kwargs
         )
-        return served.encode(encoding["input_ids"])
-    except ApiError:
-        raise
     except Exception as error:  # of many kinds, which templates raise for what they do not know
         raise ApiError(400, f"messages: cannot be rendered: {error}", param="messages") from None
+    return served.encode(text, "messages", add_special_tokens=False)  # the template writes its own
 
 
-def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def template_kwargs(
+    defaults: Mapping[str, Any], kwargs: Mapping[str, Any] | None, reasoning_effort: str | None
+) -> dict[str, Any]:
     """
-    What a client hands to the template; not to what runs it: a template of the client's own would be a program.
+    What the template gets: of the server, and of a client, which comes first; not what runs it: a template of the
+    client's own would be a program.
+
+    Args:
+        reasoning_effort (`str`, *optional*): By the name that templates know it by.
 
     Raises:
         ApiError: 400
@@ -68,7 +67,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in kwargs or {}:
         if name in own or name == "messages":
             raise ApiError(400, f"chat_template_kwargs: {name!r} is not for clients", param="chat_template_kwargs")
-    return dict(kwargs or {})
+    effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    return {**defaults, **(kwargs or {}), **effort}
 
 
 def has_parser(served: ServedModel) -> bool:
