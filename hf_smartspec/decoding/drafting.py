@@ -10,6 +10,7 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from ..goodput.running import Running
 from ..goodput.stage import Stage
+from ..target.ranks import Ranks
 from .call import ModelLimits, StepDrafts, padded_context
 from .request import Request
 from .source_guard import GuardedSources
@@ -28,6 +29,7 @@ class Drafting:
         limits (`ModelLimits`): What drafts must not exceed.
         statistics (`GenerationStatistics`): Counts the seconds.
         clock (`Callable`): Seconds.
+        ranks (`Ranks`, *optional*): Who holds the model with this process: the first of them drafts for all.
     """
 
     def __init__(
@@ -36,11 +38,18 @@ class Drafting:
         limits: ModelLimits,
         statistics: GenerationStatistics,
         clock: Callable[[], float],
+        ranks: Ranks | None = None,
     ):
         self.policy, self.limits, self.statistics, self.clock = policy, limits, statistics, clock
+        self.ranks = ranks
         self.sources = GuardedSources(limits.vocab_size)
         self.is_traced = False  # whether some row is
         self._lengths: defaultdict[str, Running] = defaultdict(_accepted_lengths)  # by source, behind the first place
+
+    @property
+    def decides(self) -> bool:
+        """Whether this process chooses what is drafted."""
+        return self.ranks is None or self.ranks.leads
 
     def draft(self, feeds: dict[Request, np.ndarray], num_waiting: int = 0) -> StepDrafts:
         """
@@ -51,6 +60,24 @@ class Drafting:
         rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
         with self._timed("seconds_select"):
             step = self._step_rows(rows, feeds, num_waiting)
+        if self.ranks is None:
+            proposed, selected = self._select(step, rows)
+        else:
+            proposed = []
+
+            def make() -> list[DraftTree]:
+                nonlocal proposed
+                proposed, selected = self._select(step, rows)
+                return selected
+
+            selected = self.ranks.trees(make, len(rows))
+        drafts = StepDrafts(step, rows, proposed, selected, start)
+        if self.is_traced:
+            begin_traces(drafts, self.sources)
+        return drafts
+
+    def _select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
+        """All that is drafted, and what of it is verified."""
         trees = [_EMPTY] * len(rows)
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
@@ -61,10 +88,7 @@ class Drafting:
             ]
             selected = self.policy.select(step, proposed)
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
-        drafts = StepDrafts(step, rows, proposed, selected, start)
-        if self.is_traced:
-            begin_traces(drafts, self.sources)
-        return drafts
+        return proposed, selected
 
     def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
         """The trees with what one more source drafts."""
@@ -87,13 +111,21 @@ class Drafting:
             _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
             return join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
 
-    def observe(self, step: StepRows, tokens: Sequence[np.ndarray]) -> None:
-        """How far the drafts of later stages came true, whether they were verified or not."""
+    def observe(self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
+        """
+        How far the drafts of later stages came true, whether they were verified or not; and what came of the policy's
+        decisions: accepted nodes and committed tokens of each row.
+        """
+        if not self.decides:
+            return
+        step = drafts.policy_rows
         for stage in step.stages:
             if stage.position:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):
                         self._lengths[stage.name].add(len(tree.path_along(line)))
+        seconds = drafts.seconds_until(self.seconds())
+        self.policy.observe(step, drafts.proposed, drafts.trees, accepted, seconds, tokens)
 
     def seconds(self) -> StepSeconds:
         """Seconds spent so far, in all steps."""

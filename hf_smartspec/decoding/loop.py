@@ -10,6 +10,7 @@ import torch
 from ..candidates.committed import Likeliest
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
+from ..target.ranks import Ranks
 from ..target.rows import RowInput
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
 from .committed import run_forward, show_steps
@@ -37,6 +38,7 @@ class DecodingLoop:
         release (`Callable`, *optional*): Gets the cache row of a finished request and the tokens that it holds, in
             place of its removal.
         clock (`Callable`): Seconds, by which the loop measures itself.
+        ranks (`Ranks`, *optional*): Who holds the model with this process.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class DecodingLoop:
         on_failure: Callable[[DecodingCall, Exception], None] | None = None,
         release: Callable[[Request], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ranks: Ranks | None = None,
     ):
         self.policy = policy
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
@@ -59,7 +62,7 @@ class DecodingLoop:
         self._learning: set[Learning] = set()
         self._num_waiting = 0
         self.statistics = GenerationStatistics()
-        self.drafting = Drafting(policy, limits, self.statistics, clock)
+        self.drafting = Drafting(policy, limits, self.statistics, clock, ranks)
 
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""
@@ -115,7 +118,7 @@ class DecodingLoop:
         self._tell_idle()
         self._is_compact = False
         self._shows_more = any(request.line.needs_more for request in self.running)
-        self.drafting.is_traced = any(request.trace is not None for request in self.running)
+        self.drafting.is_traced = self.drafting.decides and any(request.trace is not None for request in self.running)
 
     @property
     def num_waiting(self) -> int:
@@ -323,10 +326,7 @@ class DecodingLoop:
                 end_traces(rows)
             if all([request in committed for request in step.rows]):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
-                tokens = [committed[request] for request in step.rows]
-                seconds = step.seconds_until(self.drafting.seconds())
-                self.drafting.observe(step.policy_rows, tokens)
-                self.policy.observe(step.policy_rows, step.proposed, step.trees, accepted, seconds, tokens)
+                self.drafting.observe(step, accepted, [committed[request] for request in step.rows])
 
     def _show(self, committed: dict[Request, np.ndarray]) -> None:
         """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""

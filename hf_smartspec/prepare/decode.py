@@ -32,6 +32,7 @@ from ..target.compat import is_synchronized, takes_outputs_apart
 from ..target.encoded import EncodedForward
 from ..target.kept_memory import take_back
 from ..target.packed import PackedForward
+from ..target.ranks import ranks_of
 from ..target.rotary import forget_lengths
 from ..target.rows import RowInput
 from ..target.rowwise import RowwiseForward
@@ -115,7 +116,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     call = decoding_call(prepared)
     call.keeps_cache = config.return_dict_in_generate or gives_back
     with torch.no_grad(), policy_of(model, prepared.assistant, call.forward) as policy:
-        loop = DecodingLoop(policy, model_limits(model))
+        loop = DecodingLoop(policy, model_limits(model), ranks=ranks_of(model))
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)

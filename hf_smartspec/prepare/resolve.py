@@ -35,6 +35,7 @@ from ..candidates.translated.translation import Translation
 from ..candidates.tuned import TunedSource, TunedSources
 from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
+from ..target.ranks import is_sharded
 from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
 from .draft_models import check_draft_model
 from .model_state import state_of
@@ -107,12 +108,28 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
     source = _as_source(config, target, Drafters() if drafters is None else drafters)
     if config.online is not None:
         config.online.check(source, target)
+    if is_sharded(target):
+        _check_for_sharded(config, source)
     if config.verification == "rejection" and not getattr(source, "samples", False):
         raise ValueError(
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
             "draft model, or use the default `verification='coupled'`."
         )
     return _with_tag_checked(Assistant(config, source))
+
+
+def _check_for_sharded(config: SmartSpecConfig, source: TreeCandidateGenerator) -> None:
+    """The first of the processes drafts for all: nothing of it may need the others."""
+    if config.verification == "rejection":
+        raise ValueError("`verification='rejection'` does not work with a target that several processes hold.")
+    for stage in source.stages:
+        if isinstance(getattr(stage, "heads", None), LearnedDrafter):
+            raise ValueError(
+                f"{stage.name} drafts with parts of the target, which several processes hold. Pass a draft model, or a "
+                "source without a model."
+            )
+        if isinstance(draft := getattr(stage, "model", None), PreTrainedModel) and is_sharded(draft):
+            raise ValueError("A draft model must be whole: load it without `tp_plan`, in every process.")
 
 
 def tagged(assistant: Any, tag: str | None) -> Any:

@@ -39,7 +39,7 @@ class EncodedMemory(RequestMemory):
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
         self.forward = EncodedForward(model, 1, _FIRST_LINES)
-        self.max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        self.max_bytes = default_bytes(model) if max_bytes is None else max_bytes
         self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, self.max_bytes)
         self.bytes_per_token, self.bytes_per_encoded = self._measure()
         self._bytes_of_output = encoder_size(model) * model.dtype.itemsize

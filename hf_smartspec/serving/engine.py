@@ -30,6 +30,7 @@ from ..prepare.policy import cost_of
 from ..prepare.resolve import Drafters, resolve, tagged
 from ..target.compat import num_positions
 from ..target.profiling import doubt_profile
+from ..target.ranks import engine_ranks
 from ..validate import check_positive
 from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket
@@ -103,7 +104,10 @@ class Engine:
         self._assistant = resolve(self.config, self.model, self._drafters)
         self._results = self._new_results()
         self._policy = self._make_policy()
-        self._runner = EngineRunner(self.model, self._memory, self._policy, max_prefill_tokens, self._results)
+        self._runner = EngineRunner(
+            self.model, self._memory, self._policy, max_prefill_tokens, self._results,
+            engine_ranks(self.model),
+        )  # fmt: skip
         weakref.finalize(self, EngineRunner.end, self._runner)
         self._names = 0
         self._lock, self._offline = threading.Lock(), threading.Lock()

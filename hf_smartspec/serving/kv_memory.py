@@ -1,6 +1,5 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +12,8 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.source_guard import forget
 from ..prepare.call import PreparedCall, decoding_call
+from ..target.measuring import free_bytes
+from ..target.ranks import told_by_first
 from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
@@ -22,7 +23,6 @@ from .scheduler import Scheduler
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
-_FALLBACK_BYTES = 2**34  # where the machine does not say how much memory it has
 
 
 class EngineMemory(RequestMemory):
@@ -42,7 +42,7 @@ class EngineMemory(RequestMemory):
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
         self.forward = packed_forward(model, 1, _FIRST_LINES)
         self.bytes_per_token = self._measure()
-        max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        max_bytes = default_bytes(model) if max_bytes is None else max_bytes
         self.scheduler = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
         self._clear()
         self.prefixes = PrefixRows()
@@ -187,16 +187,7 @@ def _keeper(request: Request) -> TreeCandidateGenerator | None:
     return request.call.source if request.call.line.hidden_layers else None
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that nothing uses at present, as far as the machine tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows, macOS
-        return _FALLBACK_BYTES
-
-
-def default_bytes(device: torch.device) -> int:
-    """The bound on keys and values where none is given."""
-    return free_bytes(device) // (2 if device.type == "cuda" else 4)
+def default_bytes(model: PreTrainedModel) -> int:
+    """The bound on keys and values where none is given; one for all who hold the model."""
+    free = told_by_first(model, lambda: free_bytes(model.device))
+    return free // (2 if model.device.type == "cuda" else 4)

@@ -43,7 +43,7 @@ class RowMemory(RequestMemory):
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
         self.model = model
         self.footprint = Footprint.of(model)
-        max_bytes = default_bytes(model.device) if max_bytes is None else max_bytes
+        max_bytes = default_bytes(model) if max_bytes is None else max_bytes
         if is_stateful(model) and not any(self.footprint):  # its forwards hand nothing out (RecurrentGemma)
             max_batch_size = 1
             warn_once(

@@ -3,9 +3,10 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -16,10 +17,18 @@ from ..goodput.policy import LengthPolicy
 from ..log import get_logger
 from ..prepare.call import model_limits
 from ..target.compat import RequestStatus
+from ..target.ranks import Ranks
 from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket, failed
 
 logger = get_logger(__name__)
+
+
+class _Work(NamedTuple):
+    """Requests that come in, and names of others that are not wanted any more."""
+
+    num_new: int
+    cancelled: Collection[str]
 
 
 class EngineRunner:
@@ -29,6 +38,8 @@ class EngineRunner:
         policy (`LengthPolicy`): How much to speculate.
         max_prefill_tokens (`int`): Prompt tokens per step.
         results (`Results`): Where outputs go.
+        ranks (`Ranks`, *optional*): Who holds the model with this process: all take the same requests in the same
+            order, each as soon as the first of them does.
     """
 
     def __init__(
@@ -38,6 +49,7 @@ class EngineRunner:
         policy: LengthPolicy,
         max_prefill_tokens: int,
         results: Results,
+        ranks: Ranks | None = None,
     ):
         self.memory, self.results = memory, results
         self.loop = DecodingLoop(
@@ -46,7 +58,9 @@ class EngineRunner:
             max_prefill_tokens=max_prefill_tokens,
             on_failure=self._on_failure,
             release=memory.keeper,
+            ranks=ranks,
         )
+        self._ranks = ranks
         self._tickets: dict[DecodingCall, Ticket] = {}  # that wait or run
         self._changed = threading.Condition()
         self._inbox: deque[Ticket] = deque()
@@ -106,6 +120,8 @@ class EngineRunner:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        if self._ranks is not None:
+            raise NotImplementedError("An engine of a model that several processes hold cannot be paused: stop it.")
         with self._changed:
             self._num_pauses += 1
             self._changed.notify_all()
@@ -124,9 +140,9 @@ class EngineRunner:
     @torch.no_grad()
     def _serve(self) -> None:
         try:
-            while self._wait_for_work():
-                self._take_in()
-                self._cancel()
+            while (work := self._next_work()) is not None:
+                self._take_in(work.num_new)
+                self._cancel(work.cancelled)
                 self._admit()
                 if self.loop.calls:
                     self._step()
@@ -142,6 +158,28 @@ class EngineRunner:
                 self._rests = True
                 self._changed.notify_all()
 
+    def _next_work(self) -> "_Work | None":
+        """What has come meanwhile; waits while there is nothing to do. None if the engine is to stop."""
+        if self._ranks is not None and not self._ranks.leads:
+            return self._told_work(self._ranks)
+        work = None
+        if self._wait_for_work():
+            with self._changed:
+                work = _Work(len(self._inbox), self._cancelled)
+                self._cancelled = set()
+        return work if self._ranks is None else self._ranks.told(work)
+
+    def _told_work(self, ranks: Ranks) -> "_Work | None":
+        """The first process's work, as soon as the same requests have come here."""
+        with self._changed:
+            self._rests = True
+            self._changed.notify_all()
+        work = ranks.told(None)
+        with self._changed:
+            self._rests = False
+            self._changed.wait_for(lambda: work is None or len(self._inbox) >= work.num_new)
+        return work
+
     def _wait_for_work(self) -> bool:
         """Whether there is something to do; False if the engine is to stop."""
         with self._changed:
@@ -155,16 +193,16 @@ class EngineRunner:
                 self._changed.notify_all()
                 self._changed.wait()
 
-    def _take_in(self) -> None:
+    def _take_in(self, number: int | None = None) -> None:
+        """The first requests that wait outside, or all."""
         with self._changed:
-            tickets, self._inbox = self._inbox, deque()
+            number = len(self._inbox) if number is None else number
+            tickets = [self._inbox.popleft() for _ in range(number)]
         for ticket in tickets:
             self._tickets[ticket.call] = ticket
             self.memory.scheduler.add(ticket, self.memory.size_of(ticket.call))
 
-    def _cancel(self) -> None:
-        with self._changed:
-            names, self._cancelled = self._cancelled, set()
+    def _cancel(self, names: Collection[str]) -> None:
         for ticket in [ticket for ticket in self._tickets.values() if ticket.output.request_id in names]:
             self._fail(ticket, "cancelled", "the request was cancelled")
 

@@ -1,8 +1,7 @@
 """Measures forwards of a model: as many sizes, and as large ones, as memory, positions and a few seconds allow."""
 
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from ..drafts.tree import DraftTree
 from ..goodput.cost import CostPoint
 from .compat import num_positions
 from .packed import PackedForward
+from .ranks import clock_of, told_by_first
 from .rows import CacheRow, RowInput
 from .written import packed_forward
 
@@ -114,10 +114,11 @@ def _measured(
     model: PreTrainedModel, designs: Sequence[Design], held_out: Sequence[Design], progress: bool
 ) -> dict[Design, list[float]]:
     """Seconds of every run of each point. All memories are gone when this returns."""
-    start = time.perf_counter()
+    clock = clock_of(model)
+    start = clock()
     bench = _Bench(model, [*designs, *held_out])
     seconds = bench.explore(designs, held_out)
-    for turn in tqdm(_rounds(start), desc="Measuring the model's speed", leave=False, disable=not progress):
+    for turn in tqdm(_rounds(start, clock), desc="Measuring the model's speed", leave=False, disable=not progress):
         items = list(seconds)
         for index in np.random.default_rng(turn).permutation(len(items)):  # what ran before leaves its mark
             seconds[items[index]].append(bench.run(items[index]))
@@ -128,10 +129,10 @@ def _point(item: Design, seconds: Sequence[float]) -> CostPoint:
     return CostPoint(item.rows * item.context, item.batched, item.width, min(seconds))
 
 
-def _rounds(start: float) -> Iterator[int]:
+def _rounds(start: float, clock: Callable[[], float]) -> Iterator[int]:
     """Numbers of rounds, as long as there is time."""
     for turn in range(_MAX_ROUNDS):
-        if turn >= _MIN_ROUNDS and time.perf_counter() - start > _SECONDS:
+        if turn >= _MIN_ROUNDS and clock() - start > _SECONDS:
             return
         yield turn
 
@@ -146,7 +147,7 @@ class _Bench:
     """
 
     def __init__(self, model: PreTrainedModel, items: Sequence[Design]):
-        self.model = model
+        self.model, self._clock = model, clock_of(model)
         config = model.config.get_text_config(decoder=True)
         self._tokens = np.arange(max(item.width for item in items)) % config.vocab_size
         self._logit_bytes = 8 * config.vocab_size  # per token, in the model's dtype and as float32
@@ -155,7 +156,7 @@ class _Bench:
 
     def _shared_out(self, items: Sequence[Design]) -> dict[int, int]:
         """Columns of every memory, by its rows: as many as the longest of the points needs that find room in it."""
-        free, column = float(free_bytes(self.model.device)), self._bytes_per_column()
+        free, column = float(told_by_first(self.model, lambda: free_bytes(self.model.device))), self._bytes_per_column()
         share, capacities = _CPU_SHARE if self.model.device.type == "cpu" else _SHARE, {}
         for num in sorted({_slots(item.rows) for item in items}):
             own = [item for item in items if _slots(item.rows) == num]
@@ -204,10 +205,10 @@ class _Bench:
         chain = DraftTree.chain(self._tokens[1 : item.width])
         inputs = [RowInput(row, self._tokens[:1], chain) for row in rows]
         _synchronize(self.model.device)
-        start = time.perf_counter()
+        start = self._clock()
         forward.forward(inputs)
         _synchronize(self.model.device)
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         for row in rows:
             forward.cut(row, 0)
         return seconds

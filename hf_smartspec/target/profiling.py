@@ -21,6 +21,7 @@ from ..log import get_logger
 from .graphs import records
 from .measuring import DESIGN, measure
 from .quantized import is_quantized
+from .ranks import is_sharded, told_by_first
 from .written import written_decoder, written_decoders
 
 logger = get_logger(__name__)
@@ -69,7 +70,7 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
             known = _models.setdefault(model, {})
             if setting in known and not refresh:
                 return known[setting]
-            cost = None if refresh else read_profile(model)
+            cost = None if refresh else told_by_first(model, lambda: read_profile(model))
             if cost is None:
                 cost = profile_model(model, progress)
                 write_profile(model, cost)
@@ -113,6 +114,7 @@ def _key(model: PreTrainedModel) -> dict[str, object]:
         "config": json.dumps(config, sort_keys=True, default=str),
         "parts": str(sorted(parts.items())),  # adapters, quantization
         "mode": mode_of(model),
+        "ranks": model._tp_size if is_sharded(model) else 1,
         "device": _device_name(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
         "torch": torch.__version__,

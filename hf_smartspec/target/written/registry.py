@@ -14,6 +14,7 @@ from ...log import get_logger
 from ..compat import is_checkpointing
 from ..encoded import EncodedForward
 from ..packed import PackedForward
+from ..ranks import is_sharded
 from .decoder import WrittenDecoder
 from .plan import UnknownStructureError, make_plan
 from .trial import agrees
@@ -100,7 +101,7 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     Args:
         thoroughly (`bool`): Looks for changes that hardly ever happen, too.
     """
-    if not _is_switched_on():
+    if not _is_switched_on() or is_sharded(model):  # parts of weights are multiplied as transformers has them
         return None
     entry = vars(model).get(_ENTRY)
     if entry is None or not entry.holds(model, thoroughly):
