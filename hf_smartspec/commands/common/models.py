@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from ...prepare.draft_models import check_draft_model
+from ...target.quantized import quantize
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -67,6 +68,20 @@ def load_model(
         raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
     return model.eval()
+
+
+def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
+    """
+    What `--quantize` asks for, if anything.
+
+    Raises:
+        UsageError: for a model that cannot run in it.
+    """
+    if kind:
+        try:
+            quantize(model, kind)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--quantize: {error}") from error
 
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:

@@ -12,13 +12,12 @@ from ...candidates import DraftModelCandidates, TreeCandidateGenerator
 from ...goodput import LengthPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
-from ...target.quantized import quantize
 from .arguments import PARAMETERS, use_machine
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .demo import demo_folder
 from .drafters import DrafterFiles, check_distinct, shown
-from .models import UsageError, load_draft, load_model, load_tokenizer
+from .models import UsageError, load_draft, load_model, load_tokenizer, use_quantized
 from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
 from .runs import eos_ids
@@ -211,11 +210,7 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
             model = enlarge(model, num)
         except ValueError as error:
             raise UsageError(f"--parameters: {error}") from error
-    if args.quantize:
-        try:
-            quantize(model, args.quantize)
-        except ValueError as error:
-            raise UsageError(f"--quantize: {error}") from error
+    use_quantized(model, args.quantize)
     ids, pad_id = eos_ids(model), model.generation_config.pad_token_id
     # Greedy and nothing else, whatever the model samples or penalises by default.
     model.generation_config = GenerationConfig(

@@ -79,8 +79,8 @@ class RowFile:
         if not os.path.getsize(self.path) and not self._beside.exists():
             return
         try:
-            found = json.loads(self._beside.read_text())
-        except (OSError, ValueError) as error:
+            found = dict(json.loads(self._beside.read_text()))
+        except (OSError, TypeError, ValueError) as error:
             raise UsageError(f"{str(self.path)!r} is there and not of this command: --overwrite replaces it") from error
         if self.settings.get("seed") is None:
             self.settings["seed"] = found.get("seed")

@@ -19,8 +19,7 @@ from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
 from ...sharing.outputs import SharedOutputs
-from ...target.quantized import quantize
-from ..common.models import UsageError, load_draft, load_model, load_tokenizer
+from ..common.models import UsageError, load_draft, load_model, load_tokenizer, use_quantized
 
 _MIB = 2**20
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -89,11 +88,7 @@ def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:
 def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics) -> ServedModel:
     """A model with its engine, which runs."""
     model = load_model(path, args.dtype, args.device)
-    if args.quantize:
-        try:
-            quantize(model, args.quantize)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"--quantize: {error}") from error
+    use_quantized(model, args.quantize)
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
         raise UsageError(f"the model {path!r} has no tokenizer, which a server needs")

@@ -88,6 +88,9 @@ def test_a_file_of_something_else_is_not_touched(folder, data, tmp_path, capsys)
     output.write_text('{"row": 0}\n')
     assert call(*line(folder, data, output)) == 2
     assert "is there and not of this command" in capsys.readouterr().err and output.read_text() == '{"row": 0}\n'
+    (tmp_path / "out.jsonl.run.json").write_text("[1]")
+    assert call(*line(folder, data, output)) == 2
+    assert "is there and not of this command" in capsys.readouterr().err
     assert call(*line(folder, data, output, "--overwrite", "--limit", "2")) == 0
     before = output.read_bytes()
     assert call(*line(folder, data, output, "--limit", "2", "--max-new-tokens", "7")) == 2

@@ -10,11 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....prepare.call import model_limits
 from ....serving.engine import Engine
-from ....target.quantized import quantize
 from ..arguments import use_machine
 from ..demo import demo_folder
 from ..drafters import parts_of
-from ..models import UsageError, check_folder, load_model, load_tokenizer
+from ..models import UsageError, check_folder, load_model, load_tokenizer, use_quantized
 from .arguments import AUTO
 
 _NEW_SEEDS = 2**32
@@ -76,11 +75,7 @@ def load_speaker(args: argparse.Namespace) -> Speaker:
         raise UsageError(f"--model: {path!r} has no tokenizer")
     if template := getattr(args, "chat_template", None):
         tokenizer.chat_template = _read(template)
-    if args.quantize:
-        try:
-            quantize(model, args.quantize)
-        except ValueError as error:
-            raise UsageError(f"--quantize: {error}") from error
+    use_quantized(model, args.quantize)
     return Speaker(args.model or "embedded", model, tokenizer, assistant)
 
 
