@@ -4,12 +4,14 @@ import threading
 
 import pytest
 
+from hf_smartspec.commands.demo import load
 from hf_smartspec.commands.demo.learning import RANDOM, LearningSettings, learning_html, run_learning
 from hf_smartspec.commands.demo.load import LoadSettings, load_html, run_load
 from hf_smartspec.commands.demo.world import AUTO, RefusedError
 
 
-def test_a_load_is_served_without_speculation_and_with_it(world):
+def test_a_load_is_served_without_speculation_and_with_it(world, monkeypatch):
+    monkeypatch.setattr(load, "_PATIENCE", 1000.0)  # a busy machine takes its time
     settings = LoadSettings(AUTO, ["sql"], rate=8.0, seconds=1.0, max_new_tokens=12)
     frames = [
         (doing, runs, load_html(doing, settings, runs)) for doing, runs in run_load(world, settings, threading.Event())
