@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo docs test test-all check lint types imports format clean
+.PHONY: help setup demo docs test test-all tests check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -35,7 +35,10 @@ docs: $(INSTALLED)  ## the pages of docs/ as a site, in site/; broken links fail
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
-test: check  ## style, types, architecture, then the tests
+test: lint  ## style, types, architecture and the tests
+	@$(MAKE) --no-print-directory --jobs=3 types imports tests
+
+tests: $(INSTALLED)
 	@echo "== tests"
 	@$(PYTEST) -q
 
