@@ -25,7 +25,7 @@ def answers(tuned: Any, inputs: Any) -> dict[str, list[list[int]]]:
     """What the model generates with each of its adapters, without, and with one merged into its weights."""
 
     def generate(model: Any) -> list[list[int]]:
-        return model.generate(**inputs, max_new_tokens=48, do_sample=False).tolist()
+        return model.generate(**inputs, max_new_tokens=32, do_sample=False).tolist()
 
     found = {}
     for name in ("first", "second"):
@@ -54,7 +54,7 @@ def main() -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
         for name in ("first", "second"):  # what was computed with the one is not used for the other
             with engine.pause():
                 tuned.set_adapter(name)
-            outputs = engine.generate(PROMPTS, max_new_tokens=48, do_sample=False)
+            outputs = engine.generate(PROMPTS, max_new_tokens=32, do_sample=False)
             print(f"{name}: {tokenizer.decode(outputs[0].generated_tokens)!r}")
 
     statistics = model.smartspec_statistics.total

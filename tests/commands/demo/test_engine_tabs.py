@@ -48,15 +48,15 @@ def test_loads_that_cannot_be_are_refused(world, changes, words):
 
 def test_a_draft_model_learns_before_ones_eyes(world):
     before = [item.detach().clone() for item in world.drafters.loaded(world.names["draft"]).parameters()]
-    settings = LearningSettings("draft", RANDOM, ["sql"], num_requests=12, interval=2, max_new_tokens=12)
+    settings = LearningSettings("draft", RANDOM, ["sql"], num_requests=8, interval=2, max_new_tokens=12)
     *_, (doing, learnt) = run_learning(world, settings, threading.Event())
-    assert not doing and len(learnt.rates) == len(learnt.lengths) == 12
-    assert learnt.statistics.updates == len(learnt.updates) == 6 and learnt.updates[0][0] == 2
+    assert not doing and len(learnt.rates) == len(learnt.lengths) == 8
+    assert learnt.statistics.updates == len(learnt.updates) == 4 and learnt.updates[0][0] == 2
     assert {kind for _, kind in learnt.updates} <= {"taken", "dropped"} and "taken" in {
         kind for _, kind in learnt.updates
     }
     page = learning_html("", learnt)
-    assert page.count("<svg") == 2 and page.count('class="mark') == 12 and page.count("<circle") == 24
+    assert page.count("<svg") == 2 and page.count('class="mark') == 8 and page.count("<circle") == 16
     after = world.drafters.loaded(world.names["draft"]).parameters()
     assert all(bool((one == other).all()) for one, other in zip(before, after)), "a copy has learnt"
 

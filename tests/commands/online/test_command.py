@@ -91,9 +91,9 @@ def test_live_parts(folder, tmp_path, kind):
 
 def test_latency_beside_learning(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
-    assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "8", "--json", out) == 0
+    assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "4", "--json", out) == 0
     rows = json.loads(out.read_text())["parts"]["load"]["rows"]
-    assert all(len(row["on"]) == len(row["off"]) == 32 for row in rows.values())
+    assert all(len(row["on"]) == len(row["off"]) == 16 for row in rows.values())
     assert "Latency beside learning" in capsys.readouterr().out
 
 
