@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from transformers import GenerationMixin
 
 from .prepare import entry
-from .prepare.defaults import Default
+from .prepare.defaults import Default, EnabledCall
 from .prepare.entry import generating
 from .prepare.model_state import ModelStatistics
 from .prepare.resolve import check_assistant
@@ -42,11 +42,11 @@ class _Method(NamedTuple):
     A method of models that is enabled.
 
     Args:
-        call (`Callable`): Serves a call of it: `entry.generate`, or another with the same arguments.
+        call (`Callable`): Serves a call of it, as `entry.generate` does.
         documentation (`str`): What is added to its docstring.
     """
 
-    call: Callable[..., Any]
+    call: Callable[[EnabledCall], Any]
     documentation: str = _ADDED + _SEED
     parameters: tuple[str, ...] = ("assistant", "seed")
 
@@ -268,7 +268,7 @@ def _call(name: str, model: Any, previous: Callable | None, default: Default, *a
     """A method of an enabled model; `previous` is the one that was set on the instance before, if any."""
     original: Any = previous or MethodType(getattr(type(model), name), model)
     common = _common_default() if _is_globally_enabled() else None
-    return _METHODS[name].call(model, original, args, kwargs, default, common)
+    return _METHODS[name].call(EnabledCall(model, original, args, kwargs, default, common))
 
 
 def _routed(name: str, previous: Callable, default: Default) -> Callable:
@@ -276,7 +276,7 @@ def _routed(name: str, previous: Callable, default: Default) -> Callable:
 
     @functools.wraps(previous)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _METHODS[name].call(self, MethodType(previous, self), args, kwargs, None, default)
+        return _METHODS[name].call(EnabledCall(self, MethodType(previous, self), args, kwargs, common=default))
 
     method.__signature__ = _with_ours(inspect.signature(previous), name)  # type: ignore[attr-defined]
     method.__doc__ = _documented(previous, name)

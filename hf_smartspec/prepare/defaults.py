@@ -1,7 +1,7 @@
 """Which assistant a `generate` call gets that may not name one itself."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -35,7 +35,34 @@ class Choice(NamedTuple):
     is_default: bool = False
 
 
-def choose(model: PreTrainedModel, assistant: Any, config: Any, own: Default | None, common: Default | None) -> Choice:
+class EnabledCall(NamedTuple):
+    """
+    A call of a method of an enabled model.
+
+    Args:
+        model (`PreTrainedModel`): Whose method it is.
+        original (`Callable`): The method as it was before.
+        args, kwargs: Of the call.
+        own, common (`Default`, *optional*): Of the model, and of all models.
+    """
+
+    model: PreTrainedModel
+    original: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    own: Default | None = None
+    common: Default | None = None
+
+    def take(self) -> tuple[Any, Any]:
+        """Its `assistant` and `seed`, which transformers does not know; they are then no arguments any more."""
+        return self.kwargs.pop("assistant", None), self.kwargs.pop("seed", None)
+
+    def plain(self) -> Any:
+        """What transformers makes of it."""
+        return self.original(*self.args, **self.kwargs)
+
+
+def choose(call: EnabledCall, assistant: Any, config: Any) -> Choice:
     """
     The first that says something: `assistant=` of the call, its `generation_config`, the default of the model, the
     model's own `generation_config`, the default of all models.
@@ -45,13 +72,13 @@ def choose(model: PreTrainedModel, assistant: Any, config: Any, own: Default | N
 
     Args:
         config (`GenerationConfig`, *optional*): That of the call.
-        own, common (`Default`, *optional*): Of the model, and of all models.
 
     Raises:
         ValueError, TypeError: if a `generation_config` names what is no assistant.
     """
     if assistant is not None:
         return Choice(assistant)
+    model, _, _, _, own, common = call
     has_own = getattr(type(model), "generate", None) is not GenerationMixin.generate
     if (has_own and not hands_arguments_on(model)) or _is_serving.get() or getattr(config, "is_assistant", False):
         return Choice(None)

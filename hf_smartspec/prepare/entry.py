@@ -1,16 +1,15 @@
 """A `generate` call of an enabled model: which assistant it gets, and who serves it."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, Pipeline, PreTrainedModel
+from transformers import GenerationMixin, Pipeline
 
 from ..log import get_logger
 from .arguments import by_name, check_arguments, run_with
 from .decode import decode_prepared, decode_undrafted
-from .defaults import Default, choose, serving, without_assistant
+from .defaults import EnabledCall, choose, serving, without_assistant
 from .model_state import warn_once
 from .resolve import resolve
 
@@ -30,31 +29,20 @@ def generating(model: Any) -> GenerationMixin:
     return inner
 
 
-def generate(
-    model: PreTrainedModel,
-    original: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    own: Default | None,
-    common: Default | None,
-) -> Any:
+def generate(call: EnabledCall) -> Any:
     """
     The call with its assistant, or untouched. A default gives way to whatever it cannot go with: it never makes a call
     fail that works without it.
-
-    Args:
-        original (`Callable`): The method as it was before.
-        args, kwargs: Of the call.
-        own, common (`Default`, *optional*): Of the model, and of all models.
     """
-    assistant, seed = kwargs.pop("assistant", None), kwargs.pop("seed", None)
+    assistant, seed = call.take()
+    model, original, args, kwargs, *_ = call
     if isinstance(original, partial):  # a recipe of the model's repository, which has a decoding method of its own
-        own = common = None
+        call = call._replace(own=None, common=None)
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    choice = choose(model, assistant, config, own, common)
+    choice = choose(call, assistant, config)
     with serving():
         if choice.assistant is None:
-            return _undrafted(model, original, args, kwargs, seed)
+            return _undrafted(call, seed)
         try:
             named = without_assistant(by_name(original, args, kwargs))
             arguments = check_arguments(model, named, choice.assistant, seed)
@@ -62,20 +50,21 @@ def generate(
             if not choice.is_default:
                 raise
             logger.info(f"This call is left to transformers: {error}")
-            return _undrafted(model, original, args, kwargs, seed)
+            return _undrafted(call, seed)
         try:
             resolved = resolve(arguments.assistant, model)
         except (OSError, TypeError, ValueError) as error:
             if not choice.is_default:
                 raise
             warn_once(model, f"The default assistant cannot draft for {type(model).__name__}: {error}")
-            return _undrafted(model, original, args, kwargs, seed)
+            return _undrafted(call, seed)
         return arguments.run(model, decode_prepared, original, resolved, choice.is_default)
 
 
-def _undrafted(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], seed: Any) -> Any:
+def _undrafted(call: EnabledCall, seed: Any) -> Any:
     if seed is None:
-        return original(*args, **kwargs)
+        return call.plain()
+    model, original, args, kwargs, *_ = call
     try:
         return run_with(decode_undrafted, model, original, by_name(original, args, kwargs), "none", seed)
     except ValueError as error:

@@ -92,7 +92,7 @@ class EncodedMemory(RequestMemory):
 
     def _read(self, call: DecodingCall) -> tuple[BaseModelOutput, torch.Tensor | None]:
         inputs = call.read_encoder()
-        return inputs.outputs, inputs.mask if masks_encoder(self._model) else None
+        return inputs.outputs, inputs.mask if masks_encoder(self.model) else None
 
     def _make_room(self, num_own: int, num_read: int) -> None:
         """Bounds both caches so that a row fits into each, and both together into memory. Unused memory goes back."""
@@ -111,10 +111,6 @@ class EncodedMemory(RequestMemory):
         spare = self.max_bytes - self._bytes(*lines)
         cross.most_lines = lines[1] + min(lines[1] // 2, spare // 2 // self.bytes_per_encoded)
         own.most_lines = (self.max_bytes - cross.most_lines * self.bytes_per_encoded) // self.bytes_per_token
-
-    @property
-    def _model(self) -> PreTrainedModel:
-        return self.forward.model
 
     def _forget(self, running: Sequence[Request]) -> None:
         for cache in (self.forward.cache, self.forward.cross):

@@ -151,10 +151,6 @@ class EngineMemory(RequestMemory):
         row.num_nodes = 0
         self.prefixes.add(row, _cached(request))
 
-    @property
-    def _model(self) -> PreTrainedModel:
-        return self.forward.model
-
     def _forget(self, running: Sequence[Request]) -> None:
         for row in self.prefixes.clear():
             self.cache.remove(row)

@@ -31,6 +31,7 @@ class RequestMemory(ABC):
 
     def watch(self, model: PreTrainedModel) -> None:
         """Begins to look whether its weights change."""
+        self.model = model
         self._weights = WeightsVersion(model)
         self._version = self._weights.number
 
@@ -67,7 +68,7 @@ class RequestMemory(ABC):
     def expire(self) -> None:
         """The model may have changed in ways that its parameters do not show."""
         self._version = None
-        self._weights = WeightsVersion(self._model)
+        self._weights = WeightsVersion(self.model)
 
     def check_weights(self, running: Sequence[Request]) -> None:
         """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
@@ -75,10 +76,6 @@ class RequestMemory(ABC):
         if version != self._version:
             self._version = version
             self._forget(running)
-
-    @property
-    @abstractmethod
-    def _model(self) -> PreTrainedModel: ...
 
     @abstractmethod
     def _forget(self, running: Sequence[Request]) -> None:

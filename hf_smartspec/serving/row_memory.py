@@ -41,7 +41,6 @@ class RowMemory(RequestMemory):
     shares_forward = False
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
-        self.model = model
         self.footprint = Footprint.of(model)
         max_bytes = default_bytes(model) if max_bytes is None else max_bytes
         if is_stateful(model) and not any(self.footprint):  # its forwards hand nothing out (RecurrentGemma)
@@ -89,10 +88,6 @@ class RowMemory(RequestMemory):
         if request.call.encoder_inputs is not None:
             forward: Any = request.call.forward
             forward.set_encoder_outputs(request.call.read_encoder().outputs)
-
-    @property
-    def _model(self) -> PreTrainedModel:
-        return self.model
 
     def _forget(self, running: Sequence[Request]) -> None:
         for request in running:

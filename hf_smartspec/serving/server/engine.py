@@ -41,8 +41,3 @@ class ServedEngine(Engine):
         num_waiting = len(scheduler.waiting) + len(self._runner._inbox)
         taken = sum(list(scheduler.running.values()))  # a copy: the engine's thread goes on
         return EngineLoad(len(scheduler.running), num_waiting, taken / scheduler.max_tokens)
-
-    @property
-    def num_reused(self) -> int:
-        """Prompt tokens whose keys and values were copied, of all requests so far."""
-        return self._memory.num_reused

@@ -106,3 +106,9 @@ class DeliveredResults(Results):
     def is_open(self, request_id: str | None = None) -> bool:
         with self._changed:
             return super().is_open(request_id)
+
+    def unwant(self, request_id: str) -> None:
+        """Nobody is to read what a request, if it is open, still gets; the name is then free for others."""
+        with self._changed:
+            if request_id in self._latest:
+                self._deliveries.unwanted.add(request_id)

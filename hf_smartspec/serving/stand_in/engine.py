@@ -49,6 +49,8 @@ class ManagedEngine(Engine):
         num_tokens = self._num_tokens + max_batch_size * DRAFT_ROOM
         return super()._new_memory(max_batch_size, num_tokens * memory.bytes_per_token)
 
+    _results: DeliveredResults
+
     def _new_results(self) -> DeliveredResults:
         return DeliveredResults(self.deliveries)
 
@@ -92,8 +94,7 @@ class ManagedEngine(Engine):
         return self._results.is_open(request_id)
 
     def cancel_request(self, request_id: str) -> None:
-        if request_id in self:
-            self.deliveries.unwanted.add(request_id)
+        self._results.unwant(request_id)
         super().cancel_request(request_id)
 
     def free(self) -> None:

@@ -1,7 +1,7 @@
 """Calls of an enabled model's continuous batching: which assistant they get, and who serves them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...log import get_logger
 from ...prepare.call import row_seeds
-from ...prepare.defaults import Choice, Default, choose, serving
+from ...prepare.defaults import Choice, EnabledCall, choose, serving
 from .manager import SpeculativeBatchingManager
 
 logger = get_logger(__name__)
@@ -39,84 +39,61 @@ class _Asked(NamedTuple):
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 
 
-def generate_batch(
-    model: PreTrainedModel,
-    original: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    own: Default | None,
-    common: Default | None,
-) -> Any:
+def generate_batch(call: EnabledCall) -> Any:
     """
     transformers' `generate_batch`, whose manager is ours where something drafts. Further arguments of `generate`
     (`temperature`, `tokenizer`, ...), which transformers ignores, then count.
     """
-    given = _GENERATE_BATCH.bind_partial(model, *args, **kwargs).arguments
+    assistant, seed = call.take()
+    given = _GENERATE_BATCH.bind_partial(call.model, *call.args, **call.kwargs).arguments
     settings = dict(given.get("kwargs", {}))
-    assistant, seed = settings.pop("assistant", None), settings.pop("seed", None)
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("assistant", "seed")}
     settings.pop("max_new_tokens", None)  # reaches the requests
-    asked = _ask(model, assistant, seed, given.get("generation_config"), own, common, settings)
+    asked = _ask(call, assistant, seed, given.get("generation_config"), settings)
     if asked is None:
-        return original(*args, **kwargs)
+        return call.plain()
     if seed is not None and not isinstance(seed, int):
-        config = given.get("generation_config") or model.generation_config
+        config = given.get("generation_config") or call.model.generation_config
         num_rows = len(given.get("inputs", ())) * (getattr(config, "num_return_sequences", None) or 1)
         row_seeds(seed, num_rows, do_sample=True)  # refuses another number of them
     with _asking(asked):
-        return original(*args, **{name: value for name, value in kwargs.items() if name not in settings})
+        return call.original(*call.args, **{name: value for name, value in call.kwargs.items() if name not in settings})
 
 
 @contextmanager
-def continuous_batching_context_manager(
-    model: PreTrainedModel,
-    original: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    own: Default | None,
-    common: Default | None,
-) -> Iterator[Any]:
+def continuous_batching_context_manager(call: EnabledCall) -> Iterator[Any]:
     """transformers' context manager, with a manager of ours where something drafts."""
-    assistant, seed = kwargs.pop("assistant", None), kwargs.pop("seed", None)
-    config = kwargs.get("generation_config", args[0] if args else None)
-    asked = None if assistant is None and seed is None else _ask(model, assistant, seed, config, own, common)
+    assistant, seed = call.take()
+    config = call.kwargs.get("generation_config", call.args[0] if call.args else None)
+    asked = None if assistant is None and seed is None else _ask(call, assistant, seed, config)
     with ExitStack() as stack:
         with _asking(asked or _asked.get()):
-            manager = stack.enter_context(original(*args, **kwargs))
+            manager = stack.enter_context(call.plain())
         yield manager
 
 
-def init_continuous_batching(
-    model: PreTrainedModel,
-    original: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    own: Default | None,
-    common: Default | None,
-) -> Any:
+def init_continuous_batching(call: EnabledCall) -> Any:
     """A manager of ours where something drafts, else transformers'."""
-    assistant, seed = kwargs.pop("assistant", None), kwargs.pop("seed", None)
-    given = _INIT.bind(model, *args, **kwargs).arguments
+    model = call.model
+    assistant, seed = call.take()
+    given = _INIT.bind(model, *call.args, **call.kwargs).arguments
     config = given.get("generation_config")
     asked = None if assistant is not None or seed is not None else _asked.get()
-    asked = asked or _ask(model, assistant, seed, config, own, common)
+    asked = asked or _ask(call, assistant, seed, config)
     if asked is None:
-        return _plain(original, args, kwargs)
+        return _plain(call)
     try:
         return _manager(model, asked, config, given.get("continuous_batching_config"), given.get("workload_hints"))
     except (OSError, TypeError, ValueError) as error:
         if not asked.choice.is_default:
             raise
         logger.warning(f"Continuous batching of {type(model).__name__} is left to transformers: {error}")
-        return _plain(original, args, kwargs)
+        return _plain(call)
 
 
-def destroy_cached_manager(
-    model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any], *_: Default | None
-) -> None:
+def destroy_cached_manager(call: EnabledCall) -> None:
     """Ours goes too."""
-    forget(model)
-    original(*args, **kwargs)
+    forget(call.model)
+    call.plain()
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -126,22 +103,16 @@ def forget(model: PreTrainedModel) -> None:
         manager.destroy()
 
 
-def _plain(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _plain(call: EnabledCall) -> Any:
     with serving():  # a default of all models' has had its turn
-        return original(*args, **kwargs)
+        return call.plain()
 
 
 def _ask(
-    model: PreTrainedModel,
-    assistant: Any,
-    seed: Any,
-    config: Any,
-    own: Default | None,
-    common: Default | None,
-    settings: dict[str, Any] | None = None,
+    call: EnabledCall, assistant: Any, seed: Any, config: Any, settings: dict[str, Any] | None = None
 ) -> _Asked | None:
     """None where nothing drafts and no seed is given: then the call is transformers'."""
-    choice = choose(model, assistant, config, own, common)
+    choice = choose(call, assistant, config)
     if choice.assistant is None:
         if seed is None:
             return None

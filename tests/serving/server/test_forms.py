@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from hf_smartspec.serving.server.errors import ApiError
 from hf_smartspec.serving.server.request.grammar import Grammars, form_of
 
 from .running import running
@@ -68,6 +69,12 @@ def test_other_forms(server):
         text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
     )
     check_thing(answer.output_text)
+
+
+def test_a_form_that_is_too_long_is_refused_before_it_is_read(demo):
+    grammars = Grammars(demo.tokenizer, demo.model.config.vocab_size, [3])
+    with pytest.raises(ApiError, match="262144 are the most"):
+        grammars.processor(form_of(None, {"regex": "a?" * 2**17}))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

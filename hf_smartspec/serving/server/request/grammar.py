@@ -18,6 +18,7 @@ _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"
 _LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # small models otherwise write nothing but blanks
 _KEPT = 64  # forms whose grammar is kept
+_MOST_CHARS = 2**18  # of a form: others wait while it is read, seconds for a million
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -76,6 +77,9 @@ class Grammars:
         return lambda prompt_len: GrammarProcessor(matcher.deep_copy(), prompt_len)
 
     def _compile(self, form: str) -> LLMatcher:
+        if len(form) > _MOST_CHARS:
+            message = f"response_format: {len(form)} characters are too many: {_MOST_CHARS} are the most"
+            raise ApiError(400, message, param="response_format")
         if self._llguidance_tokenizer is None:
             self._llguidance_tokenizer = llguidance.hf.from_tokenizer(
                 self._tokenizer,  # type: ignore[arg-type]  # it is one of these, which was checked before
