@@ -61,6 +61,7 @@ def test_every_page_is_in_the_site_and_no_link_is_broken(site):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
 
 
+@pytest.mark.long
 def test_the_site_fetches_nothing_from_elsewhere(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]
     loaded = r"""(?:<(?:script|img|iframe|source)\b[^>]*\bsrc=|<link\b[^>]*\bhref=|url\()["']?(?:https?:)?//[^"'>)]*"""
@@ -68,6 +69,7 @@ def test_the_site_fetches_nothing_from_elsewhere(site):
     assert len(pages) > len(PAGES) and not fetched
 
 
+@pytest.mark.long
 def test_the_reference_shows_every_public_name(site):
     reference = (site / "reference.html").read_text()
     for name in hf_smartspec.__all__:

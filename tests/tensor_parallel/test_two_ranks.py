@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+pytestmark = pytest.mark.long  # all in one worker, which starts the processes once
 REPOSITORY = Path(__file__).parents[2]
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}  # fmt: skip
