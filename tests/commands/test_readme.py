@@ -19,6 +19,11 @@ _NAMED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = [*(REPOSITORY / name for name in _NAMED), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LINES = sorted({line for page in PAGES for line in re.findall(r"^smartspec [^\n]+$", page.read_text(), re.MULTILINE)})
 _OUTPUTS = ("--output", "--json", "--plot")
+# Of pip, accelerate, torchrun, lm-eval and transformers.
+_OTHERS = {
+    "--apply_chat_template", "--batch_size", "--continuous-batching", "--cpu", "--include_path", "--index-url",
+    "--model_args", "--multi_gpu", "--no_python", "--nproc-per-node", "--num_processes", "--tasks",
+}  # fmt: skip
 
 
 def _name(page: Path) -> str:
@@ -61,6 +66,30 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
             assert (REPOSITORY / path_named).exists(), f"{word!r} is not in the repository"
 
 
+def _options(*path: str) -> dict[str, object]:
+    """Options of a command, and their defaults."""
+    _, parser = cli.load_command(path)
+    return {name: action.default for action in parser._actions for name in action.option_strings}
+
+
+def test_options_that_the_pages_name_exist():
+    known = {name for path in cli.COMMANDS for name in _options(*path)} | _OTHERS
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+        assert named <= known, f"{page.name}: {sorted(named - known)}"
+
+
+def test_the_pages_of_the_server_have_all_of_its_options_and_their_defaults():
+    options = _options("serve")
+    pages = [(REPOSITORY / f"docs/{name}.md").read_text() for name in ("server", "cluster")]
+    assert set(options) - set(re.findall(r"--[a-z-]+", "".join(pages))) <= {"-h", "--help"}
+    rows = re.findall(r"^\| (`--[^|]+) \| ([^|]*)\|", pages[0], re.MULTILINE)
+    told = {pair for names, values in rows for pair in zip(re.findall(r"--[\w-]+", names), values.strip().split(", "))}
+    numbers = {(name, value) for name, value in told if re.fullmatch(r"[\d.]+", value)}
+    assert len(numbers) >= 8
+    assert numbers == {(name, str(options[name]).removesuffix(".0")) for name, _ in numbers}
+
+
 def test_make_knows_the_targets_that_the_pages_name():
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
     lines = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
@@ -100,6 +129,17 @@ def test_the_walk_names_functions_that_exist():
         names = re.findall(r"`(\w+)`", functions)
         defined = re.findall(r"^ *def (\w+)\(", (REPOSITORY / path).read_text(), flags=re.MULTILINE)
         assert names and set(names) <= set(defined), f"{sorted(set(names) - set(defined))} are not in {path}"
+
+
+def test_the_walk_has_the_rooms_in_their_order():
+    (layers,) = re.findall(
+        r'^name = "One way down"\n.*?^layers = \[\n(.*?)^\]',
+        (REPOSITORY / "pyproject.toml").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    text = " ".join((REPOSITORY / "docs/walk.md").read_text().split())
+    order = " > ".join(re.findall('"(.+)"', layers))
+    assert f": {order}." in text
 
 
 def test_docstrings_cite_sections_that_exist():
