@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SuffixTreeCandidates
 
@@ -87,3 +87,32 @@ def check_all(engine: Engine, model, requests: list[Asked], expected: list[list[
         assert output.generated_tokens == tokens, asked
         assert output.prompt_ids == asked.prompt
     return outputs
+
+
+class StopsAt(StoppingCriteria):
+    """Keeps what it was called with."""
+
+    def __init__(self, length: int):
+        self.lengths, self.length = [], length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.lengths.append(input_ids.shape[1])
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def change_weights_while_running(
+    engine: Engine, prompt: list[int], max_new_tokens: int, other: PreTrainedModel
+) -> None:
+    """In a pause, its model gets those of another: what is there stays, what follows is by the new ones."""
+    name = engine.add_request(prompt, max_new_tokens=max_new_tokens, eos_token_id=None, streaming=True)
+    stream = engine.request_id_iter(name)
+    next(stream)
+    with engine.pause():
+        engine.model.load_state_dict(other.state_dict())
+        request = next(iter(engine._runner.loop.calls)).requests[0]
+        known = request.prompt.tolist() + request.tokens
+    *_, last = stream
+    num_left = len(prompt) + max_new_tokens - len(known)
+    assert num_left > 0, "it ended before the pause"
+    asked = Asked(known, {"max_new_tokens": num_left, "eos_token_id": None})
+    assert last.prompt_ids + last.generated_tokens == known + asked.alone(engine.model)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.serving.encoded_memory import EncodedMemory
@@ -14,7 +14,7 @@ from hf_smartspec.target.compat import RequestStatus
 
 from ..generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
 from ..models import new_model
-from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
+from .helpers import TIMEOUT, Asked, StopsAt, check_all, random_requests, suffix
 
 SHARING = ["t5", "bart", "t5gemma"]
 ROWWISE = "m2m_100"
@@ -69,15 +69,6 @@ def test_answers_that_repeat_what_was_read_are_drafted_from_it():
     with Engine(model, spy) as engine:
         check_all(engine, model, [again])
         assert spy.source is not None and spy.drafted > 0
-
-
-class StopsAt(StoppingCriteria):
-    def __init__(self, length: int):
-        self.lengths, self.length = [], length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.lengths.append(input_ids.shape[1])
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 @pytest.mark.parametrize("architecture", ["bart", ROWWISE])

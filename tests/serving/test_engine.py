@@ -9,7 +9,7 @@ from hf_smartspec.goodput import CostModel, GoodputAuction
 
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
-from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
+from .helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
 
 
 @pytest.fixture
@@ -192,17 +192,7 @@ def test_weights_change_in_a_pause_while_a_request_runs(model):
     """What it has got stays; what follows is what the new weights say, with all of the text computed anew."""
     other = tiny_llama(seed=7)
     with Engine(model, "none") as engine:
-        name = engine.add_request([3, 4, 5], max_new_tokens=400, eos_token_id=None, streaming=True)
-        stream = engine.request_id_iter(name)
-        next(stream)
-        with engine.pause():
-            model.load_state_dict(other.state_dict())
-            request = next(iter(engine._runner.loop.calls)).requests[0]
-            known = request.prompt.tolist() + request.tokens
-        *_, last = stream
-    assert len(known) < 403, "it ended before the pause"
-    asked = Asked(known, {"max_new_tokens": 403 - len(known), "eos_token_id": None})
-    assert last.prompt_ids + last.generated_tokens == known + asked.alone(model)
+        change_weights_while_running(engine, [3, 4, 5], 400, other)
 
 
 # Outputs

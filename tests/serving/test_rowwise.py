@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig
@@ -13,7 +13,7 @@ from hf_smartspec.target.compat import RequestStatus
 from ..architectures import small_model
 from ..generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
 from ..models import new_model
-from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
+from .helpers import TIMEOUT, Asked, StopsAt, change_weights_while_running, check_all, random_requests, suffix
 
 DRAFTED = ["bloom", "gpt_neo"]  # with attention of its own, and with windows
 PLAIN = ["mamba", "qwen3_next", "openai-gpt"]  # a state, a state beside attention, no cache at all
@@ -69,17 +69,6 @@ class Counts(LogitsProcessor):
     def __call__(self, input_ids, scores):
         self.num_calls += 1
         return scores.index_add(1, torch.tensor([self.num_calls * 7 % 40]), torch.full((len(scores), 1), 4.0))
-
-
-class StopsAt(StoppingCriteria):
-    """Keeps what it was called with."""
-
-    def __init__(self, length: int):
-        self.lengths, self.length = [], length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.lengths.append(input_ids.shape[1])
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "mamba"])
@@ -182,17 +171,7 @@ def test_a_forward_that_fails_ends_its_own_request_alone(architecture):
 def test_weights_change_in_a_pause_while_a_request_runs(architecture):
     model, other = model_of(architecture), model_of(architecture, seed=7)
     with Engine(model, suffix(), max_prefill_tokens=4) as engine:
-        name = engine.add_request([3, 4, 5, 6, 7, 8], max_new_tokens=60, eos_token_id=None, streaming=True)
-        stream = engine.request_id_iter(name)
-        next(stream)
-        with engine.pause():
-            model.load_state_dict(other.state_dict())
-            request = next(iter(engine._runner.loop.calls)).requests[0]
-            known = request.prompt.tolist() + request.tokens
-        *_, last = stream
-    assert len(known) < 66, "it ended before the pause"
-    asked = Asked(known, {"max_new_tokens": 66 - len(known), "eos_token_id": None})
-    assert last.prompt_ids + last.generated_tokens == known + asked.alone(model)
+        change_weights_while_running(engine, [3, 4, 5, 6, 7, 8], 60, other)
 
 
 def test_models_that_keep_their_state_in_themselves_serve_one_request_at_a_time(caplog):

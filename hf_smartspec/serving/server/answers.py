@@ -42,6 +42,7 @@ class Answer:
     Args:
         served (`ServedModel`): Who answers.
         request_id (`str`): Its name in the engine.
+        prompt (sequence of `int`): What it answers.
         text (`TextStream`): Makes text of its tokens.
         recorder (`LogprobsRecorder`, *optional*): Knows its log-probabilities.
         timeout (`float`, *optional*): Seconds after which it is given up.

@@ -227,10 +227,14 @@ class ServedModel:
         if text is None:
             return None
         ids = await self.in_worker(self.tokens_of, text, "prediction")
-        if self.max_model_len is not None and len(ids) > self.max_model_len:
-            message = f"prediction: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
-            raise ApiError(400, message, param="prediction")
+        self.check_length(ids, "prediction")
         return ids
+
+    def check_length(self, ids: Sequence[int], field: str) -> None:
+        """Raises `ApiError`, 400, for more tokens than the context holds."""
+        if self.max_model_len is not None and len(ids) > self.max_model_len:
+            message = f"{field}: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
+            raise ApiError(400, message, param=field)
 
     def note_end(self, output: EngineOutput) -> None:
         self.num_open -= 1

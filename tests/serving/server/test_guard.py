@@ -93,6 +93,7 @@ def check_serves(server, demo) -> None:
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "model": "other"}),
         ("/detokenize", {"tokens": ["x"]}),
+        ("/detokenize", {"tokens": [5] * 2049}),
         ("/load_model", {}),
     ],
 )  # fmt: skip

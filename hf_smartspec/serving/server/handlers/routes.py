@@ -63,6 +63,7 @@ def add_routes(
     async def detokenize(body: dict) -> JSONResponse:
         fields = read_fields(DetokenizeFields, body)
         served = state.find(fields.model)
+        served.check_length(fields.tokens, "tokens")
         try:
             return JSONResponse({"prompt": await served.in_worker(served.tokenizer.decode, fields.tokens)})
         except (OverflowError, IndexError, KeyError, TypeError) as error:
