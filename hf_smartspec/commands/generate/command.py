@@ -11,11 +11,12 @@ from ..common.answering.arguments import (
     add_text_arguments,
     sampling_of,
 )
-from ..common.answering.prompting import Prompter
-from ..common.answering.speaker import Speaker, load_speaker
+from ..common.answering.speaker import load_speaker
 from ..common.arguments import not_empty, positive
 from ..common.models import UsageError
 from ..common.outputs import check_output
+from ..common.ray_cluster import add_cluster_arguments, check_ray
+from .answering import prompter_of
 from .answers import STDOUT, Answers
 from .dataset import DatasetAnswers, Shard, launched_device
 from .prompts import read_prompts
@@ -78,6 +79,7 @@ def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard", type=Shard.of, metavar="I/N",
         help="part I of N, from 0, into FILE-0000I-of-0000N (default: a part for each process of accelerate launch)",
     )  # fmt: skip
+    add_cluster_arguments(group, "answer with so many engines, by Ray Data")
     group.add_argument("--overwrite", action="store_true", help="throw away what is in the output")
 
 
@@ -87,14 +89,14 @@ def run(args: argparse.Namespace) -> int:
         return _answer_dataset(args)
     if args.output:
         raise UsageError("--output is for --dataset; other answers are written by --json")
-    for option in ("config", "keep", "limit", "shard", "overwrite"):
+    for option in ("config", "keep", "limit", "shard", "replicas", "overwrite"):
         if getattr(args, option):
             raise UsageError(f"--{option} is for --dataset")
     if args.json != STDOUT:
         check_output(args.json)
     prompts = read_prompts(args.prompts, args.file, sys.stdin)
     speaker = load_speaker(args)
-    return Answers(args, speaker, _prompter(args, speaker)).run(prompts)
+    return Answers(args, speaker, prompter_of(args, speaker)).run(prompts)
 
 
 def _answer_dataset(args: argparse.Namespace) -> int:
@@ -106,14 +108,9 @@ def _answer_dataset(args: argparse.Namespace) -> int:
         raise UsageError("--dataset needs --output, where answers are written")
     check_output(args.output)
     check_output(args.json)
+    if args.replicas:
+        check_ray()
     rows = checked_rows(args)
     args.device = launched_device(args.device, os.environ)
     speaker = load_speaker(args)
-    return DatasetAnswers(args, rows, speaker, _prompter(args, speaker)).run()
-
-
-def _prompter(args: argparse.Namespace, speaker: Speaker) -> Prompter:
-    is_raw = args.raw or not speaker.tokenizer.chat_template
-    if args.system and is_raw:
-        raise UsageError("--system: nobody reads it without a chat template")
-    return Prompter(speaker.tokenizer, args.system, is_raw)
+    return DatasetAnswers(args, rows, speaker, prompter_of(args, speaker)).run()

@@ -3,26 +3,21 @@
 import argparse
 import os
 import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...sampling.noise import row_seed
-from ...serving.engine import Engine
-from ...serving.outputs import EngineOutput
 from ..common.answering.arguments import sampling_of
 from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker, shown
 from ..common.answering.statistics import summary
-from ..common.answering.text import GrowingText
 from ..common.models import UsageError
 from ..common.outputs import write_json
 from ..common.progress import track
+from .answering import OneEngine, Replicas
+from .row_answers import RowAnswers
 from .row_file import RowFile, as_json
-
-_AHEAD = 4  # batches of requests that are under way: one runs, and long ones do not keep the others waiting
 
 # Where launchers say which process this is: torchrun, Intel's MPI, Open MPI, MVAPICH2; as accelerate reads them.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -88,15 +83,13 @@ class DatasetAnswers:
             self._check(file)
             num_known = len(file.rows)
             num_errors = sum(row.get("error") is not None for row in file.rows)
-            engine = self._speaker.new_engine(max_batch_size=self._args.max_batch_size)
             try:
-                num_errors += self._answer(engine, file)
+                with self._answering(file.settings["seed"]) as answering:
+                    num_errors += self._answer(answering.rows(self._indices[num_known:]), file)
             except KeyboardInterrupt:
                 print(f"{path}: the same command goes on where this one was interrupted", file=sys.stderr)
                 raise
-            finally:
-                engine.stop(drain=False)
-                statistics = engine.statistics
+            statistics = answering.statistics
         errors = f", {num_errors} of them without an answer" if num_errors else ""
         known = f", {num_known} of them from before" if num_known else ""
         print(f"{path}: {len(self._indices)} rows{known}{errors}; {summary(statistics)}", file=sys.stderr)
@@ -106,6 +99,12 @@ class DatasetAnswers:
             write_json(self._shard.named(self._args.json), result | {"statistics": statistics.as_dict()})
         is_launched = self._args.shard is None and self._shard.num > 1
         return 1 if num_errors and not is_launched else 0
+
+    def _answering(self, seed: int) -> OneEngine | Replicas:
+        if self._args.replicas:
+            return Replicas(self._args, seed)
+        answers = RowAnswers(self._args, self._rows, self._speaker, self._prompter, seed)
+        return OneEngine(self._args, self._speaker, answers)
 
     def _settings(self) -> dict[str, Any]:
         """All that rows depend on: what drafts does not belong to it."""
@@ -146,56 +145,13 @@ class DatasetAnswers:
         want = {"row": index, **{name: row[name] for name in self._columns}}
         return isinstance(found, dict) and all(found.get(name) == value for name, value in as_json(want).items())
 
-    def _answer(self, engine: Engine, file: RowFile) -> int:
+    def _answer(self, rows: Iterator[dict[str, Any]], file: RowFile) -> int:
         """Writes the rows that are missing and returns how many of them have no answer."""
-        under_way: deque[tuple[int, str | Exception]] = deque()
         num_errors = 0
         with track(desc="answering", total=len(self._indices), unit=" rows") as bar:
             bar.update(len(file.rows))
-            for index in [*self._indices[len(file.rows) :], None]:
-                while under_way and (index is None or len(under_way) >= _AHEAD * self._args.max_batch_size):
-                    row = self._finished(engine, *under_way.popleft())
-                    file.append(row)
-                    num_errors += row["error"] is not None
-                    bar.update()
-                if index is not None:
-                    under_way.append((index, self._begin(engine, index, file.settings["seed"])))
+            for row in rows:
+                file.append(row)
+                num_errors += row["error"] is not None
+                bar.update()
         return num_errors
-
-    def _begin(self, engine: Engine, index: int, seed: int) -> str | Exception:
-        """The name of its request, or what is wrong with its prompt."""
-        try:
-            ids = self._prompter.token_ids(self._rows[index][self._args.column])
-            room = self._speaker.room(len(ids), self._args.max_new_tokens)
-            if room < 1:
-                return ValueError(f"{len(ids)} tokens are too many: the model takes {self._speaker.num_positions}")
-            arguments = sampling_of(self._args).arguments()
-            if self._args.stop:
-                arguments["stop_strings"] = self._args.stop
-            return engine.add_request(ids, max_new_tokens=room, seed=row_seed(seed, index), **arguments)
-        except (TypeError, ValueError) as error:
-            return error
-
-    def _finished(self, engine: Engine, index: int, name: str | Exception) -> dict[str, Any]:
-        """The row as it is written."""
-        output: EngineOutput | None = None
-        if isinstance(name, str):
-            output = engine.get_result(name)
-            if output is None or output.error:
-                reason = output.error if output else "the engine has ended"
-                raise UsageError(f"row {index}: {reason}; the same command goes on there")
-        columns = {column: self._rows[index][column] for column in self._columns}
-        return {
-            "row": index,
-            **columns,
-            self._args.response: self._text(output) if output else None,
-            "finish_reason": output.finish_reason if output else None,
-            "generated_tokens": len(output.generated_tokens) if output else 0,
-            "error": None if output else str(name),
-        }
-
-    def _text(self, output: EngineOutput) -> str:
-        growing = GrowingText(self._speaker.tokenizer, self._args.stop)
-        growing.feed(output.generated_tokens)
-        growing.end()
-        return growing.text

@@ -59,7 +59,7 @@ class RowFile:
 
     def append(self, row: dict[str, Any]) -> None:
         """The next row; it is the operating system's when this returns, so that nothing but that can lose it."""
-        line = _dumped(row) + "\n"
+        line = dumped(row) + "\n"
         self._file.write(line.encode("utf-8", "backslashreplace"))  # half a surrogate, as JSON writes it
         self._file.flush()
 
@@ -105,9 +105,9 @@ class RowFile:
 
 def as_json(row: dict[str, Any]) -> dict[str, Any]:
     """The row as it is read again."""
-    found: dict[str, Any] = json.loads(_dumped(row))
+    found: dict[str, Any] = json.loads(dumped(row))
     return found
 
 
-def _dumped(row: dict[str, Any]) -> str:
+def dumped(row: dict[str, Any]) -> str:
     return json.dumps(json_safe(row), ensure_ascii=False, default=str)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 
 from ..common.arguments import not_negative_number, positive, positive_number
 from ..common.models import UsageError
+from ..common.ray_cluster import add_cluster_arguments, check_ray, ray_cluster
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -28,7 +28,7 @@ _NAME = "smartspec"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several replicas, on Ray Serve")
-    group.add_argument("--replicas", type=positive, metavar="N", help="so many engines of each model, as one service")
+    add_cluster_arguments(group, "so many engines of each model, as one service")
     group.add_argument(
         "--max-replicas", type=positive, metavar="N", help="up to so many, as the load grows (default: --replicas)"
     )
@@ -41,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per second and request below which there are to be more (default: 0, the queue alone decides)",
     )  # fmt: skip
     group.add_argument("--router", choices=ROUTERS, default="affinity", help="who serves what (default: affinity)")
-    group.add_argument(
-        "--ray-address", metavar="ADDRESS", help="of a cluster (default: RAY_ADDRESS, else this machine alone)"
-    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -51,8 +48,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: for what cannot be served by replicas.
     """
-    if find_spec("ray") is None or find_spec("grpc") is None:
-        raise UsageError('--replicas: Ray Serve is not installed: pip install "hf-smartspec[ray]"')
+    check_ray()
     if args.max_replicas is not None and args.max_replicas < args.replicas:
         raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
 
@@ -92,28 +88,23 @@ def serve_replicas(
     args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", port: int, on_start: Callable[[], None]
 ) -> None:
     """Serves until the process is told to end; what runs then is finished within `--drain-seconds`."""
-    import ray
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(args.log_level.upper())
-    is_new = args.ray_address is None
-    try:
-        ray.init(address=args.ray_address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, OSError, ValueError) as error:
-        raise UsageError(f"--ray-address: {error}") from error
-    try:
-        serve.start(http_options={"host": args.host, "port": port})
-        serve.run(service(args, names, keys), name=_NAME, route_prefix="/")
-        with _told_to_end() as told:  # from here on: before, Ctrl-C interrupts, and Ray has handlers of its own
-            on_start()
-            told.wait()
-            serve.delete(_NAME)
-    except RuntimeError as error:  # of Ray Serve, whose replicas' errors are in the text
-        raise UsageError(f"the replicas could not be started: {_last_line(error)}") from error
-    finally:
-        if is_new:
-            serve.shutdown()
-        ray.shutdown()
+    num_cpus = (args.max_replicas or args.replicas) * (args.threads or 1)
+    with ray_cluster(args.ray_address, num_cpus) as is_own:
+        try:
+            serve.start(http_options={"host": args.host, "port": port})
+            serve.run(service(args, names, keys), name=_NAME, route_prefix="/")
+            with _told_to_end() as told:  # from here on: before, Ctrl-C interrupts, and Ray has handlers of its own
+                on_start()
+                told.wait()
+                serve.delete(_NAME)
+        except RuntimeError as error:  # of Ray Serve, whose replicas' errors are in the text
+            raise UsageError(f"the replicas could not be started: {_last_line(error)}") from error
+        finally:
+            if is_own:
+                serve.shutdown()
 
 
 def _last_line(error: Exception) -> str:
