@@ -1,28 +1,21 @@
 """`smartspec generate --dataset --replicas`: several engines write the file of a single one, whoever kills them."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from argparse import Namespace
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("ray.data")
-import psutil
 
 from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.generate import answering
 from hf_smartspec.commands.generate.answering import Replicas, RowWorker
 
+from .. import processes
 from ..helpers import call
 
-REPOSITORY = Path(__file__).parents[3]
 NUM_ROWS = 40
 
 
@@ -40,43 +33,15 @@ def line(data, output, *more):
     return ["generate", "--dataset", str(data), "--output", str(output), *options, *sampling, *more]
 
 
-def started(arguments):
-    """A command with all that it starts in a session of its own."""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "hf_smartspec.commands.main", *arguments],
-        cwd=REPOSITORY, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def kill_all(process):
-    """At once, and all that it has started."""
-    for item in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-        with suppress(psutil.NoSuchProcess):
-            item.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-def num_lines(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 @pytest.mark.long
-def test_a_job_that_is_killed_goes_on_to_the_file_of_a_single_engine(data, tmp_path):
+def test_a_job_that_is_killed_goes_on_to_the_file_of_a_single_engine(data, tmp_path, capsys):
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
     assert call(*line(data, alone)) == 1  # one row has no answer
-    first = started(line(data, output, "--replicas", "2"))
-    try:
-        while not num_lines(output):
-            assert first.poll() is None, first.stderr.read()
-            time.sleep(0.02)  # a file has no event
-    finally:
-        kill_all(first)
-    num_before = num_lines(output)
-    second = started(line(data, output, "--replicas", "2"))
-    _, report = second.communicate(timeout=300)
-    assert second.returncode == 1, report
-    assert f"{NUM_ROWS} rows, {num_before} of them from before, 1 of them without an answer" in report
+    killed = processes.start(processes.run_killed, line(data, output, "--replicas", "2"), "torn")
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and not output.read_bytes().endswith(b"\n")
+    assert call(*line(data, output, "--replicas", "2")) == 1
+    assert f"{NUM_ROWS} rows, 2 of them from before, 1 of them without an answer" in capsys.readouterr().err
     assert output.read_bytes() == alone.read_bytes()
 
 
