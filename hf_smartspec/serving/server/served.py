@@ -136,7 +136,7 @@ class ServedModel:
         """
         if not self.engine.is_running:
             raise ApiError(503, f"{self.name} has stopped", retry_after=1)
-        self._check_tokens([ids[0][0] for ids in settings.arguments.get("sequence_bias", ())], "logit_bias")
+        self._check_tokens([ids[0][0] for ids in settings.arguments.get("sequence_bias") or ()], "logit_bias")
         self._check_tokens(settings.arguments.get("eos_token_id") or (), "stop_token_ids")
         usual = self.limits.max_new_tokens if usual_tokens is None else usual_tokens
         room = [new_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]

@@ -149,6 +149,20 @@ def test_logprobs_of_prompts_are_those_of_the_model(client, demo):
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
 
 
+def test_logprobs_of_prompts_know_none_of_the_models_rules_for_answers(demo):
+    served = copy.copy(demo)
+    served.model = copy.deepcopy(demo.model)
+    ids = demo.tokenizer("1, 2, 1, 2, 1, 2").input_ids
+    rules = {"no_repeat_ngram_size": 1, "suppress_tokens": ids[2:3], "bad_words_ids": [ids[:1]], "min_length": 9}
+    served.model.generation_config.update(**rules, forced_eos_token_id=3, repetition_penalty=1.5)
+    asked = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+    found = []
+    for item in (demo, served):
+        with running(item) as server:
+            found.append(server.post("/v1/completions", asked).json()["choices"][0]["logprobs"]["token_logprobs"])
+    assert found[0][1:] == pytest.approx(found[1][1:], abs=1e-4) and len(found[0]) == len(ids)
+
+
 def test_stop_strings_end_the_text(server, client, demo):
     whole = demo.text(demo.alone("def add(a, b):", max_new_tokens=40))
     stop = whole[10:13]
