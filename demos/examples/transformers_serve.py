@@ -32,6 +32,8 @@ def main(port: int = 8001, assistant: Any = "auto") -> tuple[Any, Any]:
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     try:
         while not server.server.started:
+            if not server._thread.is_alive():  # uvicorn has said why
+                raise SystemExit(f"transformers' server cannot listen on port {port}.")
             time.sleep(0.1)
         plain = ask(client)
         with hf_smartspec.enable(assistant=assistant):  # the line

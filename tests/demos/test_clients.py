@@ -67,3 +67,12 @@ def test_server_of_transformers(deprecated_by_itself):
     plain, fast = load_example("transformers_serve").main(port, spy)
     assert fast == plain and plain
     assert spy.accepted > 0 and spy.started == spy.stopped == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # how uvicorn ends
+def test_a_server_of_transformers_on_a_port_in_use_is_not_waited_for(deprecated_by_itself):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SystemExit, match="cannot listen on port"):
+            load_example("transformers_serve").main(taken.getsockname()[1])
