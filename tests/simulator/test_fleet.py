@@ -96,11 +96,11 @@ def test_beginnings_are_reused_where_they_were_served():
 
 def test_what_is_exchanged_is_drafted_everywhere():
     answer = rng().integers(10, 1000, 30)
-    items = same_answers(answer, 0.0, 20.0)
+    items = same_answers(answer, 0.0, 7.0, 20.0)
     sources: list[SuffixTreeCandidates] = []
 
     def exchange():
-        times.append(fleet.engines[0].clock.now)
+        times.append(max(engine.clock.now for engine in fleet.engines))
         for _, namespace, tokens in sources[0].outputs():
             sources[1].add_outputs([tokens], namespace, progress=False)
 
@@ -111,7 +111,7 @@ def test_what_is_exchanged_is_drafted_everywhere():
         fleet = SimulatedFleet([SimulatedEngine(COST, source) for source in sources], RoundRobin(), shares, 5.0)
         result = fleet.run([replace(item) for item in items], lambda _: FixedLength(4))
         accepted.append(result.replicas[1].statistics.accepted_tokens)
-    assert len(times) == 4 and times[0] < 5 < 20
+    assert times[0] < 5 and 7 < times[1] == times[2] == times[3] < 10 and len(times) == 4  # until then, and no further
     assert accepted[1] > accepted[0] + 10
 
 
