@@ -92,7 +92,9 @@ def test_load_replays_every_data_set_with_every_source_after_a_past(folder, tmp_
     assert {row["tokens"] for row in rows} == {6 * 8}, "one token a byte, cut to what is asked for"
     accepted = {(row["source"], row["policy"]): row["acceptance_rate"] for row in rows}
     assert accepted["wrong", "k=2"] == 0 and min(accepted["suffix", "k=2"], accepted["auto", "k=2"]) > 0.3
-    assert all(row["explanations"][0]["drafted"] >= 0 and row["explanations"][0]["wait"] >= 0 for row in rows)
+    explained = {(row["source"], row["policy"]): row["explanations"][0] for row in rows}
+    assert explained["wrong", "k=2"]["drafted"] > 0 == explained["wrong", "none"]["drafted"]
+    assert all(item["wait"] >= 0 for item in explained.values())
     text = capsys.readouterr().out
     assert "data: latencies" in text and "other: latencies" in text and "of 12 loads" in text
     assert "at the worst rate" in text and "Why: other, hybrid, 60/s" in text and out[1].stat().st_size > 0
