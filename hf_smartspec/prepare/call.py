@@ -22,7 +22,7 @@ from ..target.compat import num_positions, renewal_length
 from ..target.encoded import EncodedForward, masks_encoder
 from ..target.kept_memory import lend
 from ..target.packed import PackedForward
-from ..target.ranks import told_by_first
+from ..target.ranks import is_sharded, told_by_first
 from ..target.rowwise import RowwiseForward
 from ..target.written import packed_forward
 from ..validate import check_seed
@@ -105,6 +105,8 @@ def prepare_call(
         is_whole = is_whole and model_kwargs.get("inputs_embeds") is None
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
+    if generation_config.max_time is not None and is_sharded(model):
+        raise ValueError("`max_time` would end at another token in each of the processes that hold the model.")
     if seed is None and generation_config.do_sample:  # drawn
         seeds = told_by_first(model, lambda: seeds)
     tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)

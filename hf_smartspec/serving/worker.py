@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,9 +25,9 @@ logger = get_logger(__name__)
 
 
 class _Work(NamedTuple):
-    """Requests that come in, and names of others that are not wanted any more."""
+    """Names of requests that come in, and of others that are not wanted any more."""
 
-    num_new: int
+    new: Sequence[str]
     cancelled: Collection[str]
 
 
@@ -141,7 +141,7 @@ class EngineRunner:
     def _serve(self) -> None:
         try:
             while (work := self._next_work()) is not None:
-                self._take_in(work.num_new)
+                self._take_in(len(work.new))
                 self._cancel(work.cancelled)
                 self._admit()
                 if self.loop.calls:
@@ -165,7 +165,7 @@ class EngineRunner:
         work = None
         if self._wait_for_work():
             with self._changed:
-                work = _Work(len(self._inbox), self._cancelled)
+                work = _Work([ticket.output.request_id for ticket in self._inbox], self._cancelled)
                 self._cancelled = set()
         return work if self._ranks is None else self._ranks.told(work)
 
@@ -177,7 +177,12 @@ class EngineRunner:
         work = ranks.told(None)
         with self._changed:
             self._rests = False
-            self._changed.wait_for(lambda: work is None or len(self._inbox) >= work.num_new)
+            self._changed.wait_for(lambda: work is None or len(self._inbox) >= len(work.new))
+            if (
+                work is not None
+                and (own := [item.output.request_id for item in self._inbox][: len(work.new)]) != work.new
+            ):
+                raise RuntimeError(f"The first process serves {work.new}, and this one was given {own}.")
         return work
 
     def _wait_for_work(self) -> bool:

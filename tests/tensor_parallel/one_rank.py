@@ -78,10 +78,12 @@ def fail(model, draft):
     for name, assistant in {
         "failure": SmartSpecConfig("prompt_lookup", policy=policy),
         "sharded draft": model,
+        "time": "suffix",
         "rejection": SmartSpecConfig(draft, verification="rejection"),
     }.items():
+        more = {"max_time": 9.0} if name == "time" else {}
         try:
-            model.generate(ids, assistant=assistant, **LENGTHS)
+            model.generate(ids, assistant=assistant, **LENGTHS, **more)
         except Exception as error:
             say(test=name, error=f"{type(error).__name__}: {error}")
     say(test="after", tokens=model.generate(ids, assistant="suffix", **LENGTHS).tolist())

@@ -68,8 +68,10 @@ def test_what_fails_in_the_first_process_ends_in_all(found):
     assert found["after"][0] == found["after"][1]
 
 
-@pytest.mark.parametrize("name, message", [("sharded draft", "without `tp_plan`"), ("rejection", "several processes")])
-def test_what_needs_all_processes_for_a_draft_is_refused(found, name, message):
+@pytest.mark.parametrize(
+    "name, message", [("sharded draft", "without `tp_plan`"), ("time", "max_time"), ("rejection", "several processes")]
+)
+def test_what_processes_could_not_agree_on_is_refused(found, name, message):
     (first,), (second,) = found[name]
     assert first == second and first["error"].startswith("ValueError") and message in first["error"]
 

@@ -101,6 +101,7 @@ class Replicas:
             return
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order, context.enable_progress_bars = True, False
+        context.execution_no_progress_timeout_s = -1  # batches may take long
         num = self._args.replicas
         batch_size = min(AHEAD * self._args.max_batch_size, -(-len(indices) // num))
         answered = ray.data.from_items(list(indices), override_num_blocks=-(-len(indices) // batch_size)).map_batches(
