@@ -39,7 +39,7 @@ class Front:
         self._replicas, self._max_body_bytes = replicas, max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        if request.url.path == "/metrics":
+        if request.scope["path"] == "/metrics":
             return await self._metrics(request)
         try:
             forwarded = with_seed(await self._read(request))
@@ -68,7 +68,7 @@ class Front:
             if len(body) > self._max_body_bytes:
                 raise ApiError(413, f"The body is larger than {self._max_body_bytes} bytes")
         query = request.url.query.encode()
-        return ForwardedRequest(request.method, request.url.path, query, request.headers.raw, bytes(body))
+        return ForwardedRequest(request.method, request.scope["path"], query, request.headers.raw, bytes(body))
 
     async def _metrics(self, request: Request) -> Response:
         """Of all replicas, each under its name."""
@@ -157,7 +157,7 @@ async def _told(parts: AsyncGenerator[Head | bytes, None]) -> AsyncIterator[byte
             async for part in parts:
                 assert isinstance(part, bytes)
                 yield part
-        except (RayActorError, CannotContinueError) as error:
+        except Exception as error:  # also of a replica that lives, or of a queue that is full by now
             logger.error(f"A stream could not be ended: {error}")
             lost = ApiError(503, "The replica died, and no other one could go on: ask again", retry_after=1)
             yield f"{lost.event}{STREAM_END}".encode()

@@ -1,17 +1,12 @@
 """Ray Serve's hook for routing: requests go where text like theirs has been served."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from ..sharing.routing import Affinity, LeastLoaded, PowerOfTwo, ReplicaLoad, RoundRobin, Router
+from ..sharing.routing import ROUTERS, Affinity, ReplicaLoad
 from .messages import ForwardedRequest, route_of
-
-ROUTERS: dict[str, type[Router]] = {
-    "affinity": Affinity, "least_loaded": LeastLoaded, "power_of_two": PowerOfTwo, "round_robin": RoundRobin,
-}  # fmt: skip
 
 
 class SpeculativeRequestRouter(RequestRouter):
@@ -20,13 +15,12 @@ class SpeculativeRequestRouter(RequestRouter):
     is full is passed over for the one with the fewest requests.
     """
 
-    def initialize_state(self, router: str = "affinity", **options: Any) -> None:
+    def initialize_state(self, router: str = "affinity") -> None:  # type: ignore[override]
         """
         Args:
             router (`str`): A name from `ROUTERS`.
-            options: Of that class.
         """
-        self._rule = ROUTERS[router](**options)
+        self._rule = ROUTERS[router]()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -63,14 +63,7 @@ class Drafting:
         if self.ranks is None:
             proposed, selected = self._select(step, rows)
         else:
-            proposed = []
-
-            def make() -> list[DraftTree]:
-                nonlocal proposed
-                proposed, selected = self._select(step, rows)
-                return selected
-
-            selected = self.ranks.trees(make, len(rows))
+            proposed, selected = self.ranks.trees(lambda: self._select(step, rows), len(rows))
         drafts = StepDrafts(step, rows, proposed, selected, start)
         if self.is_traced:
             begin_traces(drafts, self.sources)

@@ -178,11 +178,9 @@ class EngineRunner:
         with self._changed:
             self._rests = False
             self._changed.wait_for(lambda: work is None or len(self._inbox) >= len(work.new))
-            if (
-                work is not None
-                and (own := [item.output.request_id for item in self._inbox][: len(work.new)]) != work.new
-            ):
-                raise RuntimeError(f"The first process serves {work.new}, and this one was given {own}.")
+            own = [item.output.request_id for item in self._inbox]
+        if work is not None and own[: len(work.new)] != work.new:
+            raise RuntimeError(f"The first process serves {work.new}, and this one was given {own}.")
         return work
 
     def _wait_for_work(self) -> bool:

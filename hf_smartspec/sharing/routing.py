@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -154,6 +154,15 @@ class Affinity:
         with self._lock:
             for served in self._served.values():
                 served.discard(name)
+
+
+# By name, as options have them.
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "affinity": Affinity,
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+    "round_robin": RoundRobin,
+}
 
 
 def _at_home(loads: Sequence[ReplicaLoad], namespace: str, free: Sequence[int]) -> int:

@@ -52,27 +52,28 @@ class Ranks:
         dist.broadcast(seconds, self._first, group=self._group)
         return float(seconds)
 
-    def trees(self, make: Callable[[], list[DraftTree]], num_rows: int) -> list[DraftTree]:
+    def trees(
+        self, make: Callable[[], tuple[list[DraftTree], list[DraftTree]]], num_rows: int
+    ) -> tuple[list[DraftTree], list[DraftTree]]:
         """
-        The trees of one step, one for each row, which only the first makes.
+        What was proposed in one step, which only the first knows, and what of it is verified, one tree for each row.
 
         Raises:
-            RankFailedError: if it could not.
+            RankFailedError: if the first could not make it.
         """
         if not self.leads:
-            return self._received(num_rows)
+            return [], self._received(num_rows)
         try:
-            trees = make()
+            proposed, selected = make()
         except BaseException:
             self._send(torch.full((num_rows + 1,), _FAILED))
             raise
-        lengths = [len(tree) for tree in trees]
+        lengths = [len(tree) for tree in selected]
         self._send(torch.tensor([*lengths, 0]))
         if any(lengths):
-            self._send(
-                torch.from_numpy(np.concatenate([part for tree in trees for part in (tree.tokens, tree.parents)]))
-            )
-        return trees
+            parts = [part for tree in selected for part in (tree.tokens, tree.parents)]
+            self._send(torch.from_numpy(np.concatenate(parts)))
+        return proposed, selected
 
     def _received(self, num_rows: int) -> list[DraftTree]:
         lengths = torch.empty(num_rows + 1, dtype=torch.int64)

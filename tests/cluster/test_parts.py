@@ -11,9 +11,10 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
 
 from hf_smartspec.cluster.asgi import asked
-from hf_smartspec.cluster.front import answered, joined_metrics
+from hf_smartspec.cluster.front import Front, answered, joined_metrics
 from hf_smartspec.cluster.messages import ForwardedRequest, Head, route_of, with_seed
 from hf_smartspec.cluster.passed import CannotContinueError
 from hf_smartspec.cluster.routing import SpeculativeRequestRouter
@@ -48,7 +49,7 @@ def test_routes_are_of_prompt_tenant_and_drafts():
               for item in changed}  # fmt: skip
     assert len(spaces | {first.namespace}) == 4
     assert route_of(post({"prompt": "\ud800"}, "/v1/completions")).text
-    assert route_of(ForwardedRequest("GET", "/health", b"", [], b"")) == ("" or b"", "")
+    assert route_of(ForwardedRequest("GET", "/health", b"", [], b"")) == (b"", "")
 
 
 def application(left):
@@ -265,3 +266,43 @@ class Context:
 )
 def test_replicas_are_as_many_as_queue_and_goodput_ask_for(context, least, wanted):
     assert ScaleByGoodput(least)(context)[0] == pytest.approx(wanted)
+
+
+def front_says(scope, *scripts):
+    """What an ASGI client gets of a front before these replicas, and the replicas."""
+    replicas = Replicas(*scripts)
+    sent = []
+
+    async def main():
+        messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def receive():
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        asked = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "root_path": ""} | scope
+        answer = await Front(replicas, 100)(Request(asked, receive))
+        await answer(asked, receive, send)
+
+    asyncio.run(main())
+    return b"".join(message.get("body", b"") for message in sent), replicas
+
+
+def test_a_front_hands_paths_on_as_they_are():
+    body, replicas = front_says({"path": "/v1/models/a name/ä"}, [PLAIN, b"it"])
+    assert body == b"it" and replicas.asked[0].path == "/v1/models/a name/ä"
+
+
+@pytest.mark.parametrize("error", [DEAD, ValueError("of the replica's own"), BackPressureError(1, 2)])
+def test_whatever_ends_a_stream_is_told_in_it(error):
+    lost = [STREAM, text_event("a"), DEAD], [STREAM, text_event("a"), error]
+    body, _ = front_says({"path": "/x"}, *lost)
+    first, told, end, rest = body.split(b"\n\n")
+    assert first + b"\n\n" == text_event("a") and b"ask again" in told and end == b"data: [DONE]" and not rest
+
+
+def test_two_replicas_that_die_and_a_full_queue_have_a_status():
+    assert b"have died" in front_says({"path": "/x"}, [DEAD], [DEAD])[0]
+    assert b"Too many" in front_says({"path": "/x"}, [BackPressureError(1, 2)])[0]

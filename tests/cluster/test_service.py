@@ -131,6 +131,8 @@ def test_the_front_answers_for_all(service):
     large = httpx.post(f"{url}/v1/completions", content=b" " * (9 * 2**20), timeout=60)
     assert large.status_code == 413
     assert httpx.get(f"{url}/nowhere", timeout=60).status_code == 404
+    for path in ("/v1/models", "/metrics"):  # a page in a browser here, under a name of its own
+        assert httpx.get(f"{url}{path}", headers={"Host": "elsewhere.example"}, timeout=60).status_code == 403
 
 
 def test_what_runs_is_finished_when_the_service_is_told_to_end(service):
@@ -180,3 +182,14 @@ def test_the_example_file_is_valid():
     module, _, name = app.import_path.partition(":")
     assert getattr(importlib.import_module(module), name) is application
     assert application(app.args)._bound_deployment.name == "Front"
+
+
+def test_ray_that_does_not_come_up_is_told_in_a_line(monkeypatch, capsys):
+    def fail(**_):
+        raise Exception("many\nlines\nThe current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", fail)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert call("serve", "--replicas", "2", "--port", "0") == 2
+    error = capsys.readouterr().err
+    assert "Ray cannot be started: The current node timed out" in error and error.strip().count("\n") == 0

@@ -44,9 +44,15 @@ def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
     given_out = max(os.cpu_count() or 1, int(num_cpus) + 1) if is_own else None
     try:
         ray.init(address=address, num_cpus=given_out, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, OSError, ValueError) as error:
-        raise UsageError(f"--ray-address: {error}") from error
+    except Exception as error:  # of many kinds: nobody there, another version, a machine that is too slow
+        where = "Ray cannot be started" if is_own else "--ray-address"
+        raise UsageError(f"{where}: {last_line(error)}") from error
     try:
         yield is_own
     finally:
         ray.shutdown()
+
+
+def last_line(error: Exception) -> str:
+    """What has gone wrong, at the end of what Ray makes of it."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1]

@@ -15,7 +15,7 @@ from ...decoding.statistics import GenerationStatistics
 from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker, load_speaker
 from ..common.models import UsageError
-from ..common.ray_cluster import ray_cluster
+from ..common.ray_cluster import last_line, ray_cluster
 from .row_answers import AHEAD, RowAnswers
 from .row_file import dumped
 from .rows import checked_rows
@@ -118,8 +118,7 @@ class Replicas:
                     self._statistics[row["worker"]] = GenerationStatistics(**json.loads(row["so_far"]))
                 yield json.loads(row["line"])
         except RayError as error:
-            reason = (str(error).strip().splitlines() or [repr(error)])[-1]
-            raise UsageError(f"the replicas could not go on: {reason}; the same command does") from error
+            raise UsageError(f"the replicas could not go on: {last_line(error)}; the same command does") from error
 
     @property
     def statistics(self) -> GenerationStatistics:

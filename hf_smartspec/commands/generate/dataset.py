@@ -18,6 +18,7 @@ from ..common.progress import track
 from .answering import OneEngine, Replicas
 from .row_answers import RowAnswers
 from .row_file import RowFile, as_json
+from .rows import kept_columns
 
 # Where launchers say which process this is: torchrun, Intel's MPI, Open MPI, MVAPICH2; as accelerate reads them.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -74,7 +75,7 @@ class DatasetAnswers:
         self._args, self._rows, self._speaker, self._prompter = args, rows, speaker, prompter
         self._shard = args.shard or launched_shard(os.environ)
         self._indices = self._shard.range(len(rows))
-        self._columns = list(dict.fromkeys(args.keep or [args.column]))
+        self._columns = kept_columns(args)
 
     def run(self) -> int:
         """Exit status: 1 if a row could not be answered; not for launchers, which would end the other processes."""

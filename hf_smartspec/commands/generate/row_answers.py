@@ -13,6 +13,7 @@ from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker
 from ..common.answering.text import GrowingText
 from ..common.models import UsageError
+from .rows import kept_columns
 
 AHEAD = 4  # batches of requests that are under way: one runs, and long ones do not keep the others waiting
 
@@ -29,7 +30,7 @@ class RowAnswers:
 
     def __init__(self, args: argparse.Namespace, rows: Any, speaker: Speaker, prompter: Prompter, seed: int):
         self._args, self._rows, self._speaker, self._prompter, self._seed = args, rows, speaker, prompter, seed
-        self._columns = list(dict.fromkeys(args.keep or [args.column]))
+        self._columns = kept_columns(args)
 
     def answer(self, engine: Engine, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """These rows, with their answers."""

@@ -31,6 +31,11 @@ def checked_rows(args: argparse.Namespace) -> Any:
     return rows.select(range(min(args.limit, len(rows)))) if args.limit else rows
 
 
+def kept_columns(args: argparse.Namespace) -> list[str]:
+    """That are written beside the answers."""
+    return list(dict.fromkeys(args.keep or [args.column]))
+
+
 def load_rows(source: str, name: str | None, split: str) -> Any:
     """
     A `datasets.Dataset`.

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...sharing.routing import ROUTERS
 from ..common.arguments import not_negative_number, positive, positive_number
 from ..common.models import UsageError
-from ..common.ray_cluster import add_cluster_arguments, check_ray, ray_cluster
+from ..common.ray_cluster import add_cluster_arguments, check_ray, last_line, ray_cluster
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ...serving.server.app import Server
     from ...serving.server.guard.keys import ApiKeys
 
-ROUTERS = ("affinity", "least_loaded", "power_of_two", "round_robin")
 _MIB = 2**20
 _NAME = "smartspec"
 
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-goodput", type=not_negative_number, default=0.0, metavar="R",
         help="tokens per second and request below which there are to be more (default: 0, the queue alone decides)",
     )  # fmt: skip
-    group.add_argument("--router", choices=ROUTERS, default="affinity", help="who serves what (default: affinity)")
+    group.add_argument(
+        "--router", choices=list(ROUTERS), default="affinity", help="who serves what (default: affinity)"
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -53,8 +55,10 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
 
 
-def service(args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys") -> "Application":
-    """Of models by name, for `ray.serve.run`."""
+def service(
+    args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", hosts: Collection[str] | None = None
+) -> "Application":
+    """Of models by name, for `ray.serve.run`; `hosts` as in `make_app`."""
     from ...cluster.service import ServiceOptions, make_service
 
     options = ServiceOptions(
@@ -70,17 +74,19 @@ def service(args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys")
         num_gpus=float(torch.device(args.device).type == "cuda"),
         drain_seconds=args.drain_seconds,
     )
-    return make_service(partial(_server, args, dict(names), keys), options)
+    return make_service(partial(_server, args, dict(names), keys, hosts), options)
 
 
 @contextmanager
-def _server(args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys") -> Iterator["Server"]:
+def _server(
+    args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", hosts: Collection[str] | None
+) -> Iterator["Server"]:
     """In a replica's process."""
     from .serving import loaded_server
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    with loaded_server(args, names, keys) as server:
+    with loaded_server(args, names, keys, hosts) as server:
         yield server
 
 
@@ -89,26 +95,25 @@ def serve_replicas(
 ) -> None:
     """Serves until the process is told to end; what runs then is finished within `--drain-seconds`."""
     from ray import serve
+    from ray.exceptions import RayError
+
+    from .serving import hosts_of
 
     logging.getLogger("ray.serve").setLevel(args.log_level.upper())
     num_cpus = (args.max_replicas or args.replicas) * (args.threads or 1)
     with ray_cluster(args.ray_address, num_cpus) as is_own:
         try:
             serve.start(http_options={"host": args.host, "port": port})
-            serve.run(service(args, names, keys), name=_NAME, route_prefix="/")
+            serve.run(service(args, names, keys, hosts_of(args.host, keys)), name=_NAME, route_prefix="/")
             with _told_to_end() as told:  # from here on: before, Ctrl-C interrupts, and Ray has handlers of its own
                 on_start()
                 told.wait()
                 serve.delete(_NAME)
-        except RuntimeError as error:  # of Ray Serve, whose replicas' errors are in the text
-            raise UsageError(f"the replicas could not be started: {_last_line(error)}") from error
+        except (RuntimeError, RayError) as error:  # the replicas' own are in the text
+            raise UsageError(f"the replicas could not be started: {last_line(error)}") from error
         finally:
             if is_own:
                 serve.shutdown()
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["?"])[-1]
 
 
 @contextmanager
