@@ -23,14 +23,16 @@ from .scheduler import Scheduler
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
+_YOUNG = 4  # rows for every one that may run are kept however little of their like is needed
+_MOST_KEPT = 1024  # prompts are compared with all of them
 
 
 class EngineMemory(RequestMemory):
     """
     The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
-    stays there. Rows of requests that have ended are kept as long as running and kept ones together are no more than
-    may run at once, and fit beside one another; the oldest go first. A prompt that begins as one of them, or as that of
-    a running request, gets a copy of the beginning: running rows share no memory.
+    stays there. Rows of requests that have ended are kept as long as they fit beside what runs; those that were unused
+    for longest go first. A prompt that begins as one of them, or as that of a running request, gets a copy of the
+    beginning: running rows share no memory.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -114,32 +116,50 @@ class EngineMemory(RequestMemory):
         return not self.forward.rotary or longest <= self.forward.rotary.border
 
     def _new_row(self, num_tokens: int, shared: SharedPrefix | None) -> CacheRow:
-        """With a slot for so many tokens; rows that were kept give way. The last of them may be what is shared."""
+        """
+        With a slot for so many tokens; rows that were kept give way. What is shared becomes the row itself if it is the
+        last of them, or the beginning of this very text.
+        """
         capacity = self.cache.slot_size(num_tokens)
+        # What sources keep is not counted: it is that of few texts.
+        self._remove(self.prefixes.with_more()[: -self.scheduler.max_batch_size])
+        if shared is not None and shared.goes_on and self._has_place(capacity):
+            self.prefixes.give_up([shared.row])
+            return self._taken_over(shared, capacity)
         while len(self.prefixes) and not self._has_place(capacity):
             row = self.prefixes.pop()
             if shared is not None and row is shared.row:
-                row.length = shared.length
-                with self._removed_on_failure(row):
-                    self.cache.resize(row, capacity)
-                return row
+                return self._taken_over(shared, capacity)
             self.cache.remove(row)
         return self.cache.add(num_tokens)
 
+    def _taken_over(self, shared: SharedPrefix, capacity: int) -> CacheRow:
+        shared.row.length = shared.length
+        with self._removed_on_failure(shared.row):
+            self.cache.resize(shared.row, capacity)
+        return shared.row
+
     def _has_place(self, capacity: int) -> bool:
-        return len(self.cache.rows) < self.scheduler.max_batch_size and self.cache.has_room(capacity)
+        """Without moving all that is kept: of full memory, rather some more of it is given up."""
+        fits = len(self.prefixes) < _MOST_KEPT and self.cache.has_room(capacity)
+        return fits and (self.cache.may_grow or self.cache.has_gap(capacity))
 
     def _shrink(self) -> None:
         """
-        Gives back memory of which little is needed, for running rows and for kept ones that are no longer than these.
-        It grows as rows are added.
+        Gives back memory of which little is needed: for running rows, and for kept ones that are no longer than these
+        or were used of late. It grows as rows are added.
         """
         longest = max(self.scheduler.running.values(), default=0)
-        enough = self.scheduler.num_taken + self.prefixes.num_taken(longest)
+        old = self.prefixes.old(_YOUNG * self.scheduler.max_batch_size, longest)
+        enough = self.scheduler.num_taken + self.prefixes.num_taken - sum(row.stride for row in old)
         if self.cache.num_lines > _WASTE * max(enough, _FIRST_LINES):
-            for row in self.prefixes.longer_than(longest):
-                self.cache.remove(row)
+            self._remove(old)
             self.cache.shrink(2 * enough)
+
+    def _remove(self, kept: Sequence[CacheRow]) -> None:
+        self.prefixes.give_up(kept)
+        for row in kept:
+            self.cache.remove(row)
 
     @property
     def keeper(self) -> Callable[[Request], None]:

@@ -24,16 +24,20 @@ class CachedText(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """A row whose first `length` tokens are those of a prompt, and whose request's they are."""
+    """
+    A row whose first `length` tokens are those of a prompt, whose request's they are, and whether it is one that is
+    kept, and nothing of it is left out: a conversation that goes on.
+    """
 
     row: CacheRow
     length: int
     request_id: Hashable = None
+    goes_on: bool = False
 
 
 class PrefixRows:
     """
-    Rows of a cache whose requests have ended, with the texts that they hold; the oldest go first.
+    Rows of a cache whose requests have ended, with the texts that they hold; those that were used last go last.
 
     Attributes:
         given_up (list of `CachedText`): Those that are gone, for whoever has to say so to their sources.
@@ -46,9 +50,10 @@ class PrefixRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def num_taken(self, longest: int) -> int:
-        """Tokens of the rows' slots that are no longer than this."""
-        return sum(row.stride for row in self._rows if row.stride <= longest)
+    @property
+    def num_taken(self) -> int:
+        """Tokens of the rows' slots."""
+        return sum(row.stride for row in self._rows)
 
     def add(self, row: CacheRow, text: CachedText) -> None:
         """Keeps a row."""
@@ -57,21 +62,24 @@ class PrefixRows:
     def pop(self) -> CacheRow:
         """The row that has gone unused for longest."""
         row = next(iter(self._rows))
-        self._give_up([row])
+        self.give_up([row])
         return row
 
-    def longer_than(self, num_tokens: int) -> list[CacheRow]:
-        """Gives up the rows whose slots are for more than so many tokens."""
-        rows = [row for row in self._rows if row.stride > num_tokens]
-        self._give_up(rows)
-        return rows
+    def with_more(self) -> list[CacheRow]:
+        """The rows beside which a source has kept something of its own."""
+        return [row for row, text in self._rows.items() if text.source is not None]
+
+    def old(self, num_young: int, num_tokens: int) -> list[CacheRow]:
+        """The rows whose slots are for more than so many tokens, but for those that were used last."""
+        return [row for row in list(self._rows)[: max(len(self) - num_young, 0)] if row.stride > num_tokens]
 
     def clear(self) -> list[CacheRow]:
         rows = list(self._rows)
-        self._give_up(rows)
+        self.give_up(rows)
         return rows
 
-    def _give_up(self, rows: Iterable[CacheRow]) -> None:
+    def give_up(self, rows: Iterable[CacheRow]) -> None:
+        """Forgets rows; who has them removes them."""
         texts = [self._rows.pop(row) for row in rows]
         self.given_up += [text for text in texts if text.source is not None]
 
@@ -95,7 +103,8 @@ class PrefixRows:
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
-                best, best_rank = SharedPrefix(row, length, request_id), rank
+                goes_on = row in self._rows and length == len(tokens)
+                best, best_rank = SharedPrefix(row, length, request_id, goes_on), rank
         if best is not None and best.row in self._rows:  # was of use: the last to go now
             self._rows[best.row] = self._rows.pop(best.row)
         return best

@@ -188,6 +188,15 @@ class SlotCache(Cache):
         """Whether there may be a slot of this size beside the others."""
         return self.most_lines is None or self.num_taken + capacity <= self.most_lines
 
+    def has_gap(self, capacity: int) -> bool:
+        """Whether a slot of this size is found without moving a row."""
+        return any(size >= capacity for _, size in self.slabs.gaps())
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether there may be more memory than there is."""
+        return self.most_lines is None or self.num_lines < self.most_lines
+
     def remove(self, row: CacheRow) -> None:
         """Gives up a row; another of its size takes its place."""
         successor = self.slabs.successor(row)

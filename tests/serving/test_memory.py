@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from hf_smartspec import Engine
+from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.target.slabs import slot_size
 from hf_smartspec.target.slot_cache import SlotCache
 
 from ..generate.helpers import VOCAB_SIZE, tiny_llama
+from ..watching import Watching
 from .helpers import TIMEOUT, Asked, check_all, suffix
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
@@ -117,6 +119,8 @@ def test_memory_is_given_back_when_little_is_needed(model):
         check_all(engine, model, [long])
         most = engine._memory.num_bytes
         check_all(engine, model, short * 2)
+        assert engine._memory.num_bytes >= most, "it may be asked for more of the same text"
+        check_all(engine, model, short * 5)
         assert engine._memory.num_bytes <= most / 4
         address = engine._memory.cache.layers[0].keys.data_ptr()
         check_all(engine, model, short * 3)
@@ -141,12 +145,49 @@ def test_a_request_that_cannot_be_placed_leaves_no_row(model, monkeypatch):
         check_all(engine, model, [first, second])
 
 
-def test_texts_are_kept_when_few_requests_run(model):
-    """As long as those that run are no shorter: it is what they are kept for."""
+@pytest.mark.parametrize("max_batch_size", [32, 2])
+def test_texts_are_kept_however_few_requests_run(model, max_batch_size):
     asked = requests_of([60] * 12)
-    with Engine(model, "none", max_batch_size=32) as engine:
+    with Engine(model, "none", max_batch_size=max_batch_size) as engine:
         check_all(engine, model, asked)
         assert len(engine._memory.prefixes) == 12
         for item in asked:
             check_all(engine, model, [item])
         assert engine._memory.num_reused == 12 * 59
+
+
+def test_full_memory_rather_forgets_than_moves(model, laid_out):
+    """Of whatever size the slots are that come next."""
+    asked = requests_of([20, 150, 60, 300, 40, 90] * 6, max_new_tokens=8)
+    with Engine(model, "none", max_batch_size=2, max_kv_bytes=1500 * BYTES_PER_TOKEN) as engine:
+        check_all(engine, model, asked[:12])
+        cache = engine._memory.cache
+        assert cache.num_lines == cache.most_lines
+        laid_out.clear()
+        check_all(engine, model, asked[12:])
+        assert not laid_out and len(engine._memory.prefixes) > 4
+
+
+def test_few_texts_are_kept_of_which_sources_keep_something_too(model):
+    asked = requests_of([30] * 7, max_new_tokens=8)
+    watching = Watching(NoCandidates(), layers=(-1,))
+    with Engine(model, watching, max_batch_size=2) as engine:
+        for item in asked:
+            check_all(engine, model, [item])
+            assert len(engine._memory.prefixes) <= 2 + 1
+
+
+def test_a_conversation_that_goes_on_stays_in_its_row(model):
+    (first,) = requests_of([40])
+    with Engine(model, "none", max_batch_size=4) as engine:
+        text, reused = first.prompt, 0
+        for turn in range(4):
+            output = engine.get_result(engine.add_request(text, **first.arguments), timeout=TIMEOUT)
+            assert output.generated_tokens == Asked(text, first.settings).alone(model)
+            assert len(engine._memory.prefixes) == 1
+            assert engine._memory.num_reused == reused
+            text = text + output.generated_tokens
+            reused += len(text) - 1  # the last token was never fed
+            text = text + [turn + 3] * 5
+        check_all(engine, model, [first])  # the beginning, which is there, too
+        assert len(engine._memory.prefixes) == 2

@@ -11,10 +11,11 @@ import pytest
 from hf_smartspec import DraftModelCandidates, Engine, PromptLookupCandidates, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.target.compat import RequestStatus
 
+from ..covering import IS_EXHAUSTIVE
 from ..generate.helpers import noisy_copy, tiny_llama
 from .helpers import random_requests
 
-NUM_REQUESTS = 10_000 if os.environ.get("HF_SMARTSPEC_EXHAUSTIVE") else 150
+NUM_REQUESTS = 10_000 if IS_EXHAUSTIVE else 150
 NUM_CLIENTS = 6
 TIMEOUT = 120.0
 
