@@ -9,6 +9,8 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 
+from .covering import IS_EXHAUSTIVE, in_part
+
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, print_blob=True)
 settings.load_profile("quick")
 
@@ -21,7 +23,12 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error::DeprecationWarning:hf_smartspec")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not IS_EXHAUSTIVE and not any("::" in arg for arg in config.args):  # who names a test gets all of it
+        items[:], left_out = in_part(items)
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if item not in exhaustive]
+        config.hook.pytest_deselected(items=left_out + exhaustive)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

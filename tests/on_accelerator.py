@@ -39,7 +39,13 @@ from .candidates.translated.pairs import character_tokenizer, with_tokens_of
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
 
-FEW = [*product(["suffix", "auto", "two"], ["greedy", "warped", "penalty, sampled"])]
+ALL_OPTIONS = [*product(["none", "lookup", "tree"], OPTIONS)]
+FEW = [*product(["chain", "priced", "suffix", "auto", "two"], ["greedy", "warped", "penalty, sampled"])]
+
+
+def exhaustive(*cases):
+    """Those which say little beyond what others do."""
+    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,7 +119,7 @@ def steps(accelerator, monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize(("source", "name"), [*product(["none", "lookup", "chain", "tree", "priced"], OPTIONS), *FEW])
+@pytest.mark.parametrize(("source", "name"), [*ALL_OPTIONS, *FEW])
 def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, source, name):
     output = generate(on_device, source, OPTIONS[name])
     assert output.sequences.device.type == DEVICE
@@ -127,7 +133,7 @@ def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, sou
     check_counts(steps, source, name)
 
 
-@pytest.mark.parametrize("source", ["none", "lookup", "chain", "tree", "priced"])
+@pytest.mark.parametrize("source", ["none", "lookup", *exhaustive("chain", "tree"), "priced"])
 def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, source):
     """Of a single row, whose forwards have few shapes; what else a step has to do is as before."""
     name = "warped" if source in ("lookup", "priced") else "greedy"
@@ -143,7 +149,9 @@ def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, sou
     check_counts(steps, source, name)
 
 
-@pytest.mark.parametrize("source", ["suffix", "lookup", "chain", "tree", "priced", "rejection"])
+@pytest.mark.parametrize(
+    "source", ["suffix", *exhaustive("lookup", "chain"), "tree", "priced", *exhaustive("rejection")]
+)
 def test_recorded_forwards_of_many_rows(on_cpu, on_device, recorders, accelerator, source):
     options = OPTIONS["penalty" if source in ("lookup", "priced") else "sampled"] | {"max_new_tokens": 30}
     expected = generate(on_cpu, source, options)
@@ -168,14 +176,14 @@ def test_sliding_windows_are_no_reason_to_wait(accelerator, steps, architecture)
         check_counts(steps, source, "greedy", dispatched=220)  # two kinds of layers have two masks
 
 
-@pytest.mark.parametrize("architecture", ["t5", "umt5", "bart"])
+@pytest.mark.parametrize("architecture", ["t5", *exhaustive("umt5"), "bart"])
 def test_encoders_are_no_reason_to_wait(accelerator, steps, architecture):
     """Biases of positions, and who sees which encoder outputs, the device works out, or is sent with the layout."""
     models = new_model(architecture), new_model(architecture)
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.mul_(1.02)
-    for name, source in product(("greedy", "sampled"), ("lookup", "tree", "chain")):
+    for name, source in (("greedy", "lookup"), ("sampled", "lookup"), ("greedy", "tree"), ("sampled", "chain")):
         expected = tokens_of(generate(models, "none", OPTIONS[name]))
         on_device = [noisy_copy(model, 0.0).to(DEVICE) for model in models]
         steps.clear()
@@ -214,7 +222,7 @@ def test_devices_agree_on_rejection(on_cpu, on_device, steps):
     check_counts(steps, "rejection", "sampled")
 
 
-@pytest.mark.parametrize("source", ["lookup", "chain", "tree", "rejection"])
+@pytest.mark.parametrize("source", ["lookup", *exhaustive("chain"), "tree", "rejection"])
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
     numbers = []
@@ -334,7 +342,7 @@ def test_devices_without_double_precision_sample_the_same(on_cpu, on_device, acc
     assert "float64" not in map(str, sent) and ("float32" in map(str, sent)) == (source == "rejection")
 
 
-@pytest.mark.parametrize("source", ["tree", "rejection"])
+@pytest.mark.parametrize("source", ["tree", *exhaustive("rejection")])
 def test_picking_token_by_token_comes_to_the_same(on_cpu, on_device, accelerator, monkeypatch, source):
     """As does picking row by row, where all scores would be too many; a CPU, which nobody waits for, goes without."""
     outputs = [generate(models, source, OPTIONS["warped"]) for models in (on_cpu, on_device)]

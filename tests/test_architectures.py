@@ -7,8 +7,8 @@ from hf_smartspec import Engine
 
 from .architectures import NAMES, REPRESENTATIVE, serve, small_model
 from .conftest import WAYS
+from .covering import IS_EXHAUSTIVE
 from .serving.helpers import Asked, check_all, suffix
-from .test_exactness import IS_EXHAUSTIVE
 
 LENGTHS = 12, 5, 1, 14
 

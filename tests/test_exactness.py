@@ -1,15 +1,14 @@
 """The promise: the same tokens as plain `generate`, for every architecture, batch, source, tree and sampling."""
 
-import os
 from itertools import product
 
 import pytest
 import torch
 
 from .comparison import Tally, run_cases
+from .covering import IS_EXHAUSTIVE
 from .models import PACKED, ROWWISE
 
-IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
 # One test of the exhaustive run: ten greedy and ten sampled settings of one architecture, in six cases each.
 SETTINGS_PER_BLOCK, NUM_BLOCKS = 10, 4
 BLOCKS = [

@@ -1,13 +1,14 @@
 """
 Routing, and replicas that begin, on real engines of the embedded target; by hand, on a quiet machine:
 
-    python -m tests.cluster.measure FILE.jsonl.gz [FILE ...]
+    python -m tests.cluster.measure --fresh FILE.jsonl.gz [FILE ...]
 
-prints tokens per step of a request, and the share of prompt tokens that were not computed again, for two replicas by
-each router; and the tokens per step of a replica that begins with what another one has shared, beside those of that
-one, over the same requests.
+prints tokens per step of a request, and the share of prompt tokens that were not computed again, by each router; and
+the tokens per step of a replica that begins with what another one has shared, beside those of that one, over the same
+requests. The texts are recorded conversations; what the target answers to each of their turns is its own.
 """
 
+import argparse
 import asyncio
 import os
 import re
@@ -15,9 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,8 +29,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from hf_smartspec.commands.common.recordings import Fields, read_requests
 
 REPOSITORY = Path(__file__).parents[2]
-TENANTS, REQUESTS, AT_ONCE, MAX_TOKENS = 6, 180, 6, 48
+TASKS, TENANTS, SESSIONS, AT_ONCE, MAX_TOKENS, NUM_NODES, MAX_CHARACTERS = 20, 12, 180, 6, 48, 8, 3000
 ROUTERS = ("power_of_two", "affinity")
+
+
+class Session(NamedTuple):
+    tenant: int
+    prompts: list[str]  # each with all that was said before
 
 
 @contextmanager
@@ -45,30 +54,45 @@ def served(*options: str) -> Iterator[str]:
         process.wait(120)
 
 
-def requests_of(paths: Sequence[str]) -> list[tuple[int, str]]:
-    """Tenants and their prompts: each tenant has texts of one file, behind instructions of its own."""
-    texts = [["\n".join(item.context) for item in read_requests(Path(path), Fields(), 100)] for path in paths]
-    found = []
-    for number in range(REQUESTS):
-        tenant = (7 * number + number // TENANTS) % TENANTS
-        own = texts[tenant % len(texts)]
-        instructions = f"Instructions of customer {tenant}.\n" + "\n".join(own[-1 - tenant - k][:200] for k in range(3))
-        found.append((tenant, f"{instructions}\n\n{own[number % 60][:400]}\n"))
-    return found
+def sessions_of(paths: Sequence[str]) -> list[Session]:
+    """
+    Conversations of the files in their order, one of each file in turn: all that are about the first tasks, which are
+    tried again and again, or asked about with the same schema. A task is one tenant's.
+    """
+    found = [_sessions(Path(path)) for path in paths]
+    return [session for several in zip_longest(*found) for session in several if session][:SESSIONS]
 
 
-async def ask(url: str, requests: Sequence[tuple[int, str]]) -> None:
-    """A few at a time, in their order."""
+def _sessions(path: Path) -> list[Session]:
+    found: dict[str, list[tuple[int, Session]]] = {}  # by how the task begins
+    before: list[str] = []
+    for number, (context, _) in enumerate(read_requests(path, Fields(), None)):
+        task = context[0][:200]
+        if sum(map(len, context)) > MAX_CHARACTERS or (task not in found and len(found) == TASKS):
+            continue
+        own = found.setdefault(task, [])
+        if not own or not before or context[: len(before)] != before:
+            own.append((number, Session(zlib.crc32(task.encode()) % TENANTS, [])))
+        own[-1][1].prompts.append("\n".join(context) + "\n")
+        before = context
+    ordered = sorted((item for own in found.values() for item in own), key=lambda item: item[0])
+    return [session for _, session in ordered]
+
+
+async def ask(url: str, sessions: Sequence[Session]) -> None:
+    """Some sessions at a time, in their order; within one, each turn after the answer before it."""
     places = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
 
-        async def one(tenant: int, prompt: str) -> None:
+        async def hold(session: Session) -> None:
             async with places:
-                body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-                answer = await client.post("/v1/completions", json=body, headers=_key(tenant))
-                answer.raise_for_status()
+                for prompt in session.prompts:
+                    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+                    body |= {"speculation": {"num_nodes": NUM_NODES}}  # the same whatever the machine's speed
+                    answer = await client.post("/v1/completions", json=body, headers=_key(session.tenant))
+                    answer.raise_for_status()
 
-        await asyncio.gather(*(one(*request) for request in requests))
+        await asyncio.gather(*map(hold, sessions))
 
 
 def _key(tenant: int) -> dict[str, str]:
@@ -95,13 +119,22 @@ def rates(before: dict[str, float], after: dict[str, float]) -> tuple[float, flo
     return grown("generation_tokens") / steps, grown("prefix_cache_hits") / queries
 
 
-def by_router(requests: Sequence[tuple[int, str]], keys: Path) -> None:
+def by_router(num_replicas: int, sessions: Sequence[Session], keys: Path) -> None:
     found = {}
     for router in ROUTERS:
-        options = ["--replicas", "2", "--router", router, "--assistant", "suffix", "--api-key-file", str(keys)]
+        options = [
+            "--replicas",
+            str(num_replicas),
+            "--router",
+            router,
+            "--assistant",
+            "suffix",
+            "--api-key-file",
+            str(keys),
+        ]
         with served(*options) as url:
             start = time.perf_counter()
-            asyncio.run(ask(url, requests))
+            asyncio.run(ask(url, sessions))
             found[router] = rates({}, counted(url))
             per_step, reused = found[router]
             seconds = time.perf_counter() - start
@@ -110,28 +143,37 @@ def by_router(requests: Sequence[tuple[int, str]], keys: Path) -> None:
     print(f"affinity / power of two: {other[0] / one[0]:.3f} x tokens/step, {other[1] / one[1]:.3f} x reused")
 
 
-def fresh(requests: Sequence[tuple[int, str]], keys: Path) -> None:
-    half = len(requests) // 2
+def fresh(sessions: Sequence[Session], keys: Path) -> None:
+    half = len(sessions) // 2
     with tempfile.TemporaryDirectory() as folder:
         options = ["--assistant", "suffix", "--api-key-file", str(keys), "--shared", folder, "--shared-interval"]
         with served(*options, "1") as old:
-            asyncio.run(ask(old, requests[:half]))
+            asyncio.run(ask(old, sessions[:half]))
             time.sleep(5)  # by then, all of it is in the folder
             with served(*options, "3600") as new:
                 before = [counted(url) for url in (old, new)]
                 for url in (old, new):
-                    asyncio.run(ask(url, requests[half:]))
+                    asyncio.run(ask(url, sessions[half:]))
                 first, second = (rates(item, counted(url))[0] for item, url in zip(before, (old, new)))
     print(f"old replica {first:.3f} tokens/step, fresh one {second:.3f}: {second / first:.3f} x")
 
 
 def main() -> int:
-    requests = requests_of(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="behind each router; 0: no routing")
+    parser.add_argument("--fresh", action="store_true", help="also a replica that begins")
+    args = parser.parse_args()
+    sessions = sessions_of(args.files)
+    num, tenants = sum(len(session.prompts) for session in sessions), {item.tenant for item in sessions}
+    print(f"{num} requests in {len(sessions)} sessions of {len(tenants)} tenants", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("".join(f"key-{tenant}\n" for tenant in range(TENANTS)))
-        fresh(requests, keys)
-        by_router(requests, keys)
+        if args.fresh:
+            fresh(sessions, keys)
+        if args.replicas:
+            by_router(args.replicas, sessions, keys)
     return 0
 
 

@@ -24,7 +24,6 @@ from hf_smartspec.commands.serve.cluster import application
 
 from ..commands.helpers import call
 from ..serving.server.running import served_demo
-from ..test_exactness import IS_EXHAUSTIVE
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS = [
@@ -36,8 +35,6 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def service():
     """The process and where it listens."""
-    if not IS_EXHAUSTIVE:
-        pytest.skip("starts Ray Serve, a minute or more of two cores: set HF_SMARTSPEC_EXHAUSTIVE=1")
     arguments = ["demo=demos/models/target", "--port", "0", "--dtype", "float32", "--threads", "1"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -89,6 +86,7 @@ async def ask(client, fields, begun=None):
     return "".join(texts)
 
 
+@pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
 def test_all_are_answered_once_though_a_replica_is_killed(service):
     process, url = service
     bodies = [body_of(number) for number in range(24)]
@@ -121,6 +119,7 @@ def test_all_are_answered_once_though_a_replica_is_killed(service):
         assert calm[number] == served.tokenizer.decode(plain, skip_special_tokens=True)
 
 
+@pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
 def test_the_front_answers_for_all(service):
     _, url = service
     assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
@@ -135,6 +134,7 @@ def test_the_front_answers_for_all(service):
         assert httpx.get(f"{url}{path}", headers={"Host": "elsewhere.example"}, timeout=60).status_code == 403
 
 
+@pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
 def test_what_runs_is_finished_when_the_service_is_told_to_end(service):
     process, url = service
     fields = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}

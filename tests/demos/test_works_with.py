@@ -23,6 +23,7 @@ CASES = {
     "accelerate": ("offloaded",),
     "transformers": ("pipelines",),
 }
+SLOW = "datasets", "lm_eval"  # to import
 
 
 @pytest.fixture
@@ -39,7 +40,9 @@ def at_home(monkeypatch, tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that others still use
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("package", CASES)
+@pytest.mark.parametrize(
+    "package", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW)) for name in CASES]
+)
 def test_examples_give_what_comes_without_us(at_home, package):
     pytest.importorskip(package, reason=f"{package} is not installed")
     name, *arguments = CASES[package]

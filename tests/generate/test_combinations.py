@@ -1,6 +1,5 @@
 """Random combinations of everything that `generate` takes, each compared with plain decoding in all that it shows."""
 
-import os
 import random
 
 import pytest
@@ -10,11 +9,11 @@ from transformers import StoppingCriteria
 import hf_smartspec
 from hf_smartspec import SeededGumbelLogitsProcessor
 
+from ..covering import IS_EXHAUSTIVE
 from .helpers import VOCAB_SIZE, Oracle, Spy, draft_source, prompts, tiny_llama
 from .mixin import gemma3, gpt2
 from .test_streaming import Recorder
 
-IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
 NUM_CASES = 400 if IS_EXHAUSTIVE else 40
 MODELS = {"llama": tiny_llama, "gemma3": gemma3, "gpt2": gpt2}
 

@@ -176,7 +176,7 @@ USELESS_CALL = [Drafter(0.0, claimed=0.95, cost=DraftCost(per_call=6e-3))] * 4
 
 @pytest.mark.parametrize("drafters", [USELESS, USELESS_MODEL, USELESS_CALL, USELESS[:1], USELESS_MODEL[:1]])
 def test_never_slower_with_a_drafter_that_is_always_wrong(drafters):
-    plain = simulate(NoSpeculation(), drafters, line(), steps=1500)
+    plain = simulate(NoSpeculation(), drafters, line(), steps=300)
     auction = simulate(GoodputAuction(line()), drafters, line(), steps=1500)
     fixed = simulate(FixedLength(4), drafters, line(), steps=300)
     assert auction.drafted > 0, "it has tried"

@@ -13,7 +13,6 @@ from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.generate import answering
 from hf_smartspec.commands.generate.answering import Replicas, RowWorker
 
-from ...test_exactness import IS_EXHAUSTIVE
 from .. import processes
 from ..helpers import call
 
@@ -35,7 +34,7 @@ def line(data, output, *more):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not IS_EXHAUSTIVE, reason="starts Ray twice, two minutes: set HF_SMARTSPEC_EXHAUSTIVE=1")
+@pytest.mark.exhaustive  # starts Ray twice: two minutes
 def test_a_job_that_is_killed_goes_on_to_the_file_of_a_single_engine(data, tmp_path, capsys):
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
     assert call(*line(data, alone)) == 1  # one row has no answer

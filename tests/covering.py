@@ -1,0 +1,55 @@
+"""
+Products of parametrisations are long, and each further case says less: `make test` runs a part of them in which all
+values meet, `make test-all` the whole.
+"""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
+_FEW = 8  # cases of a product that are always run
+
+
+def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
+    """
+    Places of the cases that are run, in their order. Of three and more parametrisations, any two values that can meet
+    do so; of two, every value is there twice.
+    """
+    differing = [place for place in range(len(cases[0])) if len({case[place] for case in cases}) > 1]
+    if len(differing) < 2 or len(cases) <= _FEW:
+        return list(range(len(cases)))
+    values = [[(place, case[place]) for place in differing] for case in cases]
+    if len(differing) == 2:
+        return _greedy(values, times=2)
+    return _greedy([list(combinations(own, 2)) for own in values], times=1)
+
+
+def _greedy(gives: Sequence[Sequence[Hashable]], times: int) -> list[int]:
+    """Cases that together give everything so many times, as far as it is there: each the first that gives most."""
+    left = Counter({item: times for own in gives for item in own})
+    pool, found = list(range(len(gives))), []
+    while pool:
+        gains = [sum(left[item] > 0 for item in gives[case]) for case in pool]
+        if not max(gains):
+            break
+        case = pool.pop(gains.index(max(gains)))
+        left.subtract(gives[case])
+        found.append(case)
+    return sorted(found)
+
+
+def in_part(items: Sequence) -> tuple[list, list]:
+    """Collected tests that are run, and those that are not."""
+    groups: dict[str, list] = defaultdict(list)
+    for item in items:
+        groups[item.nodeid.split("[")[0]].append(item)
+    left_out = set()
+    for group in groups.values():
+        # Of each parametrisation, what stands in the test's name.
+        cases = [tuple(item.callspec._idlist) if hasattr(item, "callspec") else () for item in group]
+        if len({len(case) for case in cases}) == 1:
+            run = set(covering(cases))
+            left_out |= {item for place, item in enumerate(group) if place not in run}
+    return [item for item in items if item not in left_out], [item for item in items if item in left_out]

@@ -1,0 +1,29 @@
+"""Of a product of parametrisations, what `make test` leaves out."""
+
+from itertools import combinations, product
+
+import pytest
+
+from .covering import covering
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (2, 2, 2, 4), (8, 3, 1, 2)], ids=str)
+def test_any_two_values_meet_in_few_cases(sizes):
+    cases = list(product(*map(range, sizes)))
+    run = [cases[place] for place in covering(cases)]
+    for one, other in combinations(range(len(sizes)), 2):
+        met = {(case[one], case[other]) for case in run}
+        assert met == set(product(range(sizes[one]), range(sizes[other])))
+    assert len(run) < 0.6 * len(cases) and run == sorted(run)
+
+
+def test_of_two_parametrisations_every_value_is_there_twice():
+    cases = list(product("abcdef", range(5)))
+    run = [cases[place] for place in covering(cases)]
+    assert all(sum(value in case for case in run) >= 2 for value in [*"abcdef", *range(5)])
+    assert len(run) <= 15
+
+
+@pytest.mark.parametrize("cases", [[("a",), ("b",), ("c",)], [()], list(product("ab", "cd", "ef")), [("x", "y")] * 9])
+def test_short_products_and_single_parametrisations_are_run_whole(cases):
+    assert covering(cases) == list(range(len(cases)))
