@@ -23,8 +23,7 @@ from .scheduler import Scheduler
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
-_YOUNG = 4  # rows for every one that may run are kept however little of their like is needed
-_MOST_KEPT = 1024  # prompts are compared with all of them
+_MOST_KEPT = 1024  # rows, with those that run: prompts are compared with all of them
 
 
 class EngineMemory(RequestMemory):
@@ -116,41 +115,32 @@ class EngineMemory(RequestMemory):
         return not self.forward.rotary or longest <= self.forward.rotary.border
 
     def _new_row(self, num_tokens: int, shared: SharedPrefix | None) -> CacheRow:
-        """
-        With a slot for so many tokens; rows that were kept give way. What is shared becomes the row itself if it is the
-        last of them, or the beginning of this very text.
-        """
+        """With a slot for so many tokens; rows that were kept give way. The last of them may be what is shared."""
         capacity = self.cache.slot_size(num_tokens)
-        # What sources keep is not counted: it is that of few texts.
-        self._remove(self.prefixes.with_more()[: -self.scheduler.max_batch_size])
-        if shared is not None and shared.goes_on and self._has_place(capacity):
-            self.prefixes.give_up([shared.row])
-            return self._taken_over(shared, capacity)
         while len(self.prefixes) and not self._has_place(capacity):
             row = self.prefixes.pop()
             if shared is not None and row is shared.row:
-                return self._taken_over(shared, capacity)
+                row.length = shared.length
+                with self._removed_on_failure(row):
+                    self.cache.resize(row, capacity)
+                return row
             self.cache.remove(row)
         return self.cache.add(num_tokens)
 
-    def _taken_over(self, shared: SharedPrefix, capacity: int) -> CacheRow:
-        shared.row.length = shared.length
-        with self._removed_on_failure(shared.row):
-            self.cache.resize(shared.row, capacity)
-        return shared.row
-
     def _has_place(self, capacity: int) -> bool:
         """Without moving all that is kept: of full memory, rather some more of it is given up."""
-        fits = len(self.prefixes) < _MOST_KEPT and self.cache.has_room(capacity)
+        # What sources keep beside is not counted as memory: it is that of few.
+        most = self.scheduler.max_batch_size if self.prefixes.have_more else _MOST_KEPT
+        fits = len(self.cache.rows) < most and self.cache.has_room(capacity)
         return fits and (self.cache.may_grow or self.cache.has_gap(capacity))
 
     def _shrink(self) -> None:
         """
         Gives back memory of which little is needed: for running rows, and for kept ones that are no longer than these
-        or were used of late. It grows as rows are added.
+        or were used of late, one for each that may run. It grows as rows are added.
         """
         longest = max(self.scheduler.running.values(), default=0)
-        old = self.prefixes.old(_YOUNG * self.scheduler.max_batch_size, longest)
+        old = self.prefixes.old(self.scheduler.max_batch_size, longest)
         enough = self.scheduler.num_taken + self.prefixes.num_taken - sum(row.stride for row in old)
         if self.cache.num_lines > _WASTE * max(enough, _FIRST_LINES):
             self._remove(old)

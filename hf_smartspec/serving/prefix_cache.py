@@ -24,15 +24,11 @@ class CachedText(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """
-    A row whose first `length` tokens are those of a prompt, whose request's they are, and whether it is one that is
-    kept, and nothing of it is left out: a conversation that goes on.
-    """
+    """A row whose first `length` tokens are those of a prompt, and whose request's they are."""
 
     row: CacheRow
     length: int
     request_id: Hashable = None
-    goes_on: bool = False
 
 
 class PrefixRows:
@@ -65,9 +61,10 @@ class PrefixRows:
         self.give_up([row])
         return row
 
-    def with_more(self) -> list[CacheRow]:
-        """The rows beside which a source has kept something of its own."""
-        return [row for row, text in self._rows.items() if text.source is not None]
+    @property
+    def have_more(self) -> bool:
+        """Whether beside some row a source has kept something of its own."""
+        return any(text.source is not None for text in self._rows.values())
 
     def old(self, num_young: int, num_tokens: int) -> list[CacheRow]:
         """The rows whose slots are for more than so many tokens, but for those that were used last."""
@@ -103,8 +100,7 @@ class PrefixRows:
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
-                goes_on = row in self._rows and length == len(tokens)
-                best, best_rank = SharedPrefix(row, length, request_id, goes_on), rank
+                best, best_rank = SharedPrefix(row, length, request_id), rank
         if best is not None and best.row in self._rows:  # was of use: the last to go now
             self._rows[best.row] = self._rows.pop(best.row)
         return best

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hf_smartspec.commands.common.recordings import Fields, read_requests
 
 REPOSITORY = Path(__file__).parents[2]
-TASKS, TENANTS, SESSIONS, AT_ONCE, MAX_TOKENS, NUM_NODES, MAX_CHARACTERS = 20, 12, 180, 6, 48, 8, 3000
+TENANTS, SESSIONS, AT_ONCE, MAX_TOKENS, NUM_NODES, MAX_CHARACTERS = 12, 120, 6, 48, 8, 3000
 ROUTERS = ("power_of_two", "affinity")
 
 
@@ -54,21 +54,21 @@ def served(*options: str) -> Iterator[str]:
         process.wait(120)
 
 
-def sessions_of(paths: Sequence[str]) -> list[Session]:
+def sessions_of(paths: Sequence[str], num_tasks: int = 1000) -> list[Session]:
     """
-    Conversations of the files in their order, one of each file in turn: all that are about the first tasks, which are
-    tried again and again, or asked about with the same schema. A task is one tenant's.
+    Conversations of the files in their order, one of each file in turn: those that are about the first tasks, which may
+    be tried again and again, or asked about with the same schema. A task is one tenant's.
     """
-    found = [_sessions(Path(path)) for path in paths]
+    found = [_sessions(Path(path), num_tasks) for path in paths]
     return [session for several in zip_longest(*found) for session in several if session][:SESSIONS]
 
 
-def _sessions(path: Path) -> list[Session]:
+def _sessions(path: Path, num_tasks: int) -> list[Session]:
     found: dict[str, list[tuple[int, Session]]] = {}  # by how the task begins
     before: list[str] = []
     for number, (context, _) in enumerate(read_requests(path, Fields(), None)):
         task = context[0][:200]
-        if sum(map(len, context)) > MAX_CHARACTERS or (task not in found and len(found) == TASKS):
+        if sum(map(len, context)) > MAX_CHARACTERS or (task not in found and len(found) == num_tasks):
             continue
         own = found.setdefault(task, [])
         if not own or not before or context[: len(before)] != before:
@@ -162,9 +162,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="behind each router; 0: no routing")
+    parser.add_argument(
+        "--tasks", type=int, default=1000, metavar="N", help="the first of each file; of few, each comes again"
+    )
     parser.add_argument("--fresh", action="store_true", help="also a replica that begins")
     args = parser.parse_args()
-    sessions = sessions_of(args.files)
+    sessions = sessions_of(args.files, args.tasks)
     num, tenants = sum(len(session.prompts) for session in sessions), {item.tenant for item in sessions}
     print(f"{num} requests in {len(sessions)} sessions of {len(tenants)} tenants", flush=True)
     with tempfile.TemporaryDirectory() as folder:

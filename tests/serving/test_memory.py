@@ -114,16 +114,17 @@ def test_a_kept_row_that_fills_the_memory_becomes_that_of_the_request(model):
 
 
 def test_memory_is_given_back_when_little_is_needed(model):
-    long, *short = requests_of([2000, *[10] * 3])
+    long, *short = requests_of([2000, *[10] * 6])
     with Engine(model, "none", max_batch_size=4, max_kv_bytes=2**24) as engine:
         check_all(engine, model, [long])
         most = engine._memory.num_bytes
-        check_all(engine, model, short * 2)
-        assert engine._memory.num_bytes >= most, "it may be asked for more of the same text"
-        check_all(engine, model, short * 5)
-        assert engine._memory.num_bytes <= most / 4
+        check_all(engine, model, short[:3])
+        assert engine._memory.num_bytes >= most, "the long one may be asked for more"
+        check_all(engine, model, short)
+        check_all(engine, model, short[:1])  # memory is given back when requests begin
+        assert engine._memory.num_bytes <= most / 2
         address = engine._memory.cache.layers[0].keys.data_ptr()
-        check_all(engine, model, short * 3)
+        check_all(engine, model, short[:2])
         assert engine._memory.cache.layers[0].keys.data_ptr() == address
 
 
@@ -174,20 +175,4 @@ def test_few_texts_are_kept_of_which_sources_keep_something_too(model):
     with Engine(model, watching, max_batch_size=2) as engine:
         for item in asked:
             check_all(engine, model, [item])
-            assert len(engine._memory.prefixes) <= 2 + 1
-
-
-def test_a_conversation_that_goes_on_stays_in_its_row(model):
-    (first,) = requests_of([40])
-    with Engine(model, "none", max_batch_size=4) as engine:
-        text, reused = first.prompt, 0
-        for turn in range(4):
-            output = engine.get_result(engine.add_request(text, **first.arguments), timeout=TIMEOUT)
-            assert output.generated_tokens == Asked(text, first.settings).alone(model)
-            assert len(engine._memory.prefixes) == 1
-            assert engine._memory.num_reused == reused
-            text = text + output.generated_tokens
-            reused += len(text) - 1  # the last token was never fed
-            text = text + [turn + 3] * 5
-        check_all(engine, model, [first])  # the beginning, which is there, too
-        assert len(engine._memory.prefixes) == 2
+            assert len(engine._memory.prefixes) <= 2
