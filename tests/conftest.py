@@ -25,9 +25,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if not IS_EXHAUSTIVE and not any("::" in arg for arg in config.args):  # who names a test gets all of it
-        items[:], left_out = in_part(items)
         exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        items[:] = [item for item in items if item not in exhaustive]
+        items[:], left_out = in_part([item for item in items if not item.get_closest_marker("exhaustive")])
         config.hook.pytest_deselected(items=left_out + exhaustive)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

@@ -125,12 +125,22 @@ class EngineMemory(RequestMemory):
                     self.cache.resize(row, capacity)
                 return row
             self.cache.remove(row)
+        try:
+            return self.cache.add(num_tokens)
+        except (MemoryError, RuntimeError):  # there is less memory than the bound allows
+            if not (kept := self.prefixes.all_but(shared and shared.row)):
+                raise
+            self._remove(kept)
         return self.cache.add(num_tokens)
 
     def _has_place(self, capacity: int) -> bool:
         """Without moving all that is kept: of full memory, rather some more of it is given up."""
         # What sources keep beside is not counted as memory: it is that of few.
-        most = self.scheduler.max_batch_size if self.prefixes.have_more else _MOST_KEPT
+        most = (
+            self.scheduler.max_batch_size
+            if self.prefixes.have_more
+            else max(_MOST_KEPT, 2 * self.scheduler.max_batch_size)
+        )
         fits = len(self.cache.rows) < most and self.cache.has_room(capacity)
         return fits and (self.cache.may_grow or self.cache.has_gap(capacity))
 

@@ -70,6 +70,9 @@ class PrefixRows:
         """The rows whose slots are for more than so many tokens, but for those that were used last."""
         return [row for row in list(self._rows)[: max(len(self) - num_young, 0)] if row.stride > num_tokens]
 
+    def all_but(self, row: CacheRow | None) -> list[CacheRow]:
+        return [other for other in self._rows if other is not row]
+
     def clear(self) -> list[CacheRow]:
         rows = list(self._rows)
         self.give_up(rows)

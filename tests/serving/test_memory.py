@@ -176,3 +176,20 @@ def test_few_texts_are_kept_of_which_sources_keep_something_too(model):
         for item in asked:
             check_all(engine, model, [item])
             assert len(engine._memory.prefixes) <= 2
+
+
+def test_kept_texts_give_way_where_memory_cannot_grow(model, monkeypatch):
+    """There may be less than the bound says: it is no request that pays for it, but what was kept."""
+    asked = requests_of([60] * 24, max_new_tokens=8)
+    with Engine(model, "none", max_batch_size=2) as engine:
+        check_all(engine, model, asked[:6])
+        lay_out, most = SlotCache._lay_out, engine._memory.cache.num_lines
+
+        def short_of_memory(cache, capacities, num_lines=None):
+            if (num_lines or cache._enough(cache.num_taken + sum(capacities.values()))) > most:
+                raise RuntimeError("out of memory")
+            lay_out(cache, capacities, num_lines)
+
+        monkeypatch.setattr(SlotCache, "_lay_out", short_of_memory)
+        check_all(engine, model, asked[6:])
+        assert engine._memory.cache.num_lines == most

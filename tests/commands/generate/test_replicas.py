@@ -34,15 +34,16 @@ def line(data, output, *more):
 
 
 @pytest.mark.long
-@pytest.mark.exhaustive  # starts Ray twice: two minutes
+@pytest.mark.exhaustive  # starts Ray four times: minutes
 def test_a_job_that_is_killed_goes_on_to_the_file_of_a_single_engine(data, tmp_path, capsys):
     alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
     assert call(*line(data, alone)) == 1  # one row has no answer
-    killed = processes.start(processes.run_killed, line(data, output, "--replicas", "2"), "torn")
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL and not output.read_bytes().endswith(b"\n")
+    for moment in ("torn", "whole", "torn"):  # each time two rows further
+        killed = processes.start(processes.run_killed, line(data, output, "--replicas", "2"), moment)
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL and output.read_bytes().endswith(b"\n") == (moment == "whole")
     assert call(*line(data, output, "--replicas", "2")) == 1
-    assert f"{NUM_ROWS} rows, 2 of them from before, 1 of them without an answer" in capsys.readouterr().err
+    assert f"{NUM_ROWS} rows, 6 of them from before, 1 of them without an answer" in capsys.readouterr().err
     assert output.read_bytes() == alone.read_bytes()
 
 
