@@ -25,9 +25,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if not IS_EXHAUSTIVE and not any("::" in arg for arg in config.args):  # who names a test gets all of it
-        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        items[:], left_out = in_part([item for item in items if not item.get_closest_marker("exhaustive")])
-        config.hook.pytest_deselected(items=left_out + exhaustive)
+        run = set(in_part([item for item in items if not item.get_closest_marker("exhaustive")]))
+        config.hook.pytest_deselected(items=[item for item in items if item not in run])
+        items[:] = [item for item in items if item in run]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

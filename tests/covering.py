@@ -40,8 +40,8 @@ def _greedy(gives: Sequence[Sequence[Hashable]], times: int) -> list[int]:
     return sorted(found)
 
 
-def in_part(items: Sequence) -> tuple[list, list]:
-    """Collected tests that are run, and those that are not."""
+def in_part(items: Sequence) -> list:
+    """Those of the collected tests that are run."""
     groups: dict[str, list] = defaultdict(list)
     for item in items:
         groups[item.nodeid.split("[")[0]].append(item)
@@ -52,4 +52,4 @@ def in_part(items: Sequence) -> tuple[list, list]:
         if len({len(case) for case in cases}) == 1:
             run = set(covering(cases))
             left_out |= {item for place, item in enumerate(group) if place not in run}
-    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+    return [item for item in items if item not in left_out]

@@ -23,14 +23,14 @@ from .scheduler import Scheduler
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
-_MOST_KEPT = 1024  # rows, with those that run: prompts are compared with all of them
+_MOST_KEPT = 1024  # rows: prompts are compared with all of them
 
 
 class EngineMemory(RequestMemory):
     """
     The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
-    stays there. Rows of requests that have ended are kept as long as they fit beside what runs; those that were unused
-    for longest go first. A prompt that begins as one of them, or as that of a running request, gets a copy of the
+    stays there. Rows of requests that have ended are kept as long as they fit beside what runs, and no other holds their
+    text; those that were unused for longest go first. A prompt that begins as one of them, or as that of a running request, gets a copy of the
     beginning: running rows share no memory.
 
     Args:
@@ -79,6 +79,7 @@ class EngineMemory(RequestMemory):
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its prompt as some row there holds already."""
+        self._remove(self.prefixes.covered())
         self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
         shared = self.prefixes.longest(request.prompt, texts, _keeper(request), _namespace(request))
@@ -117,8 +118,8 @@ class EngineMemory(RequestMemory):
     def _new_row(self, num_tokens: int, shared: SharedPrefix | None) -> CacheRow:
         """With a slot for so many tokens; rows that were kept give way. The last of them may be what is shared."""
         capacity = self.cache.slot_size(num_tokens)
-        while len(self.prefixes) and not self._has_place(capacity):
-            row = self.prefixes.pop()
+        while (row := self._in_the_way(capacity)) is not None:
+            self.prefixes.give_up([row])
             if shared is not None and row is shared.row:
                 row.length = shared.length
                 with self._removed_on_failure(row):
@@ -133,16 +134,16 @@ class EngineMemory(RequestMemory):
             self._remove(kept)
         return self.cache.add(num_tokens)
 
-    def _has_place(self, capacity: int) -> bool:
-        """Without moving all that is kept: of full memory, rather some more of it is given up."""
-        # What sources keep beside is not counted as memory: it is that of few.
-        most = (
-            self.scheduler.max_batch_size
-            if self.prefixes.have_more
-            else max(_MOST_KEPT, 2 * self.scheduler.max_batch_size)
-        )
-        fits = len(self.cache.rows) < most and self.cache.has_room(capacity)
-        return fits and (self.cache.may_grow or self.cache.has_gap(capacity))
+    def _in_the_way(self, capacity: int) -> CacheRow | None:
+        """The kept row to be given up next; None if there is a place. Full memory rather forgets than moves all."""
+        if not len(self.prefixes):
+            return None
+        # What sources keep beside is not counted as memory: no more of it is kept than if all of it ran.
+        of_sources, num_running = self.prefixes.of_sources(), len(self.cache.rows) - len(self.prefixes)
+        if of_sources and num_running + len(of_sources) >= self.scheduler.max_batch_size:
+            return of_sources[0]
+        fits = len(self.prefixes) < _MOST_KEPT and self.cache.has_room(capacity)
+        return None if fits and (self.cache.may_grow or self.cache.has_gap(capacity)) else self.prefixes.oldest()
 
     def _shrink(self) -> None:
         """

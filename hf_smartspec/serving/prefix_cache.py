@@ -42,6 +42,7 @@ class PrefixRows:
     def __init__(self) -> None:
         self._rows: dict[CacheRow, CachedText] = {}
         self.given_up: list[CachedText] = []
+        self._covered: set[CacheRow] = set()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -53,24 +54,28 @@ class PrefixRows:
 
     def add(self, row: CacheRow, text: CachedText) -> None:
         """Keeps a row."""
+        self._covered.update(other for other, shorter in self._rows.items() if _is_covered(shorter, text))
         self._rows[row] = text
 
-    def pop(self) -> CacheRow:
-        """The row that has gone unused for longest."""
-        row = next(iter(self._rows))
-        self.give_up([row])
-        return row
+    def covered(self) -> list[CacheRow]:
+        """Rows whose texts are the beginnings of others'; each is named once."""
+        rows, self._covered = self._covered, set()
+        return [row for row in self._rows if row in rows]
 
-    @property
-    def have_more(self) -> bool:
-        """Whether beside some row a source has kept something of its own."""
-        return any(text.source is not None for text in self._rows.values())
+    def oldest(self) -> CacheRow:
+        """The row that has gone unused for longest."""
+        return next(iter(self._rows))
+
+    def of_sources(self) -> list[CacheRow]:
+        """The rows beside which a source has kept something of its own, the oldest first."""
+        return [row for row, text in self._rows.items() if text.source is not None]
 
     def old(self, num_young: int, num_tokens: int) -> list[CacheRow]:
         """The rows whose slots are for more than so many tokens, but for those that were used last."""
         return [row for row in list(self._rows)[: max(len(self) - num_young, 0)] if row.stride > num_tokens]
 
     def all_but(self, row: CacheRow | None) -> list[CacheRow]:
+        """The other rows; all if there is none such."""
         return [other for other in self._rows if other is not row]
 
     def clear(self) -> list[CacheRow]:
@@ -100,6 +105,8 @@ class PrefixRows:
         for row, (tokens, request_id, owner, of_whom) in [*self._rows.items(), *running]:
             if of_whom != namespace or tokens[:_MIN_SHARED].tobytes() != beginning:
                 continue
+            if source is None and best is not None and tokens[: best.length + 1][-1] != prompt[best.length]:
+                continue  # shares no more than the best does
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
@@ -107,6 +114,14 @@ class PrefixRows:
         if best is not None and best.row in self._rows:  # was of use: the last to go now
             self._rows[best.row] = self._rows.pop(best.row)
         return best
+
+
+def _is_covered(text: CachedText, other: CachedText) -> bool:
+    """Whether whatever begins as the one begins as the other, too, and no source has kept anything of it."""
+    length = len(text.tokens)
+    if text.source is not None or text.namespace != other.namespace or length > len(other.tokens):
+        return False
+    return np.array_equal(text.tokens, other.tokens[:length])
 
 
 def num_shared(text: np.ndarray, other: np.ndarray) -> int:

@@ -65,6 +65,13 @@ class Slabs:
     def rows(self) -> list[CacheRow]:
         return [row for slab in self.items for row in slab.rows]
 
+    def by_size(self) -> list[list[CacheRow]]:
+        """For each size of slots, the rows of all slabs of it, those of the largest slab first."""
+        found: dict[int, list[CacheRow]] = {}
+        for slab in sorted(self.items, key=lambda slab: -len(slab.rows)):
+            found.setdefault(slab.capacity, []).extend(slab.rows)
+        return list(found.values())
+
     def of(self, row: CacheRow) -> Slab:
         return next(slab for slab in self.items if slab.start <= row.line < slab.end)
 

@@ -218,13 +218,13 @@ class SlotCache(Cache):
         others[0].put(others[1], row)
 
     def compact(self, rows: Sequence[CacheRow]) -> None:
-        """Moves the given rows, which are to run next, into the first slots of their slabs."""
+        """Moves the given rows, which are to run next, into the first slots of as few slabs as there are sizes."""
         wanted = set(rows)
-        for slab in self.slabs.items:
-            running = [row for row in slab.rows if row in wanted]
-            others = [row for row in slab.rows[: len(running)] if row not in wanted]
-            for row in running:
-                if row.slot >= len(running):
+        for slots in self.slabs.by_size():
+            num_running = sum(row in wanted for row in slots)
+            others = [row for row in slots[:num_running] if row not in wanted]
+            for row in slots[num_running:]:
+                if row in wanted:
                     self.swap(row, others.pop())
 
     def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:

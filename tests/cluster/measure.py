@@ -88,7 +88,7 @@ async def ask(url: str, sessions: Sequence[Session]) -> None:
             async with places:
                 for prompt in session.prompts:
                     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-                    body |= {"speculation": {"num_nodes": NUM_NODES}}  # the same whatever the machine's speed
+                    body |= {"speculation": {"num_nodes": NUM_NODES}}  # at most
                     answer = await client.post("/v1/completions", json=body, headers=_key(session.tenant))
                     answer.raise_for_status()
 
@@ -122,17 +122,8 @@ def rates(before: dict[str, float], after: dict[str, float]) -> tuple[float, flo
 def by_router(num_replicas: int, sessions: Sequence[Session], keys: Path) -> None:
     found = {}
     for router in ROUTERS:
-        options = [
-            "--replicas",
-            str(num_replicas),
-            "--router",
-            router,
-            "--assistant",
-            "suffix",
-            "--api-key-file",
-            str(keys),
-        ]
-        with served(*options) as url:
+        options = ["--assistant", "suffix", "--api-key-file", str(keys), "--router", router]
+        with served("--replicas", str(num_replicas), *options) as url:
             start = time.perf_counter()
             asyncio.run(ask(url, sessions))
             found[router] = rates({}, counted(url))

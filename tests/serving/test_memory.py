@@ -114,17 +114,16 @@ def test_a_kept_row_that_fills_the_memory_becomes_that_of_the_request(model):
 
 
 def test_memory_is_given_back_when_little_is_needed(model):
-    long, *short = requests_of([2000, *[10] * 6])
-    with Engine(model, "none", max_batch_size=4, max_kv_bytes=2**24) as engine:
+    long, *short = requests_of([2000, *[10] * 3])
+    with Engine(model, "none", max_batch_size=2, max_kv_bytes=2**24) as engine:
         check_all(engine, model, [long])
         most = engine._memory.num_bytes
-        check_all(engine, model, short[:3])
+        check_all(engine, model, short[:1])
         assert engine._memory.num_bytes >= most, "the long one may be asked for more"
-        check_all(engine, model, short)
-        check_all(engine, model, short[:1])  # memory is given back when requests begin
-        assert engine._memory.num_bytes <= most / 2
+        check_all(engine, model, short * 2)
+        assert engine._memory.num_bytes <= most / 4
         address = engine._memory.cache.layers[0].keys.data_ptr()
-        check_all(engine, model, short[:2])
+        check_all(engine, model, short * 3)
         assert engine._memory.cache.layers[0].keys.data_ptr() == address
 
 
@@ -167,6 +166,9 @@ def test_full_memory_rather_forgets_than_moves(model, laid_out):
         laid_out.clear()
         check_all(engine, model, asked[12:])
         assert not laid_out and len(engine._memory.prefixes) > 4
+        reused = engine._memory.num_reused
+        check_all(engine, model, asked[-3:])
+        assert engine._memory.num_reused > reused, "also of rows that have been moved"
 
 
 def test_few_texts_are_kept_of_which_sources_keep_something_too(model):
@@ -175,7 +177,41 @@ def test_few_texts_are_kept_of_which_sources_keep_something_too(model):
     with Engine(model, watching, max_batch_size=2) as engine:
         for item in asked:
             check_all(engine, model, [item])
-            assert len(engine._memory.prefixes) <= 2
+            assert 1 <= len(engine._memory.prefixes) <= 2
+
+
+def test_texts_of_which_sources_keep_something_cost_others_no_place(model):
+    plain, watched = requests_of([30] * 12), requests_of([30] * 7, seed=1)
+    watching = Watching(NoCandidates(), layers=(-1,))
+    with Engine(model, "none", max_batch_size=2) as engine:
+        check_all(engine, model, plain)
+        for item in watched:
+            output = engine.get_result(
+                engine.add_request(item.prompt, assistant=watching, **item.arguments), timeout=TIMEOUT
+            )
+            assert output.generated_tokens == item.alone(model)
+        assert len(engine._memory.prefixes) in (12 + 1, 12 + 2)
+        check_all(engine, model, plain)
+        assert engine._memory.num_reused == 12 * 29
+
+
+def test_of_a_conversation_the_last_turn_is_kept(model):
+    """And of a prompt that comes again and again, one text."""
+    first, other = requests_of([40, 30])
+    with Engine(model, "none", max_batch_size=4) as engine:
+        text = first.prompt
+        for turn in range(4):
+            output = engine.get_result(engine.add_request(text, **first.arguments), timeout=TIMEOUT)
+            assert output.generated_tokens == Asked(text, first.settings).alone(model)
+            text = [*text, *output.generated_tokens, turn + 3, 7]
+        for _ in range(5):
+            check_all(engine, model, [other])
+        assert len(engine._memory.prefixes) <= 2 + 1, "what the last one covers is given up when the next one begins"
+        reused = engine._memory.num_reused
+        check_all(engine, model, [Asked(text, first.settings)])
+        assert engine._memory.num_reused - reused == len(text) - 3, (
+            "but for its last answer's last token and what is new"
+        )
 
 
 def test_kept_texts_give_way_where_memory_cannot_grow(model, monkeypatch):

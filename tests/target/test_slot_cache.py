@@ -80,6 +80,10 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         for slab in self.cache.slabs.items:
             is_running = [row in running for row in slab.rows]
             assert is_running == sorted(is_running, reverse=True)
+        for size in {slab.capacity for slab in self.cache.slabs.items}:
+            slabs = [slab.rows for slab in self.cache.slabs.items if slab.capacity == size]
+            partly = [rows for rows in slabs if 0 < sum(row in running for row in rows) < len(rows)]
+            assert len(partly) <= 1, "no slab begins to be used before another one is"
 
     @rule(data=st.data())
     @precondition(lambda self: set(self.texts) - set(self.trees))
