@@ -29,9 +29,9 @@ _MOST_KEPT = 1024  # rows: prompts are compared with all of them
 class EngineMemory(RequestMemory):
     """
     The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
-    stays there. Rows of requests that have ended are kept as long as they fit beside what runs, and no other holds their
-    text; those that were unused for longest go first. A prompt that begins as one of them, or as that of a running request, gets a copy of the
-    beginning: running rows share no memory.
+    stays there. Rows of requests that have ended are kept as long as they fit beside what runs, and no other holds
+    their text; those that were unused for longest go first. A prompt that begins as one of them, or as that of a
+    running request, gets a copy of the beginning: running rows share no memory.
 
     Args:
         model (`PreTrainedModel`): The target.

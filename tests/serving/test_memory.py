@@ -209,9 +209,7 @@ def test_of_a_conversation_the_last_turn_is_kept(model):
         assert len(engine._memory.prefixes) <= 2 + 1, "what the last one covers is given up when the next one begins"
         reused = engine._memory.num_reused
         check_all(engine, model, [Asked(text, first.settings)])
-        assert engine._memory.num_reused - reused == len(text) - 3, (
-            "but for its last answer's last token and what is new"
-        )
+        assert engine._memory.num_reused - reused == len(text) - 3, "all but the answer's end and what is new"
 
 
 def test_kept_texts_give_way_where_memory_cannot_grow(model, monkeypatch):
