@@ -1,23 +1,34 @@
 """
 The linear map of a few tokens on a CPU, in the time of reading the weight. The libraries that torch has take longer
-from two or four tokens on.
+from two or four tokens on; of bfloat16, on CPUs without AVX-512, of any number.
 """
 
 import ctypes
+import sys
 from functools import cache
 
 import torch
 from torch.nn.functional import linear
 
 from ...log import get_logger
-from .kernels.multiply import FIELDS, multiply_bfloat16, multiply_float32
+from .kernels.multiply import (
+    FIELDS,
+    NARROW_TOKENS,
+    multiply_bfloat16,
+    multiply_float32,
+    multiply_widened,
+    wide_size,
+)
 from .kernels.tiles import num_lanes
 from .reading import is_plain, is_vector
 from .threads import has_threads, run, share_of
 
 logger = get_logger(__name__)
 
-_MOST_TOKENS = {torch.float32: 12, torch.bfloat16: 6}  # for more, torch's products are as fast
+_MOST_TOKENS = {  # by a vector's numbers; for more, torch's products are as fast
+    16: {torch.float32: 12, torch.bfloat16: 6},
+    8: {torch.float32: 64, torch.bfloat16: sys.maxsize},
+}
 _CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
 _SMALL = 2**17  # products that one thread is done with before a second one has begun
 _ROWS = 12  # a multiple of what tiles have
@@ -44,18 +55,25 @@ def has_kernels(dtype: torch.dtype) -> bool:
     return torch.allclose(found.float(), linear(x.float(), weight.float(), bias.float()), rtol=1e-2, atol=1e-4)
 
 
+@cache
+def most_tokens(dtype: torch.dtype) -> int:
+    """For how many tokens compiled code is faster than torch; 0 where there is none."""
+    most = _MOST_TOKENS.get(num_lanes(), {}).get(dtype, 0)
+    return most if most and has_kernels(dtype) else 0
+
+
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether compiled code computes `linear` of these tokens `[N, in]` faster, and can read them as they lie there."""
+    num_tokens, num_inputs = x.shape
     return (
-        0 < len(x) <= _MOST_TOKENS.get(weight.dtype, 0)
-        and has_kernels(weight.dtype)
+        0 < num_tokens <= most_tokens(weight.dtype)
         and is_plain(x)
         and x.dtype is weight.dtype
         and weight.is_cpu
-        and x.shape[1] == weight.shape[1] > 0
-        and not weight.shape[1] % 16
+        and num_inputs == weight.shape[1] > 0
+        and not num_inputs % 16
         and weight.is_contiguous()
-        and (bias is None or (bias.dtype is weight.dtype and is_vector(bias, len(weight))))
+        and (bias is None or (bias.dtype is weight.dtype and is_vector(bias, weight.shape[0])))
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
 
@@ -64,12 +82,17 @@ def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """`linear(x, weight, bias)` where `can_multiply` says so; a token's result does not depend on the others."""
     x = x.contiguous()
     num_tokens, num_inputs = x.shape
-    num_outputs = len(weight)
-    outputs = torch.empty(num_tokens, num_outputs, dtype=x.dtype)
+    num_outputs = weight.shape[0]
+    outputs = x.new_empty(num_tokens, num_outputs)
+    num_threads = 1 if num_tokens * num_inputs * num_outputs <= _SMALL else torch.get_num_threads()
+    code, wide = _CODE[x.dtype], None
+    if num_tokens > NARROW_TOKENS and num_lanes() == 8 and x.dtype is torch.bfloat16:
+        code = multiply_widened
+        wide = torch.empty(num_threads * wide_size(num_tokens, num_inputs))
     arguments = _Arguments(
-        0, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, _ROWS),
+        0, 0, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, _ROWS),
         weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
+        0 if wide is None else wide.data_ptr(),
     )  # fmt: skip
-    is_small = num_tokens * num_inputs * num_outputs <= _SMALL
-    run(_CODE[x.dtype].address, ctypes.addressof(arguments), 1 if is_small else torch.get_num_threads())
+    run(code.address, ctypes.addressof(arguments), num_threads)
     return outputs

@@ -1,7 +1,7 @@
 """Compiled code run by the threads that torch's own operators run in."""
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,12 @@ def run(function: int, argument: int, num_threads: int) -> None:
 
 def share_of(num_outputs: int, num_inputs: int, multiple: int) -> int:
     """How many outputs a thread computes at a time: enough to read memory in one go, a quarter of its part at most."""
-    num = min(_SHARE // num_inputs, num_outputs // (4 * torch.get_num_threads()))
+    return _share_of(num_outputs, num_inputs, multiple, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+def _share_of(num_outputs: int, num_inputs: int, multiple: int, num_threads: int) -> int:
+    num = min(_SHARE // num_inputs, num_outputs // (4 * num_threads))
     return max(num - num % multiple, multiple)
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-NUMBERS = range(1, 17)  # of tokens: every tile, and more than one
+NUMBERS = (*range(1, 17), 64, 131)  # of tokens: every tile, more than one, and more than stay in the cache at once
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_linear(num_outputs, with_bias, dtype):
 @pytest.mark.parametrize("num_outputs", [37, 600])
 def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, dtype):
     """Bit by bit: verifying a draft gives what decoding its tokens one by one gives."""
-    weight, bias, x = (numbers(*shape).to(dtype) for shape in ((num_outputs, 320), (num_outputs,), (16, 320)))
+    weight, bias, x = (numbers(*shape).to(dtype) for shape in ((num_outputs, 1600), (num_outputs,), (NUMBERS[-1], 1600)))
     alone = torch.cat([thin_linear(line[None], weight, bias) for line in x])
     for num_tokens in NUMBERS:
         assert torch.equal(thin_linear(x[:num_tokens], weight, bias), alone[:num_tokens])
@@ -96,7 +96,7 @@ def test_tokens_may_lie_anywhere():
         lambda x, weight: (x.half(), weight.half()),
         lambda x, weight: (x[:, :24], weight[:, :24].contiguous()),
         lambda x, weight: (x[:, :16], weight[:, :16]),
-        lambda x, weight: (x.repeat(20, 1), weight),
+        lambda x, weight: (x.repeat(40, 1), weight),
         lambda x, weight: (x.to("meta"), weight.to("meta")),
         lambda x, weight: (x[:0], weight),
         lambda x, weight: (x[:, :0], weight[:, :0].contiguous()),
@@ -146,9 +146,13 @@ def test_decoding_multiplies_with_compiled_code(monkeypatch):
 
 @pytest.fixture
 def anew():
-    thin.has_kernels.cache_clear()
+    def forget():
+        thin.has_kernels.cache_clear()
+        thin.most_tokens.cache_clear()
+
+    forget()
     yield
-    thin.has_kernels.cache_clear()
+    forget()
 
 
 def fail(*_):

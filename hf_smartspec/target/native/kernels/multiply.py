@@ -1,98 +1,130 @@
 """A few tokens times a weight."""
 
 from ....jit import callback, inner
-from ....jit.pointers import ahead, bfloat16_at, float32_at, int64_at, take
-from .tiles import tile_1x1, tile_3x7, tile_3x8, tile_4x1, tile_4x2, tile_4x3, tile_4x4, tile_4x5, tile_4x6
+from ....jit.pointers import ahead, bfloat16_at, float32_at, int64_at, prefetch, take, widened
+from .tiles import lanes, tile
 
 # What compiled code is called with: the address of numbers, int64 each.
 # next: counted up by whoever takes the next share of the work; share: of outputs, how many these are.
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
-FIELDS = tuple("next num_tokens num_inputs num_outputs share weight tokens bias outputs".split())
-NEXT, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, TOKENS, BIAS, OUTPUTS = range(9)
+# threads: counted up by each of them; wide: address of `wide_size` float32 for each, where that is asked for, or 0.
+FIELDS = tuple("next threads num_tokens num_inputs num_outputs share weight tokens bias outputs wide".split())
+NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, TOKENS, BIAS, OUTPUTS, WIDE = range(11)
+
+_AHEAD = 2  # tiles of rows that are sent for before their turn
+_LINE = 32  # numbers of bfloat16 that come from memory together
+_TOKENS = 12  # a multiple of what tiles have
+_CACHE = 2**16  # numbers: half of a small cache of the second level
+NARROW_TOKENS, _NARROW_ROWS = 4, 3  # of the largest tile of 8 lanes
+
+
+def wide_size(num_tokens: int, num_inputs: int) -> int:
+    """Numbers of float32 that a thread needs for tokens and rows which are widened."""
+    at_once = max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS)
+    return (min(num_tokens, at_once) + _NARROW_ROWS) * num_inputs
 
 
 @callback
 def multiply_float32(address):
     """Takes the next share of the weight's rows, until there are none left."""
     a = int64_at(address)
-    _multiply(a, float32_at(a[WEIGHT]), float32_at(a[TOKENS]), float32_at(a[BIAS]), float32_at(a[OUTPUTS]))
+    _multiply(a, float32_at(a[WEIGHT]), float32_at(a[TOKENS]), float32_at(a[BIAS]), float32_at(a[OUTPUTS]), None)
 
 
 @callback
 def multiply_bfloat16(address):
     """The same in another dtype."""
     a = int64_at(address)
-    _multiply(a, bfloat16_at(a[WEIGHT]), bfloat16_at(a[TOKENS]), bfloat16_at(a[BIAS]), bfloat16_at(a[OUTPUTS]))
+    _multiply(a, bfloat16_at(a[WEIGHT]), bfloat16_at(a[TOKENS]), bfloat16_at(a[BIAS]), bfloat16_at(a[OUTPUTS]), None)
+
+
+@callback
+def multiply_widened(address):
+    """The same for more tokens than a tile has: numbers become float32 once, rather than in each tile."""
+    a = int64_at(address)
+    weight, tokens = bfloat16_at(a[WEIGHT]), bfloat16_at(a[TOKENS])
+    bias, outputs = bfloat16_at(a[BIAS]), bfloat16_at(a[OUTPUTS])
+    size = (min(a[NUM_TOKENS], _tokens_at_once(a[NUM_INPUTS])) + _NARROW_ROWS) * a[NUM_INPUTS]
+    _multiply(a, weight, tokens, bias, outputs, ahead(float32_at(a[WIDE]), take(ahead(a, THREADS)) * size))
 
 
 @inner
-def _multiply(a, weight, tokens, bias, outputs):
+def _multiply(a, weight, tokens, bias, outputs, wide):
     num_outputs, share = a[NUM_OUTPUTS], a[SHARE]
     begin = share * take(ahead(a, NEXT))
     while begin < num_outputs:
-        _multiply_rows(a, begin, min(begin + share, num_outputs), weight, tokens, bias, outputs)
+        _multiply_share(a, begin, min(begin + share, num_outputs), weight, tokens, bias, outputs, wide)
         begin = share * take(ahead(a, NEXT))
 
 
 @inner
-def _multiply_rows(a, row, end, weight, tokens, bias, outputs):
-    num_tokens, length, stride = a[NUM_TOKENS], a[NUM_INPUTS], a[NUM_OUTPUTS]
-    num_rows = 3 if num_tokens == 7 or num_tokens == 8 else 4
-    while row < end:
-        if row + num_rows > end:
-            num_rows = 1
-        _tiles(
-            num_rows, num_tokens, ahead(weight, row * length), tokens, ahead(bias, row) if a[BIAS] else bias,
-            ahead(outputs, row), length, stride,
-        )  # fmt: skip
-        row += num_rows
-
-
-@inner
-def _tiles(num_rows, num_tokens, weight, tokens, bias, outputs, length, stride):
-    """Some rows times all tokens: they come from memory once."""
-    token = 0
-    while token < num_tokens:
-        own, results = ahead(tokens, token * length), ahead(outputs, token * stride)
-        if num_rows == 1:
-            num = 1
-            tile_1x1(weight, own, bias, results, length, stride)
-        elif num_rows == 3:
-            num = num_tokens
-            _three_rows(num, weight, own, bias, results, length, stride)
+def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide):
+    length, token, most = a[NUM_INPUTS], 0, _tokens_at_once(a[NUM_INPUTS])
+    while token < a[NUM_TOKENS]:
+        num = min(most, a[NUM_TOKENS] - token)
+        own, results = ahead(tokens, token * length), ahead(outputs, token * a[NUM_OUTPUTS])
+        if wide is None:
+            _multiply_rows(a, row, end, num, weight, own, bias, results, None)
         else:
-            num = _width(num_tokens - token)
-            _four_rows(num, weight, own, bias, results, length, stride)
+            _widen(own, num * length, wide)
+            _multiply_rows(a, row, end, num, weight, wide, bias, results, ahead(wide, num * length))
         token += num
 
 
 @inner
-def _width(num_left):
-    """Tokens of the next tile of four rows: at most six, and about as many in the one behind it."""
-    if num_left <= 6:
-        return num_left
-    return (num_left + 1) // 2 if num_left <= 12 else 6
+def _tokens_at_once(num_inputs):
+    """As many as stay in the cache while rows go by."""
+    return max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS)
 
 
 @inner
-def _three_rows(num_tokens, weight, tokens, bias, outputs, length, stride):
-    if num_tokens == 8:
-        tile_3x8(weight, tokens, bias, outputs, length, stride)
-    else:
-        tile_3x7(weight, tokens, bias, outputs, length, stride)
+def _widen(numbers, length, wide):
+    for index in range(length):
+        wide[index] = widened(numbers[index])
 
 
 @inner
-def _four_rows(num_tokens, weight, tokens, bias, outputs, length, stride):
-    if num_tokens == 6:
-        tile_4x6(weight, tokens, bias, outputs, length, stride)
-    elif num_tokens == 5:
-        tile_4x5(weight, tokens, bias, outputs, length, stride)
-    elif num_tokens == 4:
-        tile_4x4(weight, tokens, bias, outputs, length, stride)
-    elif num_tokens == 3:
-        tile_4x3(weight, tokens, bias, outputs, length, stride)
-    elif num_tokens == 2:
-        tile_4x2(weight, tokens, bias, outputs, length, stride)
-    else:
-        tile_4x1(weight, tokens, bias, outputs, length, stride)
+def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide):
+    """Some rows times some tokens: a tile's rows come from memory once."""
+    length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
+    num_rows, most = _largest_tile(num_tokens)
+    while row < end:
+        if row + num_rows > end:
+            num_rows, most = 1, 1
+        rows, more = ahead(weight, row * length), ahead(bias, row) if a[BIAS] else bias
+        results, distance = ahead(outputs, row), _AHEAD * num_rows * length
+        if row + (_AHEAD + 1) * num_rows > stride:  # memory that is not there would be looked for
+            distance = 0
+        if wide is None:
+            _multiply_tiles(num_rows, most, num_tokens, rows, tokens, more, results, length, stride, distance)
+        else:
+            for index in range(0, num_rows * length, _LINE):
+                prefetch(rows, distance + index)
+            _widen(rows, num_rows * length, wide)
+            _multiply_tiles(num_rows, most, num_tokens, wide, tokens, more, results, length, stride, 0)
+        row += num_rows
+
+
+@inner
+def _largest_tile(num_tokens):
+    """Rows and tokens."""
+    if lanes() == 8:
+        return _NARROW_ROWS, NARROW_TOKENS
+    return (3, 8) if num_tokens == 7 or num_tokens == 8 else (4, 6)
+
+
+@inner
+def _multiply_tiles(num_rows, most, num_tokens, rows, tokens, bias, outputs, length, stride, distance):
+    token = 0
+    while token < num_tokens:
+        num = _width(num_tokens - token, most)
+        own, results = ahead(tokens, token * length), ahead(outputs, token * stride)
+        tile(num_rows, num, rows, own, bias, results, length, stride, distance)
+        token, distance = token + num, 0
+
+
+@inner
+def _width(num_left, most):
+    """Tokens of the next tile: about as many as in those behind it."""
+    num_tiles = (num_left + most - 1) // most
+    return (num_left + num_tiles - 1) // num_tiles

@@ -9,54 +9,77 @@ from numba.extending import intrinsic
 
 from ....jit.writing import FLOAT, I16, I32, I64, bfloat16_of, call, cpu_features, float32_of, send_for
 
-_AHEAD = 2  # tiles of rows that are sent for before their turn
+_SHIFT = 8  # bits, more than numbers of tokens take
+
+
+# Tokens of the tiles of so many rows, by lanes: what the CPU has registers for, 32 of 16 numbers or 16 of 8.
+_SIZES = {16: {1: (1,), 3: (7, 8), 4: (1, 2, 3, 4, 5, 6)}, 8: {1: (1,), 3: (1, 2, 3, 4)}}
 
 
 def num_lanes() -> int:
     """Numbers in a vector of the CPU for which numba compiles; 0 where it has none that this is of use for."""
-    return 16 if "+avx512f" in cpu_features() else 0
+    features = cpu_features()
+    if "+avx512f" in features:
+        return 16
+    return 8 if {"+avx2", "+fma"} <= features else 0
 
 
-def _tile(num_rows: int, num_tokens: int) -> Any:
+@intrinsic
+def lanes(typing_context):
+    """`num_lanes`, for compiled code: a constant there."""
+    return types.int64(), lambda context, builder, signature, arguments: I64(num_lanes())
+
+
+@intrinsic
+def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance):
     """
-    `tile(weight, tokens, bias, outputs, length, stride)`: products of neighbouring rows of `length` numbers, a multiple
-    of 16, with neighbouring tokens of as many become `outputs[token * stride + row]`, with `bias[row]` added unless
-    that is no address.
+    Products of neighbouring rows of `length` numbers, a multiple of 16, with neighbouring tokens of as many become
+    `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There are few sizes of tiles;
+    another one does nothing. Meanwhile weights at this distance, in numbers, are sent for; they should exist.
 
-    Numbers are float32, or the bits of bfloat16, which are rounded once. Every product is summed in the same order,
-    whatever the tile: a token's result does not depend on the others.
+    Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, outputs rounded once.
+    Every product is summed in the same order, whatever the tile: a token's result does not depend on the others.
     """
 
-    @intrinsic
-    def tile(typing_context, weight, tokens, bias, outputs, length, stride):
-        def generate(context, builder, signature, arguments):
-            lanes = _Lanes(builder, num_lanes(), signature.args[0].dtype)
-            _write_tile(lanes, num_rows, num_tokens, *arguments)
-            return context.get_dummy_value()
+    def generate(context, builder, signature, arguments):
+        lanes_of = [_Lanes(builder, num_lanes(), kind.dtype) for kind in (*signature.args[2:4], signature.args[5])]
+        sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
+        done = builder.append_basic_block("done")
+        size = builder.switch(_code_of(builder, *arguments[:2]), done)
+        for rows, number in sizes:
+            block = builder.append_basic_block(f"tile_{rows}x{number}")
+            size.add_case(I64(rows << _SHIFT | number), block)
+            builder.position_at_end(block)
+            _write_tile(*lanes_of, rows, number, *arguments[2:])
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
 
-        return types.void(weight, tokens, bias, outputs, types.int64, types.int64), generate
+    number = types.int64
+    return types.void(number, number, weight, tokens, bias, outputs, number, number, number), generate
 
-    return tile
+
+def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
+    return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
 
 
-def _write_tile(lanes, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride):
-    builder = lanes.builder
-    sums = [[lanes.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
-    with cgutils.for_range_slice(builder, I64(0), length, I64(lanes.number), I64) as (begin, _):
+def _write_tile(weights, numbers, results, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance):
+    builder = weights.builder
+    sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
+    with cgutils.for_range_slice(builder, I64(0), length, I64(weights.number), I64) as (begin, _):
         starts = [builder.add(begin, builder.mul(I64(row), length)) for row in range(num_rows)]
-        factors = [lanes.load(weight, start) for start in starts]
+        factors = [weights.load(weight, start) for start in starts]
         for start in starts:
-            ahead = builder.add(start, builder.mul(I64(_AHEAD * num_rows), length))
-            send_for(builder, builder.gep(weight, [ahead]))
+            send_for(builder, builder.gep(weight, [builder.add(start, distance)]))
         for token in range(num_tokens):
-            numbers = lanes.load(tokens, builder.add(begin, builder.mul(I64(token), length)))
+            own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)))
             for row in range(num_rows):
-                lanes.add_products(sums[row][token], factors[row], numbers)
+                weights.add_products(sums[row][token], factors[row], own)
     for row in range(num_rows):
-        more = lanes.load_one(bias, I64(row))
+        more = results.load_one(bias, I64(row))
         for token in range(num_tokens):
             index = builder.add(builder.mul(I64(token), stride), I64(row))
-            lanes.store_one(builder.fadd(lanes.total(sums[row][token]), more), outputs, index)
+            results.store_one(builder.fadd(weights.total(sums[row][token]), more), outputs, index)
 
 
 class _Lanes:
@@ -115,7 +138,3 @@ class _Lanes:
             half //= 2
         return builder.extract_element(vector, I32(0))
 
-
-tile_1x1, tile_4x1, tile_4x2, tile_4x3, tile_4x4, tile_4x5, tile_4x6, tile_3x7, tile_3x8 = (
-    _tile(*size) for size in ((1, 1), (4, 1), (4, 2), (4, 3), (4, 4), (4, 5), (4, 6), (3, 7), (3, 8))
-)
