@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, silu
 
+from ..native.norms import can_norm, thin_rms_norm
 from ..native.thin import can_multiply, thin_linear
 from ..quantized import Int8Linear
 from ..quantized.product import int8_linear
@@ -67,6 +68,11 @@ class RMSNorm(_Weighted):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._parameters()["weight"]
+        if can_norm(x, weight):
+            return thin_rms_norm(x, weight, self.eps, self.is_shifted)
+        return self.by_torch(x, weight)
+
+    def by_torch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.is_shifted:
             return torch.rms_norm(x.float(), self.shape, weight.float() + 1.0, self.eps).to(x.dtype)
         return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
@@ -109,7 +115,8 @@ def _is_shifted(module: nn.Module, eps: float) -> bool | None:
     probe._parameters = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
     x = (numbers[1:] - 1) * eps**0.5  # small numbers, so that eps counts
     expected = type(module).forward(probe, x)  # past all hooks, which are somebody else's
-    return next((kind for kind in (False, True) if torch.equal(RMSNorm(probe, eps, kind)(x), expected)), None)
+    norms = {kind: RMSNorm(probe, eps, kind).by_torch(x, numbers[0]) for kind in (False, True)}
+    return next((kind for kind, found in norms.items() if torch.equal(found, expected)), None)
 
 
 class Fused:

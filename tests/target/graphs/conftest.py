@@ -18,5 +18,6 @@ def recorders(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(recorder, "_RECORDERS", {"cpu": make})
-    monkeypatch.setattr(parts, "can_multiply", lambda *args: False)  # what torch does not dispatch is not recorded
+    for name in ("can_multiply", "can_norm"):  # what torch does not dispatch is not recorded
+        monkeypatch.setattr(parts, name, lambda *args: False)
     return made

@@ -44,7 +44,9 @@ def test_numbers_are_those_of_linear(num_outputs, with_bias, dtype):
 @pytest.mark.parametrize("num_outputs", [37, 600])
 def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, dtype):
     """Bit by bit: verifying a draft gives what decoding its tokens one by one gives."""
-    weight, bias, x = (numbers(*shape).to(dtype) for shape in ((num_outputs, 1600), (num_outputs,), (NUMBERS[-1], 1600)))
+    weight, bias, x = (
+        numbers(*shape).to(dtype) for shape in ((num_outputs, 1600), (num_outputs,), (NUMBERS[-1], 1600))
+    )
     alone = torch.cat([thin_linear(line[None], weight, bias) for line in x])
     for num_tokens in NUMBERS:
         assert torch.equal(thin_linear(x[:num_tokens], weight, bias), alone[:num_tokens])

@@ -1,6 +1,4 @@
-"""Products of a few rows of a weight with a few tokens, float32 or bfloat16, in vectors as wide as the CPU has them."""
-
-from typing import Any
+"""Sums of products of float32 or bfloat16, in vectors as wide as the CPU has them."""
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -42,7 +40,7 @@ def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, le
     """
 
     def generate(context, builder, signature, arguments):
-        lanes_of = [_Lanes(builder, num_lanes(), kind.dtype) for kind in (*signature.args[2:4], signature.args[5])]
+        kinds = [_Lanes(builder, num_lanes(), kind.dtype) for kind in (*signature.args[2:4], signature.args[5])]
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
         done = builder.append_basic_block("done")
         size = builder.switch(_code_of(builder, *arguments[:2]), done)
@@ -50,7 +48,7 @@ def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, le
             block = builder.append_basic_block(f"tile_{rows}x{number}")
             size.add_case(I64(rows << _SHIFT | number), block)
             builder.position_at_end(block)
-            _write_tile(*lanes_of, rows, number, *arguments[2:])
+            _write_tile(kinds, rows, number, *arguments[2:])
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
@@ -59,11 +57,28 @@ def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, le
     return types.void(number, number, weight, tokens, bias, outputs, number, number, number), generate
 
 
+@intrinsic
+def sum_of_squares(typing_context, numbers, length):
+    """As float32, of so many numbers, a multiple of 16."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, length = arguments
+        vectors = _Lanes(builder, num_lanes(), signature.args[0].dtype)
+        sums = vectors.zeros()
+        with cgutils.for_range_slice(builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
+            own = vectors.load(pointer, begin)
+            vectors.add_products(sums, own, own)
+        return vectors.total(sums)
+
+    return types.float32(numbers, types.int64), generate
+
+
 def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
     return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
 
 
-def _write_tile(weights, numbers, results, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance):
+def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance):
+    weights, numbers, results = kinds
     builder = weights.builder
     sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
     with cgutils.for_range_slice(builder, I64(0), length, I64(weights.number), I64) as (begin, _):
@@ -137,4 +152,3 @@ class _Lanes:
             vector = builder.fadd(*[builder.shuffle_vector(vector, vector, part) for part in places])
             half //= 2
         return builder.extract_element(vector, I32(0))
-

@@ -1,0 +1,66 @@
+"""RMS norms of a few tokens on a CPU, in one call: torch makes ten of each."""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from .kernels.norms import NORM_FIELDS, norm_bfloat16, norm_float32
+from .reading import is_plain, is_vector
+from .thin import has_kernels
+
+_CODE = {torch.float32: norm_float32, torch.bfloat16: norm_bfloat16}
+_MOST_NUMBERS = 2**17  # for more, torch's threads are as fast
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_double if name == "eps" else ctypes.c_int64) for name in NORM_FIELDS)
+
+
+def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether compiled code computes norms over the last dimension faster, and can read these numbers as they lie."""
+    return (
+        is_plain(x)
+        and 0 < x.numel() <= _MOST_NUMBERS
+        and x.dtype is weight.dtype
+        and not x.shape[-1] % 16
+        and is_vector(weight, x.shape[-1])
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and has_norms(x.dtype)
+    )
+
+
+def thin_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool) -> torch.Tensor:
+    """
+    `x / sqrt(mean(x ** 2) + eps)`, rounded, times `weight`, or times `1 + weight` and rounded once, where `can_norm`
+    says so.
+    """
+    x, size = x.contiguous(), x.shape[-1]
+    outputs = x.new_empty(x.shape)
+    arguments = _Arguments(
+        x.numel() // size, size, is_shifted, x.data_ptr(), weight.data_ptr(), outputs.data_ptr(), eps
+    )
+    _function(x.dtype)(ctypes.addressof(arguments))
+    return outputs
+
+
+@cache
+def has_norms(dtype: torch.dtype) -> bool:
+    """Whether there is compiled code for this CPU that gives the right numbers."""
+    if dtype not in _CODE or not has_kernels(dtype):  # which says why
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 48), (48,)))
+    try:
+        found = [thin_rms_norm(x, weight, 0.5, is_shifted).double() for is_shifted in (False, True)]
+    except Exception:  # whatever compilers raise
+        return False
+    normalized = torch.rms_norm(x.double(), (48,), None, 0.5)
+    expected = [normalized * weight.double(), normalized * (weight.double() + 1)]
+    return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
+
+
+@cache
+def _function(dtype: torch.dtype) -> Any:
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(_CODE[dtype].address)
