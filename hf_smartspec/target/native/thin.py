@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 _MOST_TOKENS = {  # by a vector's numbers; for more, torch's products are as fast
     16: {torch.float32: 12, torch.bfloat16: 6},
-    8: {torch.float32: 64, torch.bfloat16: sys.maxsize},
+    8: {torch.float32: 256, torch.bfloat16: sys.maxsize},
 }
 _CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
 _SMALL = 2**17  # products that one thread is done with before a second one has begun

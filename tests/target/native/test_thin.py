@@ -98,7 +98,7 @@ def test_tokens_may_lie_anywhere():
         lambda x, weight: (x.half(), weight.half()),
         lambda x, weight: (x[:, :24], weight[:, :24].contiguous()),
         lambda x, weight: (x[:, :16], weight[:, :16]),
-        lambda x, weight: (x.repeat(40, 1), weight),
+        lambda x, weight: (x.repeat(90, 1), weight),
         lambda x, weight: (x.to("meta"), weight.to("meta")),
         lambda x, weight: (x[:0], weight),
         lambda x, weight: (x[:, :0], weight[:, :0].contiguous()),
