@@ -126,7 +126,8 @@ def _key(model: PreTrainedModel) -> dict[str, object]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.node()} {platform.processor() or platform.machine()} {os.cpu_count()}"
+    processor = f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{device.type} {platform.node()} {processor} {os.cpu_count()}"
 
 
 def read_profile(model: PreTrainedModel) -> CostModel | None:

@@ -19,10 +19,11 @@ _NAMED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = [*(REPOSITORY / name for name in _NAMED), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LINES = sorted({line for page in PAGES for line in re.findall(r"^smartspec [^\n]+$", page.read_text(), re.MULTILINE)})
 _OUTPUTS = ("--output", "--json", "--plot")
-# Of pip, accelerate, torchrun, lm-eval and transformers.
+# Of pip, accelerate, torchrun, lm-eval, transformers and guidellm.
 _OTHERS = {
-    "--apply_chat_template", "--batch_size", "--continuous-batching", "--cpu", "--include_path", "--index-url",
-    "--model_args", "--multi_gpu", "--no_python", "--nproc-per-node", "--num_processes", "--tasks",
+    "--apply_chat_template", "--backend", "--batch_size", "--constraint", "--continuous-batching", "--cpu", "--data",
+    "--include_path", "--index-url", "--model_args", "--multi_gpu", "--no_python", "--nproc-per-node",
+    "--num_processes", "--profile", "--tasks", "--tokenizer",
 }  # fmt: skip
 
 

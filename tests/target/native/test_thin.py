@@ -1,6 +1,10 @@
 """Compiled products of a few tokens: those of `linear`, whoever else is multiplied with them."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from torch.nn.functional import linear
 
 import hf_smartspec
 from hf_smartspec.target.native import thin
+from hf_smartspec.target.native.kernels.tiles import num_lanes
 from hf_smartspec.target.native.thin import can_multiply, thin_linear
 from hf_smartspec.target.written.parts import product
 
@@ -83,6 +88,18 @@ def test_what_is_no_number_stays_so_and_its_own(dtype):
     found = thin_linear(x, weight, None)
     torch.testing.assert_close(found, linear(x, weight), rtol=1e-2, atol=1e-4, equal_nan=True)
     assert found[[0, 2, 5]].isfinite().all() and not found[[1, 3, 4]].isfinite().any()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(num_lanes() == 8, reason="the other tests see to it")
+def test_cpus_with_narrower_vectors(tmp_path):
+    """What is compiled for them runs here, too; numba is told that this is one."""
+    environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not cpus_with"]
+    command += [__file__, str(Path(__file__).with_name("test_norms.py"))]
+    found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert found.returncode == 0 and "passed" in found.stdout, found.stdout
+    assert "skipped" not in found.stdout, found.stdout
 
 
 def test_tokens_may_lie_anywhere():
