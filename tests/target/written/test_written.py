@@ -327,7 +327,7 @@ def test_norms_are_told_by_what_they_compute():
     assert [norm.is_shifted for norm in written[:2]] == [False, True]
     x = torch.randn(4, 32)
     for norm, own in zip(written, norms):
-        assert torch.equal(norm(x), own(x))
+        torch.testing.assert_close(norm(x), own(x))  # compiled norms add up in an order of their own
 
 
 def test_rotations_are_told_by_what_they_compute():
