@@ -8,10 +8,9 @@ import torch
 
 from .kernels.norms import NORM_FIELDS, norm_bfloat16, norm_float32
 from .reading import is_plain, is_vector
-from .thin import has_kernels
+from .thin import has_kernels, most_tokens
 
 _CODE = {torch.float32: norm_float32, torch.bfloat16: norm_bfloat16}
-_MOST_NUMBERS = 2**17  # for more, torch's threads are as fast
 
 
 class _Arguments(ctypes.Structure):
@@ -22,8 +21,9 @@ def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether compiled code computes norms over the last dimension faster, and can read these numbers as they lie."""
     return (
         is_plain(x)
-        and 0 < x.numel() <= _MOST_NUMBERS
         and x.dtype is weight.dtype
+        and 0 < x.shape[0] <= most_tokens(x.dtype)  # as many as products take: both change their sums' order together
+        and x.numel() > 0
         and not x.shape[-1] % 16
         and is_vector(weight, x.shape[-1])
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
@@ -50,15 +50,15 @@ def has_norms(dtype: torch.dtype) -> bool:
     """Whether there is compiled code for this CPU that gives the right numbers."""
     if dtype not in _CODE or not has_kernels(dtype):  # which says why
         return False
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 48), (48,)))
     try:
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((3, 48), (48,)))
         found = [thin_rms_norm(x, weight, 0.5, is_shifted).double() for is_shifted in (False, True)]
+        normalized = torch.rms_norm(x.double(), (48,), None, 0.5)
+        expected = [normalized * weight.double(), normalized * (weight.double() + 1)]
+        return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
     except Exception:  # whatever compilers raise
         return False
-    normalized = torch.rms_norm(x.double(), (48,), None, 0.5)
-    expected = [normalized * weight.double(), normalized * (weight.double() + 1)]
-    return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
 
 
 @cache

@@ -58,23 +58,41 @@ def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, dtype):
 
 
 @pytest.fixture
+def anew():
+    def forget():
+        thin.has_kernels.cache_clear()
+        thin.most_tokens.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def fail(*_):
+    raise RuntimeError("no such instruction")
+
+
+@pytest.fixture
 def number_of_threads():
     number = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(number)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_any_number_of_threads(number_of_threads, number):
-    weight, x = numbers(991, 2048), numbers(5, 2048)
-    expected = thin_linear(x, weight, None)
+def test_any_number_of_threads(number_of_threads, number, dtype):
+    weight, x = numbers(991, 5600).to(dtype), numbers(30, 5600).to(dtype)
+    expected = torch.cat([thin_linear(line[None], weight, None) for line in x])
     number_of_threads(number)
     assert torch.equal(thin_linear(x, weight, None), expected)
 
 
-def test_several_callers_at_the_same_time():
-    weight = numbers(512, 1024)
-    tokens = [numbers(num_tokens, 1024) for num_tokens in NUMBERS] * 4
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_callers_at_the_same_time(number_of_threads, dtype):
+    number_of_threads(2)
+    weight = numbers(512, 1024).to(dtype)
+    tokens = [numbers(num_tokens, 1024).to(dtype) for num_tokens in NUMBERS] * 4
     expected = [thin_linear(x, weight, None) for x in tokens]
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda x: thin_linear(x, weight, None), tokens)
@@ -100,6 +118,34 @@ def test_cpus_with_narrower_vectors(tmp_path):
     found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 0 and "passed" in found.stdout, found.stdout
     assert "skipped" not in found.stdout, found.stdout
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "meta"])
+def test_torchs_defaults_do_not_matter(monkeypatch, anew, default):
+    """Neither for what is computed nor for the memory in which bfloat16 is widened."""
+    weight, x, wide = numbers(24, 64).bfloat16(), numbers(9, 64).bfloat16(), []
+    expected, allocated = thin_linear(x, weight, None), torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **kwargs: wide.append(allocated(*args, **kwargs)) or wide[-1]
+    )
+    try:
+        if default == "meta":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(torch.bfloat16)
+        assert can_multiply(x, weight)
+        assert torch.equal(thin_linear(x, weight, None), expected)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert {(item.dtype, item.device.type) for item in wide} <= {(torch.bfloat16, "cpu"), (torch.float32, "cpu")}
+    if num_lanes() == 8:
+        assert max(item.nbytes for item in wide) >= 4 * (9 + 3) * 64
+
+
+def test_nothing_is_compiled_for_other_devices(monkeypatch):
+    monkeypatch.setattr(thin, "most_tokens", fail)
+    assert not can_multiply(torch.empty(3, 32, device="meta"), torch.empty(8, 32, device="meta"))
 
 
 def test_tokens_may_lie_anywhere():
@@ -161,21 +207,6 @@ def test_decoding_multiplies_with_compiled_code(monkeypatch):
         actual = model.generate(ids, **arguments, assistant="auto")
     assert len(calls) > 50
     assert torch.equal(model.generate(ids, **arguments), actual)
-
-
-@pytest.fixture
-def anew():
-    def forget():
-        thin.has_kernels.cache_clear()
-        thin.most_tokens.cache_clear()
-
-    forget()
-    yield
-    forget()
-
-
-def fail(*_):
-    raise RuntimeError("no such instruction")
 
 
 @pytest.mark.parametrize(
