@@ -17,6 +17,7 @@ from .kernels.multiply import (
     multiply_bfloat16,
     multiply_float32,
     multiply_widened,
+    tokens_at_once,
     wide_size,
 )
 from .kernels.tiles import num_lanes
@@ -87,14 +88,15 @@ def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     num_outputs = weight.shape[0]
     outputs = x.new_empty(num_tokens, num_outputs)
     num_threads = 1 if num_tokens * num_inputs * num_outputs <= _SMALL else torch.get_num_threads()
-    code, wide = _CODE[x.dtype], None
+    at_once, code, size, wide = tokens_at_once(num_tokens, num_inputs), _CODE[x.dtype], 0, None
     if num_tokens > NARROW_TOKENS and num_lanes() == 8 and x.dtype is torch.bfloat16:
         code = multiply_widened
-        wide = x.new_empty(num_threads * wide_size(num_tokens, num_inputs), dtype=torch.float32)
+        size = wide_size(at_once, num_inputs)
+        wide = x.new_empty(num_threads * size, dtype=torch.float32)
     arguments = _Arguments(
-        0, 0, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, _ROWS),
+        0, 0, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, _ROWS), at_once,
         weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
-        0 if wide is None else wide.data_ptr(),
+        0 if wide is None else wide.data_ptr(), size,
     )  # fmt: skip
     run(code.address, ctypes.addressof(arguments), num_threads)
     return outputs

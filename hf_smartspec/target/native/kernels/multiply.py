@@ -7,9 +7,14 @@ from .tiles import lanes, tile
 # What compiled code is called with: the address of numbers, int64 each.
 # next: counted up by whoever takes the next share of the work; share: of outputs, how many these are.
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
+# at_once: tokens by which some rows are multiplied before the next rows are.
 # threads: counted up by each of them; wide: address of `wide_size` float32 for each, where that is asked for, or 0.
-FIELDS = tuple("next threads num_tokens num_inputs num_outputs share weight tokens bias outputs wide".split())
-NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, TOKENS, BIAS, OUTPUTS, WIDE = range(11)
+FIELDS = tuple(
+    "next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size".split()
+)
+NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKENS, BIAS, OUTPUTS, WIDE, WIDE_SIZE = (
+    range(13)
+)
 
 _AHEAD = 2  # tiles of rows that are sent for before their turn
 _LINE = 32  # numbers of bfloat16 that come from memory together
@@ -18,10 +23,14 @@ _CACHE = 2**16  # numbers: half of a small cache of the second level
 NARROW_TOKENS, _NARROW_ROWS = 4, 3  # of the largest tile of 8 lanes
 
 
-def wide_size(num_tokens: int, num_inputs: int) -> int:
+def tokens_at_once(num_tokens: int, num_inputs: int) -> int:
+    """As many as stay in the cache while rows go by."""
+    return min(num_tokens, max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS))
+
+
+def wide_size(at_once: int, num_inputs: int) -> int:
     """Numbers of float32 that a thread needs for tokens and rows which are widened."""
-    at_once = max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS)
-    return (min(num_tokens, at_once) + _NARROW_ROWS) * num_inputs
+    return (at_once + _NARROW_ROWS) * num_inputs
 
 
 @callback
@@ -44,8 +53,8 @@ def multiply_widened(address):
     a = int64_at(address)
     weight, tokens = bfloat16_at(a[WEIGHT]), bfloat16_at(a[TOKENS])
     bias, outputs = bfloat16_at(a[BIAS]), bfloat16_at(a[OUTPUTS])
-    size = (min(a[NUM_TOKENS], _tokens_at_once(a[NUM_INPUTS])) + _NARROW_ROWS) * a[NUM_INPUTS]
-    _multiply(a, weight, tokens, bias, outputs, ahead(float32_at(a[WIDE]), take(ahead(a, THREADS)) * size))
+    wide = ahead(float32_at(a[WIDE]), take(ahead(a, THREADS)) * a[WIDE_SIZE])
+    _multiply(a, weight, tokens, bias, outputs, wide)
 
 
 @inner
@@ -59,9 +68,9 @@ def _multiply(a, weight, tokens, bias, outputs, wide):
 
 @inner
 def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide):
-    length, token, most = a[NUM_INPUTS], 0, _tokens_at_once(a[NUM_INPUTS])
+    length, token = a[NUM_INPUTS], 0
     while token < a[NUM_TOKENS]:
-        num = min(most, a[NUM_TOKENS] - token)
+        num = min(a[AT_ONCE], a[NUM_TOKENS] - token)
         own, results = ahead(tokens, token * length), ahead(outputs, token * a[NUM_OUTPUTS])
         if wide is None:
             _multiply_rows(a, row, end, num, weight, own, bias, results, None)
@@ -69,12 +78,6 @@ def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide):
             _widen(own, num * length, wide)
             _multiply_rows(a, row, end, num, weight, wide, bias, results, ahead(wide, num * length))
         token += num
-
-
-@inner
-def _tokens_at_once(num_inputs):
-    """As many as stay in the cache while rows go by."""
-    return max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS)
 
 
 @inner
