@@ -32,10 +32,11 @@ def watch_encoder(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         return
     thread = threading.get_ident()
 
-    def note(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    # Encoders that run in other threads meanwhile may find a hook half registered, or half removed: without `kwargs`.
+    def note(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         if threading.get_ident() == thread:
             seen.clear()
-            named = kwargs | ({model.main_input_name: args[0]} if args else {})
+            named = (kwargs or {}) | ({model.main_input_name: args[0]} if args else {})
             seen.update((name, item) for name, item in named.items() if isinstance(item, torch.Tensor))
 
     handle = model.get_encoder().register_forward_pre_hook(note, with_kwargs=True)

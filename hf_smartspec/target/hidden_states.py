@@ -170,8 +170,9 @@ class HiddenStateTaps:
             return decoder.register_forward_hook(lambda module, args, output: keep(layer, _first(output)))
         if layer == len(layers):
             return layers[-1].register_forward_hook(lambda module, args, output: keep(layer, _first(output)))
-        return layers[layer].register_forward_pre_hook(
-            lambda module, args, kwargs: keep(layer, args[0] if args else kwargs.get("hidden_states")), with_kwargs=True
+        return layers[layer].register_forward_pre_hook(  # other threads may see it half registered: without `kwargs`
+            lambda module, args, kwargs={}: keep(layer, args[0] if args else kwargs.get("hidden_states")),
+            with_kwargs=True,
         )
 
     def note(self, items: Sequence[RowInput], lines: np.ndarray | None = None) -> None:

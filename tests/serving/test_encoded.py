@@ -120,7 +120,7 @@ def test_an_encoder_that_fails_ends_its_own_request_alone(architecture):
         outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         failure = engine.get_result(bad, timeout=TIMEOUT)
     assert failure.status == RequestStatus.FAILED and "of the encoder" in failure.error
-    assert [output.generated_tokens for output in outputs] == expected
+    assert [(output.error, output.generated_tokens) for output in outputs] == [(None, tokens) for tokens in expected]
 
 
 @pytest.mark.parametrize("architecture", ["t5", ROWWISE])

@@ -1,5 +1,7 @@
 """Hidden states taken by hooks are those that transformers returns, of every model that is served."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,16 @@ def test_states_of_another_shape_are_not_taken():
             model(states)
             taps.note([RowInput(row, np.arange(7))])
         assert not fed
+
+
+def test_other_threads_may_meet_hooks_that_are_half_registered():
+    """torch registers a hook first, and then that it takes keywords."""
+    model = shared_model("llama")
+    taps = HiddenStateTaps(model)
+    with torch.no_grad(), taps.taking([0]), taps.installed(), ThreadPoolExecutor(1) as other:
+        taps._decoder()[1][0]._forward_pre_hooks_with_kwargs.clear()
+        other.submit(model, input_ids=torch.tensor([TEXT])).result()
+        assert not taps._states
 
 
 def test_hooks_go_with_errors():
