@@ -9,13 +9,13 @@ import torch
 from ..native.reading import is_plain, is_vector
 from ..native.threads import has_threads, run, share_of
 from .kernels.arguments import BFLOAT16, FIELDS, FLOAT16, FLOAT32
-from .kernels.dots import LINE, widest
+from .kernels.dots import LINE, has_dots, widest
 from .kernels.levels import to_levels
 from .kernels.multiply import ROWS, multiply
 from .kernels.multiply_many import multiply_many
 from .kernels.tiles import SIDE, configuration, has_tiles
 
-_MOST_TOKENS = 32  # for more, torch's product is faster, but for ...
+_MOST_TOKENS = 32  # for more, torch's product is faster where it is exact, but for ...
 _MOST_IN_REGISTERS = 512  # ... more than that where there are matrix registers: then levels outgrow the caches
 _MANY = 12  # tokens, for which matrix registers are faster
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux
@@ -40,6 +40,12 @@ def has_matrix_registers() -> bool:
     return has_tiles() and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
+def _takes(num_tokens: int, weight: torch.Tensor) -> bool:
+    """Whether this is faster for so many tokens than torch's product, or that is not exact."""
+    most = _MOST_IN_REGISTERS if _fits_registers(weight) else _MOST_TOKENS
+    return 0 < num_tokens <= most or (num_tokens > 0 and not has_dots())
+
+
 def _fits_registers(weight: torch.Tensor) -> bool:
     return weight.shape[1] % 4 == 0 and has_matrix_registers()
 
@@ -53,7 +59,7 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bia
     """Whether compiled code is faster for these, and can read them as they lie in memory."""
     return (
         has_kernels()
-        and 0 < len(x) <= (_MOST_IN_REGISTERS if _fits_registers(weight) else _MOST_TOKENS)
+        and _takes(len(x), weight)
         and is_plain(x)
         and x.dtype in _KINDS
         and x.shape[1] == weight.shape[1]

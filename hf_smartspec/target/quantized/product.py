@@ -12,6 +12,7 @@ logger = get_logger(__name__)
 
 _MOST = 127  # of the levels, on both sides of zero
 _LEAST_STEP = 1e-30  # so that zeros can be divided by it
+_PART = 1024  # products, whose sum float32 can hold: 1024 * 127 ** 2 < 2 ** 24
 
 
 class Levels(NamedTuple):
@@ -93,6 +94,11 @@ def _sums(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`[N, in]` times `[out, in]`: `[N, out]` int32."""
     if weight.shape[1] == 1:  # where torch's product is wrong
         return values.int() * weight.int().t()
+    if not torch_is_exact():
+        sums = torch.zeros(len(values), len(weight), dtype=torch.int32)
+        for own, factors in zip(values.split(_PART, 1), weight.split(_PART, 1)):
+            sums += (own.float() @ factors.float().t()).int()
+        return sums
     # The weight comes first: with few tokens, oneDNN is nearly twice as fast this way round.
     return torch._int_mm(weight, values.t()).t()
 
@@ -110,14 +116,19 @@ def _check(x: torch.Tensor) -> None:
 
 
 NO_PRODUCT = (
-    "This CPU has no instructions for exact sums of int8 products (AVX512-VNNI, AVX-VNNI, AMX or the like). Run the "
-    "model in bfloat16 or float32."
+    "This CPU has no instructions for exact sums of int8 products (AVX2, AVX512-VNNI, AVX-VNNI, AMX or the like), or "
+    "nothing can be compiled for it. Run the model in bfloat16 or float32."
 )
 
 
-@cache
 def has_exact_product() -> bool:
-    """Whether sums are exact. On CPUs before VNNI they are not: pairs of products saturate at 16 bits."""
+    """Whether sums are exact, and fast: in torch, or in compiled code."""
+    return torch_is_exact() or (native.has_kernels() and has_right_kernels())
+
+
+@cache
+def torch_is_exact() -> bool:
+    """Whether torch's sums are. On CPUs before VNNI they are not: pairs of products saturate at 16 bits."""
     weight = torch.full((64, 256), _MOST, dtype=torch.int8)
     weight[::2] = -_MOST
     for num_tokens in (1, 3, 16):

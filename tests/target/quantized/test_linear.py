@@ -55,6 +55,15 @@ def test_sums_are_exact():
     assert values.abs().max() == 127 and module.weight.abs().amax(1).eq(127).all()
 
 
+@pytest.mark.parametrize("num_inputs", [1024, 1025, 3000])
+def test_sums_are_exact_where_torchs_products_are_not(monkeypatch, num_inputs):
+    """The largest there are, for which float32 has just enough bits."""
+    monkeypatch.setattr(product, "torch_is_exact", lambda: False)
+    values, weight = (torch.full((number, num_inputs), 127, dtype=torch.int8) for number in (3, 2))
+    values[1], weight[1, ::2] = -127, -126
+    assert torch.equal(product._sums(values, weight), (values.long() @ weight.long().t()).int())
+
+
 def test_sums_of_one_number_are_exact():
     """For which torch's own product is wrong."""
     module, x = Int8Linear(torch.tensor([[2.0], [-3.0]])), torch.arange(-40.0, 40)[:, None]

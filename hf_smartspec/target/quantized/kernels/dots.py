@@ -1,4 +1,4 @@
-"""Dot products of int8 numbers, by the instructions that CPUs have for them (VNNI)."""
+"""Dot products of int8 numbers, by the instructions that CPUs have for them (VNNI), or by those for int16 (AVX2)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,17 +7,23 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from ....jit.writing import I8, I32, I64, call, cpu_features, place, send_for, written
+from ....jit.writing import I8, I16, I32, I64, call, cpu_features, place, send_for, written
 
 LINE = 64  # levels of a token are padded with zeros to multiples of it
 OFFSET = 128  # is added to weights: the instruction multiplies unsigned by signed numbers
 _AHEAD = 4  # rows that are sent for before their turn
-_WIDTHS = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",)}  # bytes in a vector, and who has it
+_REGISTERS = {64: 32, 32: 16, 16: 16}  # of the CPU, by bytes that it multiplies at once
+_NEED = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",), 16: ("+avx2", "+f16c")}
 
 
 def widest() -> int:
-    """Bytes that the CPU for which numba compiles multiplies at once; 0 where it has no such instruction."""
-    return next((width for width, need in _WIDTHS.items() if cpu_features().issuperset(need)), 0)
+    """Bytes that the CPU for which numba compiles multiplies at once; 0 where it has no fit instructions."""
+    return next((width for width, need in _NEED.items() if cpu_features().issuperset(need)), 0)
+
+
+def has_dots() -> bool:
+    """Whether it has instructions for int8 themselves. Without them, torch's products of int8 are not exact."""
+    return widest() > 16
 
 
 def _dots(num_rows: int, num_tokens: int) -> Any:
@@ -25,40 +31,58 @@ def _dots(num_rows: int, num_tokens: int) -> Any:
     `dots(weight, length, levels, padded, offsets, sums, stride)`: products of neighbouring rows of `length` int8 with
     as many levels of tokens, which lie `padded` bytes from one another, become `sums[token * stride + row]`, int32.
 
-    `offsets[token]`, `OFFSET` times the sum of a token's levels, is taken away again.
+    `offsets[token]` is `OFFSET` times the sum of a token's levels, which is taken away where it has been added.
     """
 
     @written(types.void, *[types.int64] * 7)
     def dots(builder, weight, length, levels, padded, offsets, sums, stride):
-        vectors, rows, tokens = _Vectors(builder, widest()), range(num_rows), range(num_tokens)
-        totals = [[cgutils.alloca_once_value(builder, vectors.zeros) for _ in tokens] for _ in rows]
-        for begin, rest in vectors.parts(length):
-            starts = [builder.add(begin, builder.mul(I64(row), length)) for row in rows]
-            factors = [vectors.weights(weight, start, rest) for start in starts]
-            if rest is None:
-                for start in starts:
-                    send_for(builder, place(builder, weight, builder.add(start, builder.mul(I64(_AHEAD), length)), I8))
-            for token in tokens:
-                numbers = vectors.levels(levels, builder.add(begin, builder.mul(I64(token), padded)))
-                for row in rows:
-                    vectors.add_products(totals[row][token], factors[row], numbers)
-        for token in tokens:
-            offset = builder.load(place(builder, offsets, I64(token), I32))
-            start = builder.mul(I64(token), stride)
-            for row in rows:
-                total = builder.sub(vectors.total(totals[row][token]), offset)
-                builder.store(total, place(builder, sums, builder.add(start, I64(row)), I32))
+        vectors = _vectors(builder)
+        size = max(_REGISTERS[vectors.width] // 2 // num_rows, 1)  # the others hold what is multiplied
+        for first in range(0, num_tokens, size):
+            tokens = range(first, min(first + size, num_tokens))
+            _write_dots(vectors, range(num_rows), tokens, weight, length, levels, padded, offsets, sums, stride)
 
     return dots
 
 
-class _Vectors:
-    """Writes instructions on vectors of so many bytes."""
+def _write_dots(vectors, rows, tokens, weight, length, levels, padded, offsets, sums, stride):
+    """For as many rows and tokens as sums fit into registers."""
+    builder = vectors.builder
+    totals = {token: [cgutils.alloca_once_value(builder, vectors.zeros) for _ in rows] for token in tokens}
+    for begin, rest in vectors.parts(length):
+        starts = [builder.add(begin, builder.mul(I64(row), length)) for row in rows]
+        factors = [vectors.weights(weight, start, rest) for start in starts]
+        if rest is None and tokens[0] == 0:
+            for start in starts:
+                send_for(builder, place(builder, weight, builder.add(start, builder.mul(I64(_AHEAD), length)), I8))
+        for token in tokens:
+            numbers = vectors.levels(levels, builder.add(begin, builder.mul(I64(token), padded)))
+            for row in rows:
+                vectors.add_products(totals[token][row], factors[row], numbers)
+    for token in tokens:
+        offset = builder.load(place(builder, offsets, I64(token), I32))
+        start = builder.mul(I64(token), stride)
+        for row in rows:
+            total = vectors.total(totals[token][row], offset)
+            builder.store(total, place(builder, sums, builder.add(start, I64(row)), I32))
 
-    def __init__(self, builder: ir.IRBuilder, width: int):
+
+def _vectors(builder: ir.IRBuilder) -> "_Vectors":
+    return _Dots(builder, widest()) if has_dots() else _Pairs(builder, widest())
+
+
+class _Vectors:
+    """
+    Writes instructions on vectors of so many bytes.
+
+    Args:
+        together (`int`): Neighbouring products that one instruction adds up.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, width: int, together: int):
         self.builder, self.width = builder, width
-        self.bytes, self.sums = ir.VectorType(I8, width), ir.VectorType(I32, width // 4)
-        self.zeros = ir.Constant(self.sums, [0] * (width // 4))
+        self.bytes, self.sums = ir.VectorType(I8, width), ir.VectorType(I32, width // together)
+        self.zeros = ir.Constant(self.sums, [0] * (width // together))
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, ir.Value | None]]:
         """Where vectors begin in a loop over whole ones, and then what is left, and how many bytes that are."""
@@ -71,7 +95,7 @@ class _Vectors:
             yield whole, rest
 
     def weights(self, weight: ir.Value, start: ir.Value, rest: ir.Value | None) -> ir.Value:
-        """A vector of weights, or as many as are left of a row, plus `OFFSET`."""
+        """A vector of weights, or as many as are left of a row, as they are multiplied."""
         pointer = self._pointer(weight, start)
         if rest is None:
             signed = self.builder.load(pointer, align=1)
@@ -79,20 +103,23 @@ class _Vectors:
             zeros = ir.Constant(self.bytes, [0] * self.width)
             name = f"llvm.masked.load.v{self.width}i8.p0"
             signed = call(self.builder, name, self.bytes, pointer, I32(1), self._first(rest), zeros)
-        return self.builder.bitcast(
-            self.builder.xor(signed, ir.Constant(self.bytes, [OFFSET - 256] * self.width)), self.sums
-        )
+        return self.factors(signed)
+
+    def factors(self, weights: ir.Value) -> ir.Value:
+        raise NotImplementedError
 
     def levels(self, levels: ir.Value, start: ir.Value) -> ir.Value:
-        return self.builder.bitcast(self.builder.load(self._pointer(levels, start), align=1), self.sums)
+        """A vector of levels, as they are multiplied."""
+        raise NotImplementedError
 
     def add_products(self, total: ir.Value, weights: ir.Value, levels: ir.Value) -> None:
-        name = f"llvm.x86.avx512.vpdpbusd.{8 * self.width}"
-        sums = call(self.builder, name, self.sums, self.builder.load(total), weights, levels)
-        self.builder.store(sums, total)
+        raise NotImplementedError
 
-    def total(self, sums: ir.Value) -> ir.Value:
-        return call(self.builder, f"llvm.vector.reduce.add.v{self.width // 4}i32", I32, self.builder.load(sums))
+    def total(self, sums: ir.Value, offset: ir.Value) -> ir.Value:
+        return call(self.builder, f"llvm.vector.reduce.add.v{self.sums.count}i32", I32, self.builder.load(sums))
+
+    def read(self, address: ir.Value, start: ir.Value) -> ir.Value:
+        return self.builder.load(self._pointer(address, start), align=1)
 
     def _pointer(self, address: ir.Value, start: ir.Value) -> ir.Value:
         return self.builder.bitcast(place(self.builder, address, start, I8), self.bytes.as_pointer())
@@ -103,6 +130,46 @@ class _Vectors:
         one = builder.insert_element(ir.Constant(kind, ir.Undefined), builder.trunc(count, I8), I32(0))
         every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, self.width), [0] * self.width))
         return builder.icmp_unsigned("<", ir.Constant(kind, list(range(self.width))), every)
+
+
+class _Dots(_Vectors):
+    """Unsigned times signed int8, four to a sum, by VNNI."""
+
+    def __init__(self, builder: ir.IRBuilder, width: int):
+        super().__init__(builder, width, together=4)
+
+    def factors(self, weights: ir.Value) -> ir.Value:
+        offsets = ir.Constant(self.bytes, [OFFSET - 256] * self.width)
+        return self.builder.bitcast(self.builder.xor(weights, offsets), self.sums)
+
+    def levels(self, levels: ir.Value, start: ir.Value) -> ir.Value:
+        return self.builder.bitcast(self.read(levels, start), self.sums)
+
+    def add_products(self, total: ir.Value, weights: ir.Value, levels: ir.Value) -> None:
+        name = f"llvm.x86.avx512.vpdpbusd.{8 * self.width}"
+        sums = call(self.builder, name, self.sums, self.builder.load(total), weights, levels)
+        self.builder.store(sums, total)
+
+    def total(self, sums: ir.Value, offset: ir.Value) -> ir.Value:
+        return self.builder.sub(super().total(sums, offset), offset)
+
+
+class _Pairs(_Vectors):
+    """Signed int16, two to a sum, by AVX2: its products of int8 would saturate."""
+
+    def __init__(self, builder: ir.IRBuilder, width: int):
+        super().__init__(builder, width, together=2)
+        self.wide = ir.VectorType(I16, width)
+
+    def factors(self, weights: ir.Value) -> ir.Value:
+        return self.builder.sext(weights, self.wide)
+
+    def levels(self, levels: ir.Value, start: ir.Value) -> ir.Value:
+        return self.builder.sext(self.read(levels, start), self.wide)
+
+    def add_products(self, total: ir.Value, weights: ir.Value, levels: ir.Value) -> None:
+        products = call(self.builder, "llvm.x86.avx2.pmadd.wd", self.sums, weights, levels)
+        self.builder.store(self.builder.add(self.builder.load(total), products), total)
 
 
 dots_1x1, dots_4x1, dots_4x2, dots_4x4, dots_2x8 = (_dots(*size) for size in ((1, 1), (4, 1), (4, 2), (4, 4), (2, 8)))
