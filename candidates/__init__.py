@@ -5,6 +5,7 @@ from .committed import Committed
 from .datastore.file import Datastore, build_datastore
 from .datastore.source import DatastoreCandidates
 from .draft_model import DraftModelCandidates
+from .early_exit import EarlyExitCandidates
 from .fused.source import FusedCandidates
 from .heads.eagle import EagleHeads
 from .heads.feature_source import FeatureCandidates
@@ -26,6 +27,7 @@ __all__ = [
     "DatastoreCandidates",
     "DraftModelCandidates",
     "EagleHeads",
+    "EarlyExitCandidates",
     "FeatureCandidates",
     "FusedCandidates",
     "MLPSpeculator",

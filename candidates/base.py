@@ -13,6 +13,7 @@ from ..drafts.tree import DraftTree
 from .committed import HIDDEN_STATES, LAST, SCORES, Committed, Likeliest
 
 if TYPE_CHECKING:
+    from ..target.rows import CacheRow
     from .encoded import EncoderInputs
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
@@ -24,11 +25,11 @@ class TreeCandidateGenerator(CandidateGenerator):
     A candidate source for batches of requests. Subclass it, implement `start`, `propose`, `observe` and `stop`, and
     pass an instance as `assistant=`.
 
-    The engine calls `choose`, `assign` (if there is something to say), `couple` and `start` once per request, then
-    `propose` and `observe` in turn, then `stop`; `stop` comes even after an error. One source may serve several
-    `generate` calls, so state belongs to requests; it need not bear several threads at once. A source that raises, or
-    proposes something that is no tree over the vocabulary, is dropped for that request. Sources cannot make the output
-    wrong: the target decides about every token.
+    The engine calls `choose`, `attach`, `assign` (if there is something to say), `couple` and `start` once per
+    request, then `propose` and `observe` in turn, then `stop`; `stop` comes even after an error. One source may serve
+    several `generate` calls, so state belongs to requests; it need not bear several threads at once. A source that
+    raises, or proposes something that is no tree over the vocabulary, is dropped for that request. Sources cannot make
+    the output wrong: the target decides about every token.
 
     Attributes:
         default_num_nodes (`int`): Nodes per row where the caller names no number, at most.
@@ -100,6 +101,17 @@ class TreeCandidateGenerator(CandidateGenerator):
         Tells how the request's target picks: through which processors, and with which noise (`seed`; None: greedy).
         A source that can make use of it proposes the tokens that the *noisy* target would pick; by default, nothing
         happens.
+        """
+
+    def attach(self, request_id: Hashable, forward: Any, row: "CacheRow") -> None:
+        """
+        Says, before `start`, where the target leaves the request's keys and values, for sources that draft with the
+        target itself: they may write behind what the row holds, and leave the row as it was. By default, nothing
+        happens.
+
+        Args:
+            forward (`ModelForward`): That of the target.
+            row (`CacheRow`): The request's.
         """
 
     def assign(

@@ -29,8 +29,9 @@ _ADDED = """
 
             assistant (*optional*):
                 What drafts for this call: a preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH",
-                "tuned:PATH", "none"), a draft model or its folder or hub id, a candidate source, a list of these or a
-                `hf_smartspec.SmartSpecConfig`. By default, what `enable` or a generation config says.
+                "tuned:PATH", "none", "mtp", "early_exit:N"), a draft model or its folder or hub id, a candidate source,
+                a list of these or a `hf_smartspec.SmartSpecConfig`. By default, what `enable` or a generation config
+                says.
         """
 _SEED = """    seed (`int` or sequence of `int`, *optional*):
                 For sampling: the same tokens for the same seed, whatever drafts; one seed, or one per row.

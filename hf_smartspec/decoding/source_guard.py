@@ -266,6 +266,7 @@ def _start(request: Request, source: TreeCandidateGenerator) -> None:
     call = request.call
     if assignment := call.assignment_of(request):
         source.assign(request.request_id, **assignment)
+    source.attach(request.request_id, call.forward, request.cache_row)
     source.couple(request.request_id, call.picker.processors, request.seed)
     source.start(request.request_id, request.prompt)
 

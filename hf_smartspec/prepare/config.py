@@ -16,7 +16,8 @@ from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
 
 DATASTORE, TUNED = "datastore:", "tuned:"  # each before a path
-PRESET_NAMES = ["auto", f"{DATASTORE}PATH", MTP, "none", "prompt_lookup", "suffix", f"{TUNED}PATH"]
+EARLY_EXIT = "early_exit:"  # before a number of layers
+PRESET_NAMES = ["auto", "none", "prompt_lookup", "suffix", MTP, f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{TUNED}PATH"]
 
 
 def is_preset(assistant: Any) -> bool:
@@ -38,9 +39,9 @@ class SmartSpecConfig:
 
     Args:
         assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), "mtp"
-            (the target's own MTP layers), a draft model or its folder or hub id (loaded once for each target), a
-            candidate source, or a list of these, which are fused. "tuned:PATH" is what `smartspec tune` found; its
-            suffix trees are the model's own for this file.
+            (the target's own MTP layers), "early_exit:N" (its first layers), a draft model or its folder or hub id
+            (loaded once for each target), a candidate source, or a list of these, which are fused. "tuned:PATH" is what
+            `smartspec tune` found; its suffix trees are the model's own for this file.
         num_nodes (`int`, *optional*): Draft nodes per row at every step. Where not given, a `GoodputAuction` decides at
             every step how many of those that the source drafts by default are worth it.
         width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. Where not given, chains, and

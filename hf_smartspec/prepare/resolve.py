@@ -17,6 +17,7 @@ from ..candidates import (
     Datastore,
     DatastoreCandidates,
     DraftModelCandidates,
+    EarlyExitCandidates,
     FusedCandidates,
     PromptLookupCandidates,
     RoutedCandidates,
@@ -36,7 +37,7 @@ from ..candidates.tuned import TunedSource, TunedSources
 from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
 from ..target.ranks import is_sharded
-from .config import DATASTORE, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
+from .config import DATASTORE, EARLY_EXIT, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
 from .draft_models import check_draft_model
 from .model_state import state_of
 from .vocabularies import Tokenizers
@@ -78,6 +79,13 @@ class Drafters:
         else:
             make = partial(DraftModelCandidates, model, width=width, samples=samples, vocabulary=vocabulary)
         return self._shared((id(model), width, samples, vocabulary), make)
+
+    def of_layers(
+        self, target: PreTrainedModel, num_layers: int, width: int | None, samples: bool
+    ) -> TreeCandidateGenerator:
+        """See `EarlyExitCandidates`."""
+        make = partial(EarlyExitCandidates, target, num_layers, width=width, samples=samples)
+        return self._shared((id(target), num_layers, width, samples, EARLY_EXIT), make)
 
     def of_learned(self, heads: LearnedDrafter, width: int | None, calibrator: Calibrator) -> TreeCandidateGenerator:
         return self._shared((id(heads), width), partial(source_of, heads, calibrator, width))
@@ -183,8 +191,8 @@ def check_assistant(assistant: Any) -> None:
 
 
 def _may_be_model(name: str) -> bool:
-    """The target's own layers, a folder, a hub id, or one of the old ids without an owner if it has been downloaded."""
-    if name == MTP:
+    """Layers of the target's, a folder, a hub id, or an old id without an owner if it has been downloaded."""
+    if name == MTP or name.startswith(EARLY_EXIT):
         return True
     name = os.path.expanduser(name)
     if os.path.isabs(name) or name.startswith(".") or name.count("/") != 1:
@@ -204,6 +212,10 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     check_assistant(assistant)
     if _is_tuned(assistant):
         return _fused(replace(config, assistant=[assistant]), target, drafters)
+    samples = config.verification == "rejection"
+    width = 1 if samples else config.width
+    if isinstance(assistant, str) and assistant.startswith(EARLY_EXIT):
+        return drafters.of_layers(target, _num_layers(assistant), width, samples)
     if isinstance(assistant, str):
         assistant = _named(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
@@ -215,8 +227,7 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     if isinstance(assistant, PreTrainedModel):
         tokenizers = Tokenizers(config.tokenizer, config.assistant_tokenizer)
         vocabulary = check_draft_model(assistant, target, tokenizers)
-        samples = config.verification == "rejection"
-        return drafters.of_model(assistant, 1 if samples else config.width, samples, vocabulary)
+        return drafters.of_model(assistant, width, samples, vocabulary)
     if isinstance(assistant, LearnedDrafter):
         assistant.check_fit(target)
         return drafters.of_learned(assistant, config.width, state_of(target).calibrator)
@@ -230,6 +241,13 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)
         return WrappedCandidates(assistant, target.device, num_layers)
     return _fused(config, target, drafters)
+
+
+def _num_layers(name: str) -> int:
+    number = name.removeprefix(EARLY_EXIT)
+    if not number.isdecimal():
+        raise ValueError(f"`assistant={name!r}` must name a number of layers, such as '{EARLY_EXIT}4'.")
+    return int(number)
 
 
 def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
@@ -248,6 +266,8 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
                 "or `TranslatedDraftCandidates`."
             )
         source.serve(vocabulary)
+    if isinstance(source, EarlyExitCandidates) and source.model is not target:
+        raise ValueError(f"{source.name} drafts for the model that it was made with only: make one for this target.")
     if isinstance(heads := getattr(source, "heads", None), LearnedDrafter):
         heads.check_fit(target)
 

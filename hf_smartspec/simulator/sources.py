@@ -151,6 +151,9 @@ class TimedCandidates(TreeCandidateGenerator):
     def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
         self.source.assign(request_id, *args, **kwargs)
 
+    def attach(self, request_id: Hashable, *args: Any) -> None:
+        self.source.attach(request_id, *args)
+
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         self._num_seen[request_id] = 0
         self.source.start(request_id, prompt)

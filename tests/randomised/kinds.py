@@ -13,6 +13,7 @@ import torch
 
 from hf_smartspec import (
     DraftModelCandidates,
+    EarlyExitCandidates,
     MedusaCandidates,
     MedusaHeads,
     MtpLayers,
@@ -98,6 +99,10 @@ def mtp(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return FeatureCandidates(layers, width=rng.choice((None, 1, 3)))
 
 
+def early_exit(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    return EarlyExitCandidates(target(architecture), 1, width=rng.choice((None, 1, 3)))
+
+
 def swap_heads(source: Any, rng: random.Random) -> None:
     shake(source.heads.parameters(), rng)
 
@@ -130,6 +135,7 @@ KINDS = {
     "medusa": Kind(medusa, swap_heads),
     "eagle": Kind(eagle, swap_heads),
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
+    "early exit": Kind(early_exit),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
     "routed": Kind(routed, swap_routed),
     "suffix": Kind(suffix),
