@@ -34,7 +34,7 @@ from hf_smartspec.goodput.acceptance import Calibrator
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from ..candidates.translated.pairs import with_tokens_of
 from ..models import VOCAB_SIZE
-from .targets import ARCHITECTURES, NUM_MTP_LAYERS, known_mtp, known_texts, noisy_target, target
+from .targets import ARCHITECTURES, NUM_MTP_LAYERS, WRITTEN, known_mtp, known_texts, noisy_target, target
 from .tokenizers import PAIRS, WHOLE, first_letters
 
 _TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -135,7 +135,7 @@ KINDS = {
     "medusa": Kind(medusa, swap_heads),
     "eagle": Kind(eagle, swap_heads),
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
-    "early exit": Kind(early_exit),
+    "early exit": Kind(early_exit, architectures=WRITTEN),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
     "routed": Kind(routed, swap_routed),
     "suffix": Kind(suffix),

@@ -19,6 +19,8 @@ NUM_TOKENS = 40
 NUM_MTP_LAYERS = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
 ARCHITECTURES = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *NUM_MTP_LAYERS)
 
+WRITTEN = tuple(name for name in ARCHITECTURES if name not in ("gpt2", "opt", "deepseek_v3"))  # out, by the package
+
 
 def target(architecture: str) -> PreTrainedModel:
     """One model for the whole session, to be left as it is."""
