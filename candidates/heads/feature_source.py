@@ -116,7 +116,9 @@ class FeatureCandidates(GrowingCandidates):
     def _can_grow(self, growth: Growth) -> bool:
         state = growth.state
         assert isinstance(state, _State)
-        return state.num_known == len(state.tokens) > 0
+        # The last token is fed anew if need be: another's row may have brought its keys and values, and no more of it.
+        first = min(state.row.length, len(state.tokens) - 1)
+        return state.num_known == len(state.tokens) > 0 and state.start <= first
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         state, other = self._state(request_id), self._known_state(earlier)

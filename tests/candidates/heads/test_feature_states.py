@@ -221,3 +221,22 @@ def test_what_was_left_out_is_not_drafted_behind(unlike):
     text.append(10)
     source.observe("a", step_of(text, 0, 1))  # run anew
     check_drafts(source, ["a"], {"a": text})
+
+
+def test_prompts_that_are_there_already_but_for_their_end(unlike):
+    """Drafts come before the target has run that; where its newest hidden state has not been kept, none do."""
+    source = FeatureCandidates(unlike, width=2)
+    text = [3, 4, 5, 6, 7, 8, 9, 10]
+    source.start("earlier", np.array(text[:-1]))
+    source.observe("earlier", step_of(text, 0, 1))
+    source.propose(["earlier"], [5])
+    source.stop("earlier")
+    for length in range(2, len(text) + 1):
+        source.start(length, np.array(text[:length]))
+        assert source.reuse(length, length - 1, "earlier") == length - 1
+        tree = source.propose([length], [5])[0]
+        if len(tree):
+            assert tree.tokens.tolist() == drafts_anew(unlike, text[:length], 5).tokens.tolist()
+        longer = [*text[:length], 11]
+        source.observe(length, step_of(longer, length - 1, 1))
+        check_drafts(source, [length], {length: longer})
