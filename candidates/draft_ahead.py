@@ -125,9 +125,9 @@ def plan_levels(
     """
     # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
     shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}
-    room = width * max(depths)
     # What is planned must not move before it is run.
-    forward.cache.reserve([item.state.row for item in growths], [len(item.state.tokens) + room for item in growths])
+    needs = [len(item.state.tokens) + width * depth for item, depth in zip(growths, depths)]
+    forward.cache.reserve([item.state.row for item in growths], needs)
     order = sorted(zip(growths, depths), key=lambda item: item[0].state.row.line)  # as forwards order rows
     levels: list[DraftLevel] = []
     for depth in range(max(depths)):

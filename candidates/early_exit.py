@@ -1,6 +1,7 @@
 """Drafting with the first layers of the target itself."""
 
 from collections.abc import Hashable, Sequence
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,8 @@ class EarlyExitCandidates(GrowingCandidates):
                 "those that are known, or its modules are hooked or replaced. Pass another `assistant`."
             )
         self.model, self.num_layers = model, num_layers
+        # Whoever shares it between threads must lose drafts, not have one draft over another's keys and values.
+        self._lock = RLock()
         self._places: dict[Hashable, tuple[PackedForward, CacheRow]] = {}  # of the target's keys and values
 
     @property
@@ -66,22 +69,27 @@ class EarlyExitCandidates(GrowingCandidates):
         return f"{type(self).__name__}({self.num_layers}, {id(self.model):x})"
 
     def attach(self, request_id: Hashable, forward: Any, row: CacheRow) -> None:
-        if not isinstance(forward, PackedForward) or forward.model is not self.model:
+        if not isinstance(forward, PackedForward):
+            raise ValueError(f"{self.name} drafts beside packed forwards only, and this is {type(forward).__name__}.")
+        if forward.model is not self.model:
             raise ValueError(f"{self.name} drafts for the model that it was made with only.")
-        if isinstance(self._forward, EarlyExitForward) and self._forward.whole is not forward:
-            raise ValueError(f"{self.name} drafts for another engine or call at present: make a new source.")
         self._places[request_id] = forward, row
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         if request_id not in self._places:
             raise ValueError(f"{self.name} drafts beside its target only: pass it as `assistant`.")
         whole, _ = self._places[request_id]
-        self._forward = self._forward or EarlyExitForward(whole, self.num_layers)
-        super().start(request_id, prompt)
+        with self._lock:
+            forward = self._forward or EarlyExitForward(whole, self.num_layers)
+            if not isinstance(forward, EarlyExitForward) or forward.whole is not whole:
+                raise ValueError(f"{self.name} drafts for another engine or call at present: make a new source.")
+            self._forward = forward
+            super().start(request_id, prompt)
 
     def stop(self, request_id: Hashable) -> None:
-        self._places.pop(request_id, None)
-        super().stop(request_id)
+        with self._lock:
+            super().stop(request_id)
+            self._places.pop(request_id, None)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         state = self._states[request_id]
@@ -95,12 +103,13 @@ class EarlyExitCandidates(GrowingCandidates):
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        try:
-            return super().propose(request_ids, max_nodes, price)
-        finally:  # rows are the target's, which has run nothing of this
-            for state in [self._states[name] for name in request_ids]:
-                if state.row.length >= len(state.tokens) - 1:
-                    self._own_forward.cut(state.row, len(state.tokens) - 1)
+        with self._lock:
+            try:
+                return super().propose(request_ids, max_nodes, price)
+            finally:  # rows are the target's, which has run nothing of this
+                for state in [self._states[name] for name in request_ids]:
+                    if state.row.length >= len(state.tokens) - 1:
+                        self._own_forward.cut(state.row, len(state.tokens) - 1)
 
     @property
     def _own_forward(self) -> EarlyExitForward:
@@ -119,3 +128,8 @@ class EarlyExitCandidates(GrowingCandidates):
     def _can_grow(self, growth: Growth) -> bool:
         """Not while the prompt is being run."""
         return growth.state.row.length == len(growth.state.tokens) - 1
+
+    def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
+        """Drafts stay within the row's slot: memory is the target's, which has reserved what it needs itself."""
+        room = growth.state.row.stride - len(growth.state.tokens)
+        return min(super()._max_depth(growth, price), max(room // self._width(price), 0))

@@ -63,6 +63,10 @@ class MemberCandidates(TreeCandidateGenerator):
             if hasattr(source, "warm_up"):
                 source.warm_up()
 
+    def attach(self, request_id: Hashable, *args: Any) -> None:
+        for source in self.sources:
+            self._tell(source, request_id, source.attach, *args)
+
     def assign(
         self,
         request_id: Hashable,

@@ -109,6 +109,9 @@ class Lane(TreeCandidateGenerator):
     def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
         self.source.couple(request_id, processors, seed)
 
+    def attach(self, request_id: Hashable, *args: Any) -> None:
+        self.source.attach(request_id, *args)
+
     def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
         self.source.assign(request_id, *args, **kwargs)
 

@@ -228,6 +228,9 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     # Where nobody asks who drafts for a request (transformers' own loop, fused sources), it is passed on from here.
 
+    def attach(self, request_id: Hashable, *args: Any) -> None:
+        self._told.setdefault(request_id, []).append(("attach", (args, {})))
+
     def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
         self._told.setdefault(request_id, []).append(("assign", (args, kwargs)))
 

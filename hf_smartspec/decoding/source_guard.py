@@ -264,9 +264,9 @@ def _sealed(tree: DraftTree) -> DraftTree:
 
 def _start(request: Request, source: TreeCandidateGenerator) -> None:
     call = request.call
+    source.attach(request.request_id, call.forward, request.cache_row)
     if assignment := call.assignment_of(request):
         source.assign(request.request_id, **assignment)
-    source.attach(request.request_id, call.forward, request.cache_row)
     source.couple(request.request_id, call.picker.processors, request.seed)
     source.start(request.request_id, request.prompt)
 

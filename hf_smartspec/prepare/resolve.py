@@ -176,6 +176,8 @@ def check_assistant(assistant: Any) -> None:
     elif isinstance(assistant, RoutedCandidates):
         for item in assistant.drafters.values():
             check_assistant(item)
+    elif isinstance(assistant, str) and assistant.startswith(EARLY_EXIT):
+        _num_layers(assistant)
     elif isinstance(assistant, str):
         if not is_preset(assistant) and not _may_be_model(assistant):
             raise ValueError(
@@ -192,7 +194,7 @@ def check_assistant(assistant: Any) -> None:
 
 def _may_be_model(name: str) -> bool:
     """Layers of the target's, a folder, a hub id, or an old id without an owner if it has been downloaded."""
-    if name == MTP or name.startswith(EARLY_EXIT):
+    if name == MTP:
         return True
     name = os.path.expanduser(name)
     if os.path.isabs(name) or name.startswith(".") or name.count("/") != 1:

@@ -1,15 +1,19 @@
 """The target's first layers as its draft: on its own keys and values, and with the tokens of plain decoding."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
 import hf_smartspec
-from hf_smartspec import EarlyExitCandidates, Engine, SmartSpecConfig
+from hf_smartspec import EarlyExitCandidates, Engine, PromptLookupCandidates, RoutedCandidates, SmartSpecConfig
+from hf_smartspec.candidates import FusedCandidates, growing
 from hf_smartspec.prepare.resolve import Drafters, resolve
 from hf_smartspec.target import early_exit
 from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.slot_cache import SlotCache
 from hf_smartspec.target.written import written_decoder
 
 from ..generate.helpers import prompts
@@ -85,11 +89,18 @@ def test_nothing_of_the_text_is_run_twice(monkeypatch):
     assert max(spy.short) == len(LENGTHS) and sum(spy.short) <= statistics.steps
 
 
-def test_keys_and_values_are_the_targets_own():
-    model = knowing("llama")
-    source = EarlyExitCandidates(model, 1, num_nodes=4)
-    generated(model, SmartSpecConfig(source, num_nodes=4), **GREEDY)
-    assert source.num_bytes() == 0
+@pytest.mark.parametrize("is_free", [True, False], ids=["by level", "at once"])
+@pytest.mark.parametrize("width", [None, 1, 3])
+def test_memory_is_the_targets_own_and_no_more_than_that(monkeypatch, width, is_free):
+    """Also where waits for a device are to be saved, and as many nodes are drafted as goodput likes."""
+    monkeypatch.setattr(growing, "waits_are_free", lambda device: is_free)
+    model, moved = knowing("llama"), []
+    monkeypatch.setattr(SlotCache, "_enlarge", lambda cache, capacities: moved.append(capacities))
+    plain, _ = generated(model, "none", **GREEDY)
+    for nodes in (None, 16):
+        output, statistics = generated(model, SmartSpecConfig("early_exit:1", width=width, num_nodes=nodes), **GREEDY)
+        assert torch.equal(output, plain) and not moved
+        assert nodes is None or statistics.accepted_tokens > 0
 
 
 def test_it_agrees_with_a_model_of_these_layers():
@@ -130,20 +141,32 @@ def test_in_an_engine_with_reused_prefixes():
     assert statistics.accepted_tokens > 0.8 * statistics.drafted_tokens > 0
 
 
-def test_a_failure_in_the_middle_of_a_draft_changes_nothing(monkeypatch, caplog):
+@pytest.mark.parametrize("is_forever", [False, True])
+def test_a_failure_in_the_middle_of_a_draft_changes_nothing(monkeypatch, is_forever):
     model = knowing("llama")
     plain, _ = generated(model, "none", **GREEDY)
-    own, calls = early_exit.EarlyExitForward.run, []
+    own, own_propose = early_exit.EarlyExitForward.run, EarlyExitCandidates.propose
+    calls, states = [], []
 
     def run(forward, planned):
         calls.append(planned)
-        if len(calls) == 6:  # in the second level of the second draft
+        if len(calls) == 6 or (is_forever and len(calls) > 6):  # in the second level of the second draft
             raise RuntimeError("no more")
         return own(forward, planned)
 
+    def propose(source, names, *args, **kwargs):
+        rows = [source._states[name].row for name in names]
+        before = [(row.length, row.num_nodes) for row in rows]
+        try:
+            return own_propose(source, names, *args, **kwargs)
+        finally:
+            states.append(before == [(row.length, row.num_nodes) for row in rows])
+
     monkeypatch.setattr(early_exit.EarlyExitForward, "run", run)
+    monkeypatch.setattr(EarlyExitCandidates, "propose", propose)
     output, statistics = generated(model, SmartSpecConfig("early_exit:1", num_nodes=4), **GREEDY)
     assert torch.equal(output, plain) and statistics.accepted_tokens > 0
+    assert len(states) > 2 and all(states)
 
 
 def test_a_model_that_is_hooked_meanwhile_goes_on_without_drafts():
@@ -157,11 +180,36 @@ def test_a_model_that_is_hooked_meanwhile_goes_on_without_drafts():
     assert torch.equal(output, plain) and statistics.drafted_tokens == 0
 
 
-def test_beside_other_sources():
-    model = knowing("llama")
+def many(make):
+    """Sources that consist of others, one of which are the first layers."""
+    return {
+        "a list": lambda model: ["suffix", "early_exit:1"],
+        "routed": lambda model: RoutedCandidates({"a": "early_exit:1", "b": "suffix"}, lambda prompt: "a"),
+        "fused": lambda model: FusedCandidates([PromptLookupCandidates(), EarlyExitCandidates(model, 1)]),
+    }[make]
+
+
+@pytest.mark.parametrize("make", ["a list", "routed", "fused"])
+def test_beside_other_sources(monkeypatch, caplog, make):
+    spy, model = Spy(monkeypatch), knowing("llama")
     plain, _ = generated(model, "none", **GREEDY)
-    output, statistics = generated(model, SmartSpecConfig(["suffix", "early_exit:1"], num_nodes=4), **GREEDY)
+    output, statistics = generated(model, SmartSpecConfig(many(make)(model), num_nodes=4), **GREEDY)
     assert torch.equal(output, plain) and statistics.accepted_tokens > 0
+    assert spy.short and not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_one_source_drafts_for_one_engine_or_call_at_a_time():
+    model = shared_model("llama")
+    source, first, second = EarlyExitCandidates(model, 1), PackedForward(model), PackedForward(model)
+    source.attach("a", first, first.add())
+    source.attach("b", second, second.add())  # another thread may be as far
+    source.start("a", np.array([3, 4]))
+    with pytest.raises(ValueError, match="another engine or call"):
+        source.start("b", np.array([3, 4]))
+    source.stop("a")
+    source.start("b", np.array([3, 4]))
+    with pytest.raises(ValueError, match="packed forwards only"):
+        source.attach("c", object(), first.add())
 
 
 def test_rejection_sampling():
