@@ -172,9 +172,9 @@ class _Table:
         self.num *= decay
         self.hits *= decay
         self.expected = self.expected * decay + scores.sum()
-        for level in cells:
-            np.add.at(self.num, level, 1.0)
-            np.add.at(self.hits, level, hits)
+        self.num += np.bincount(cells.ravel(), minlength=len(self.num))
+        weights = np.broadcast_to(hits, cells.shape).ravel()
+        self.hits += np.bincount(cells.ravel(), weights, len(self.hits))
 
     def probs(self, scores: np.ndarray, cells: np.ndarray, strength: float) -> np.ndarray:
         """`[n]` float64: from the raw score, level by level, to the finest cell."""
