@@ -42,7 +42,8 @@ class Translation:
         draft_size: int,
     ):
         # The caller's may be padding something in another thread meanwhile, which they remember as a setting.
-        self.tokenizer, self.assistant_tokenizer = tokenizer, copy.deepcopy(assistant_tokenizer)
+        self.tokenizer, self.assistant_tokenizer = copy.deepcopy(tokenizer), copy.deepcopy(assistant_tokenizer)
+        self.draft_size = draft_size
         # Not from transformers' cache: there, it would be taken for the one of a draft whose head was pruned.
         translator = AssistantToTargetTranslator(tokenizer, assistant_tokenizer, target_size)
         pairs = [
@@ -93,6 +94,10 @@ class Translation:
         """Tokens of the target's as the draft's; -1 where it has none."""
         return self._draft_ids[tokens]
 
+    def shared_id(self, token: int) -> int | None:
+        """A token of the draft's as the target's, if it has that."""
+        return int(self._target_ids[token]) if self._is_known[token] else None
+
     def restricted(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits `[nodes, draft_size]`, of shared tokens only."""
         return logits.masked_fill(~self._tables_on(logits.device).is_known, -torch.inf)
@@ -127,7 +132,7 @@ class Translation:
 
     def read(self, texts: Sequence[TranslatedText]) -> None:
         """Translates what has come, of all texts together."""
-        strings = self._decode([text.window for text in texts])
+        strings = self.decode([text.window for text in texts])
         readings = [text.reading(string) for text, string in zip(texts, strings)]
         for text, reading, tokens in zip(texts, readings, self._encode([item.string for item in readings])):
             text.take(tokens, reading)
@@ -137,7 +142,7 @@ class Translation:
     def _shorten(self, text: TranslatedText, reading: Reading) -> None:
         """Leaves what lies far back as it is, where what follows reads the same by itself."""
         starts = text.possible_starts()
-        windows = self._decode([part for start in starts for part in text.around(start)])
+        windows = self.decode([part for start in starts for part in text.around(start)])
         behind = [whole[len(lead) :] for lead, whole in zip(windows[::2], windows[1::2])]
         usable = [item if reading.whole.endswith(item) else "" for item in behind]
         ends = self._encode([item.rstrip(BROKEN) for item in usable])
@@ -145,13 +150,36 @@ class Translation:
             if end and text.tokens[-len(end) :] == end:
                 text.begin_at(start, lead, len(text.tokens) - len(end))
                 return
-        text.shorten_by_force(self._decode([text.lead_of(len(text.ids))])[0], reading)
+        text.shorten_by_force(self.decode([text.lead_of(len(text.ids))])[0], reading)
 
-    def _decode(self, parts: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(parts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def decode(self, parts: list[list[int]]) -> list[str]:
+        """Tokens of the target's as characters."""
+        return _decoded(self.tokenizer, parts)
+
+    def decode_draft(self, parts: list[list[int]]) -> list[str]:
+        """Tokens of the draft's as characters."""
+        return _decoded(self.assistant_tokenizer, parts)
+
+    def encode_target(self, strings: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of every text the target's tokens, and where in it each begins and ends, in characters."""
+        if not strings:
+            return []
+        found = self.tokenizer(
+            strings,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return list(zip(found.input_ids, found.offset_mapping))
 
     def _encode(self, strings: list[str]) -> list[list[int]]:
         return self.assistant_tokenizer(strings, add_special_tokens=False, verbose=False).input_ids
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, parts: list[list[int]]) -> list[str]:
+    return tokenizer.batch_decode(parts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,0 +1,195 @@
+"""Drafts in all of a draft model's own tokens, written in the target's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ...drafts.tree import DraftTree
+from .text import BROKEN, TranslatedText
+from .translation import Translation
+
+_LEAD = 4  # tokens before a draft, which decide how it begins
+
+
+class _Branch(NamedTuple):
+    """One way through a tree, from the text to a leaf."""
+
+    text: str  # what the way adds
+    nodes: list[int]
+    ends: list[int]  # where in the text each of these ends
+    end_token: int | None  # a special token of the target's, which stands behind the text
+
+    def node_at(self, place: int) -> int:
+        """The first node that comes as far as a place in the text."""
+        return next((node for node, end in zip(self.nodes, self.ends) if end >= place), self.nodes[-1])
+
+
+class _Piece(NamedTuple):
+    """A token of the target's in a branch."""
+
+    token: int
+    node: int  # of the draft's tree, where the token ends
+
+
+@dataclass(eq=False)
+class _Merged:
+    """Branches as one tree."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    origins: list[set[int]] = field(default_factory=list)  # the draft's nodes, none behind another, that say the token
+    _index: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, pieces: list[_Piece]) -> None:
+        node = -1
+        for token, origin in pieces:
+            parent, node = node, self._index.setdefault((node, token), len(self.tokens))
+            if node == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.origins.append(set())
+            self.origins[node].add(origin)
+
+    def best(self, draft: DraftTree, limit: int) -> DraftTree:
+        """The nodes that are likeliest to be come to; of equal ones the earlier, so that none is without its parent."""
+        of_draft = draft.path_probs.tolist()
+        path_probs = [sum(of_draft[origin] for origin in origins) for origins in self.origins]
+        nodes = sorted(sorted(range(len(path_probs)), key=lambda node: -path_probs[node])[:limit])
+        index = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+        above = [1.0 if self.parents[node] < 0 else path_probs[self.parents[node]] for node in nodes]
+        probs = [path_probs[node] / prob if prob else 0.0 for node, prob in zip(nodes, above)]
+        return DraftTree(
+            np.array([self.tokens[node] for node in nodes], np.int64),
+            np.array([index[self.parents[node]] for node in nodes], np.int64),
+            np.array(probs, np.float32),
+        )
+
+
+class Reencoding:
+    """
+    What a draft says, in the target's tokens: every way through its tree is decoded and encoded anew behind the last
+    words of the text (string-level exact match: Timor et al., 2025, algorithm 2). So drafts reach tokens that the draft
+    model does not have. Where the target would have joined a draft with the text before it, and has not, the draft is
+    encoded by itself.
+
+    Args:
+        translation (`Translation`): Between two tokenizers, of which the target's tells where its tokens begin and end
+            in a text (`is_possible`).
+    """
+
+    def __init__(self, translation: Translation):
+        self.translation = translation
+        of_draft = translation.assistant_tokenizer
+        self._special = np.zeros(translation.draft_size, bool)
+        special = {
+            *of_draft.all_special_ids,
+            *[n for n, token in of_draft.added_tokens_decoder.items() if token.special],
+        }
+        self._special[[number for number in special if number < translation.draft_size]] = True
+        self._unknown = translation.tokenizer.unk_token_id
+        self._edge = self._edge_of(translation)
+
+    @staticmethod
+    def is_possible(tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether the target's tokenizer is one of those that tell where tokens lie."""
+        return bool(tokenizer.is_fast)
+
+    @staticmethod
+    def _edge_of(translation: Translation) -> str:
+        """What a draft is encoded behind by itself: nothing, or where a space would be put before that, a new line."""
+        ((ids, _),) = translation.encode_target(["a"])
+        return "" if translation.decode([ids + ids]) == ["aa"] else "\n"
+
+    def to_target(
+        self, texts: Sequence[TranslatedText], trees: Sequence[DraftTree], limits: Sequence[int]
+    ) -> list[DraftTree]:
+        """
+        Trees of the draft's tokens as such of the target's, with the same probabilities of coming to a place in the
+        text, and no more nodes than their limits.
+        """
+        branches = self._branches(texts, trees)
+        leads = self.translation.decode([text.ids[-_LEAD:] for text in texts])
+        flat = [(lead, branch) for lead, parts in zip(leads, branches) for branch in parts]
+        pieces = iter(self._encoded([lead for lead, _ in flat], [branch for _, branch in flat]))
+        found = []
+        for tree, parts, limit in zip(trees, branches, limits):
+            merged = _Merged()
+            for _ in parts:
+                merged.add(next(pieces))
+            found.append(merged.best(tree, limit))
+        return found
+
+    def _branches(self, texts: Sequence[TranslatedText], trees: Sequence[DraftTree]) -> list[list[_Branch]]:
+        """All ways through every tree, as far as they are text."""
+        ways = [[_way_to(tree, node) for node in range(len(tree))] for tree in trees]
+        leads = [text.tokens[-_LEAD:] for text in texts]
+        parts = [
+            part
+            for lead, tree, own in zip(leads, trees, ways)
+            for part in [lead, *[lead + tree.tokens[way].tolist() for way in own]]
+        ]
+        strings = iter(self.translation.decode_draft(parts))
+        found = []
+        for tree, own in zip(trees, ways):
+            start = len(next(strings))
+            shown = [next(strings)[start:].rstrip(BROKEN) for _ in own]
+            found.append([self._branch(tree, way, shown) for way in _leaves(tree, own)])
+        return found
+
+    def _branch(self, tree: DraftTree, way: list[int], shown: list[str]) -> _Branch:
+        tokens = tree.tokens[way]
+        special = np.flatnonzero(self._special[tokens])
+        num = int(special[0]) if len(special) else len(way)
+        end_token = self.translation.shared_id(int(tokens[num])) if num < len(way) else None
+        ends = [len(shown[node]) for node in way[:num]]
+        return _Branch(shown[way[num - 1]] if num else "", way[: num + 1], ends, end_token)
+
+    def _encoded(self, leads: list[str], branches: list[_Branch]) -> list[list[_Piece]]:
+        """Branches behind their leads, in the target's tokens."""
+        found = self._behind(leads, branches)
+        apart = [number for number, pieces in enumerate(found) if pieces is None]
+        again = self._behind([self._edge] * len(apart), [branches[number] for number in apart])
+        for number, pieces in zip(apart, again):
+            found[number] = pieces
+        return [pieces or [] for pieces in found]
+
+    def _behind(self, leads: list[str], branches: list[_Branch]) -> list[list[_Piece] | None]:
+        """None where a token lies across a lead's end."""
+        strings = [lead + branch.text for lead, branch in zip(leads, branches)]
+        found: list[list[_Piece] | None] = []
+        for lead, branch, (ids, places) in zip(leads, branches, self.translation.encode_target(strings)):
+            if any(first < len(lead) < last for first, last in places):
+                found.append(None)
+            else:
+                found.append(self._pieces(len(lead), branch, ids, places))
+        return found
+
+    def _pieces(self, start: int, branch: _Branch, ids: list[int], places: list[tuple[int, int]]) -> list[_Piece]:
+        """A branch that begins at `start`, as far as the target can write it."""
+        pieces: list[_Piece] = []
+        for token, (first, last) in zip(ids, places):
+            if first >= start:
+                if token == self._unknown:
+                    return pieces
+                pieces.append(_Piece(token, branch.node_at(last - start)))
+        if branch.end_token is not None:
+            pieces.append(_Piece(branch.end_token, branch.nodes[-1]))
+        return pieces
+
+
+def _way_to(tree: DraftTree, node: int) -> list[int]:
+    """The nodes from the text on."""
+    way = []
+    while node >= 0:
+        way.append(node)
+        node = int(tree.parents[node])
+    return way[::-1]
+
+
+def _leaves(tree: DraftTree, ways: list[list[int]]) -> list[list[int]]:
+    """The ways to nodes without children."""
+    inner = set(tree.parents.tolist())
+    return [way for node, way in enumerate(ways) if node not in inner]
