@@ -1,17 +1,17 @@
 """Drafts in all of a draft model's own tokens, written in the target's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from ...drafts.tree import DraftTree
 from .text import BROKEN, TranslatedText
 from .translation import Translation
 
 _LEAD = 4  # tokens before a draft, which decide how it begins
+_REST = 3  # further ones, of a character of which the lead would begin with a part
 
 
 class _Branch(NamedTuple):
@@ -40,7 +40,7 @@ class _Merged:
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    origins: list[set[int]] = field(default_factory=list)  # the draft's nodes, none behind another, that say the token
+    origins: list[set[int]] = field(default_factory=list)  # the draft's nodes that say the token
     _index: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, pieces: list[_Piece]) -> None:
@@ -54,18 +54,14 @@ class _Merged:
             self.origins[node].add(origin)
 
     def best(self, draft: DraftTree, limit: int) -> DraftTree:
-        """The nodes that are likeliest to be come to; of equal ones the earlier, so that none is without its parent."""
+        """The nodes that are likeliest to be come to."""
         of_draft = draft.path_probs.tolist()
         path_probs = [sum(of_draft[origin] for origin in origins) for origins in self.origins]
-        nodes = sorted(sorted(range(len(path_probs)), key=lambda node: -path_probs[node])[:limit])
-        index = {node: place for place, node in enumerate(nodes)} | {-1: -1}
-        above = [1.0 if self.parents[node] < 0 else path_probs[self.parents[node]] for node in nodes]
-        probs = [path_probs[node] / prob if prob else 0.0 for node, prob in zip(nodes, above)]
-        return DraftTree(
-            np.array([self.tokens[node] for node in nodes], np.int64),
-            np.array([index[self.parents[node]] for node in nodes], np.int64),
-            np.array(probs, np.float32),
-        )
+        above = [path_probs[parent] if parent >= 0 else 1.0 for parent in self.parents]
+        # Rounded sums, and what one way says earlier than another, may exceed what their parent has.
+        probs = [min(prob / of_parent, 1.0) if of_parent else 0.0 for prob, of_parent in zip(path_probs, above)]
+        parents = np.array(self.parents, np.int64)
+        return DraftTree(np.array(self.tokens, np.int64), parents, np.array(probs, np.float32)).most_likely(limit)
 
 
 class Reencoding:
@@ -93,9 +89,9 @@ class Reencoding:
         self._edge = self._edge_of(translation)
 
     @staticmethod
-    def is_possible(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the target's tokenizer is one of those that tell where tokens lie."""
-        return bool(tokenizer.is_fast)
+    def is_possible(translation: Translation) -> bool:
+        """Whether the target's tokenizer is one of those that tell where tokens lie, and can be called at any time."""
+        return bool(translation.tokenizer.is_fast) and translation.is_own
 
     @staticmethod
     def _edge_of(translation: Translation) -> str:
@@ -111,7 +107,7 @@ class Reencoding:
         text, and no more nodes than their limits.
         """
         branches = self._branches(texts, trees)
-        leads = self.translation.decode([text.ids[-_LEAD:] for text in texts])
+        _, leads = _leads([text.ids for text in texts], self.translation.decode)
         flat = [(lead, branch) for lead, parts in zip(leads, branches) for branch in parts]
         pieces = iter(self._encoded([lead for lead, _ in flat], [branch for _, branch in flat]))
         found = []
@@ -125,17 +121,12 @@ class Reencoding:
     def _branches(self, texts: Sequence[TranslatedText], trees: Sequence[DraftTree]) -> list[list[_Branch]]:
         """All ways through every tree, as far as they are text."""
         ways = [[_way_to(tree, node) for node in range(len(tree))] for tree in trees]
-        leads = [text.tokens[-_LEAD:] for text in texts]
-        parts = [
-            part
-            for lead, tree, own in zip(leads, trees, ways)
-            for part in [lead, *[lead + tree.tokens[way].tolist() for way in own]]
-        ]
+        leads, shown_leads = _leads([text.tokens for text in texts], self.translation.decode_draft)
+        parts = [lead + tree.tokens[way].tolist() for lead, tree, own in zip(leads, trees, ways) for way in own]
         strings = iter(self.translation.decode_draft(parts))
         found = []
-        for tree, own in zip(trees, ways):
-            start = len(next(strings))
-            shown = [next(strings)[start:].rstrip(BROKEN) for _ in own]
+        for lead, tree, own in zip(shown_leads, trees, ways):
+            shown = [next(strings)[len(lead) :].rstrip(BROKEN) for _ in own]
             found.append([self._branch(tree, way, shown) for way in _leaves(tree, own)])
         return found
 
@@ -144,8 +135,9 @@ class Reencoding:
         special = np.flatnonzero(self._special[tokens])
         num = int(special[0]) if len(special) else len(way)
         end_token = self.translation.shared_id(int(tokens[num])) if num < len(way) else None
-        ends = [len(shown[node]) for node in way[:num]]
-        return _Branch(shown[way[num - 1]] if num else "", way[: num + 1], ends, end_token)
+        texts = [shown[node] for node in way[:num]]
+        # Of bytes in a row, none is shown while their last character is incomplete: not the latest is the longest.
+        return _Branch(max(texts, key=len, default=""), way[: num + 1], [len(text) for text in texts], end_token)
 
     def _encoded(self, leads: list[str], branches: list[_Branch]) -> list[list[_Piece]]:
         """Branches behind their leads, in the target's tokens."""
@@ -172,12 +164,27 @@ class Reencoding:
         pieces: list[_Piece] = []
         for token, (first, last) in zip(ids, places):
             if first >= start:
-                if token == self._unknown:
+                if token == self._unknown or token >= self.translation.target_size:
                     return pieces
                 pieces.append(_Piece(token, branch.node_at(last - start)))
         if branch.end_token is not None:
             pieces.append(_Piece(branch.end_token, branch.nodes[-1]))
         return pieces
+
+
+def _leads(
+    texts: Sequence[list[int]], decode: Callable[[list[list[int]]], list[str]]
+) -> tuple[list[list[int]], list[str]]:
+    """The last tokens of texts, from the beginning of a character on, and what they say."""
+    leads = [ids[-_LEAD:] for ids in texts]
+    shown = decode(leads)
+    for more in range(1, _REST + 1):
+        broken = [number for number, string in enumerate(shown) if string.startswith(BROKEN)]
+        for number in broken:
+            leads[number] = texts[number][-_LEAD - more :]
+        for number, string in zip(broken, decode([leads[number] for number in broken]) if broken else []):
+            shown[number] = string
+    return leads, shown
 
 
 def _way_to(tree: DraftTree, node: int) -> list[int]:

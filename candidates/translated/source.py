@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...device import to_device
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys
@@ -57,7 +58,7 @@ class TranslatedDraftCandidates(DraftModelCandidates):
     ):
         super().__init__(model, num_nodes, width, confidence_threshold, samples)
         self.translation = translation
-        is_possible = reencodes and not samples and Reencoding.is_possible(translation.tokenizer)
+        is_possible = reencodes and not samples and Reencoding.is_possible(translation)
         self._reencoding = Reencoding(translation) if is_possible else None
 
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
@@ -123,17 +124,19 @@ class TranslatedDraftCandidates(DraftModelCandidates):
     def _best_children(
         self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_free = np.repeat([self._is_free(growth.state) for growth in growths], numbers)
+        if is_free.all():
+            return super()._best_children(growths, numbers, self.translation.readable(logits), None, width)
         if noise is None:
-            own = logits if self._reencoding is not None else self.translation.restricted(logits)
-            return super()._best_children(growths, numbers, own, noise, width)
+            return super()._best_children(growths, numbers, self.translation.restricted(logits), None, width)
         tokens, probs = super()._best_children(growths, numbers, self.translation.scores(logits), noise, width)
         tokens = self.translation.draft_ids(tokens)
-        is_free = np.repeat([self._is_free(growth.state) for growth in growths], numbers)
         if not is_free.any():
             return tokens, probs
-        own_tokens, own_probs = super()._best_children(growths, numbers, logits, None, width)
-        chosen = torch.from_numpy(is_free).to(logits.device)[:, None]
-        return torch.where(chosen, own_tokens, tokens), torch.where(chosen, own_probs, probs)
+        free_logits = self.translation.readable(logits)
+        free_tokens, free_probs = super()._best_children(growths, numbers, free_logits, None, width)
+        chosen = to_device(is_free, logits.device)[:, None]
+        return torch.where(chosen, free_tokens, tokens), torch.where(chosen, free_probs, probs)
 
 
 def _num_equal(first: list[int], second: list[int]) -> int:

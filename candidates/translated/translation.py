@@ -18,6 +18,7 @@ class _Tables(NamedTuple):
     draft_ids: torch.Tensor  # [target_size] int64, of every token of the target's; 0 where the draft has none
     is_shared: torch.Tensor  # [target_size] bool
     is_known: torch.Tensor  # [draft_size] bool: which of the draft's tokens the target has
+    is_readable: torch.Tensor | None  # [draft_size] bool: which of them are text; all are, where there is none
 
 
 class Translation:
@@ -42,8 +43,9 @@ class Translation:
         draft_size: int,
     ):
         # The caller's may be padding something in another thread meanwhile, which they remember as a setting.
-        self.tokenizer, self.assistant_tokenizer = copy.deepcopy(tokenizer), copy.deepcopy(assistant_tokenizer)
-        self.draft_size = draft_size
+        self.assistant_tokenizer = copy.deepcopy(assistant_tokenizer)
+        self.tokenizer, self.is_own = _own(tokenizer)
+        self.target_size, self.draft_size = target_size, draft_size
         # Not from transformers' cache: there, it would be taken for the one of a draft whose head was pruned.
         translator = AssistantToTargetTranslator(tokenizer, assistant_tokenizer, target_size)
         pairs = [
@@ -62,15 +64,17 @@ class Translation:
         self._is_known = np.zeros(draft_size, bool)
         self._is_known[drafts] = True
         self._tables: dict[torch.device, _Tables] = {}
+        readable = np.isin(np.arange(draft_size), list(assistant_tokenizer.get_vocab().values()))
+        self._is_readable = None if readable.all() else readable
         self._begin = _leading_tokens(assistant_tokenizer)
         self._unread = self._unreadable()
 
     def check_fit(self, target_size: int) -> None:
         """Raises `ValueError` if the target has a vocabulary of another size."""
-        if target_size != len(self._draft_ids):
+        if target_size != self.target_size:
             raise ValueError(
                 f"The target has a vocabulary of {target_size} tokens, and the `Translation` is for one of "
-                f"{len(self._draft_ids)}. Make one for this target."
+                f"{self.target_size}. Make one for this target."
             )
 
     def _unreadable(self) -> np.ndarray:
@@ -81,7 +85,7 @@ class Translation:
         unread = {number for text, number in texts.items() if text not in known}
         if self._begin and self.tokenizer.bos_token_id is not None:
             unread.add(self.tokenizer.bos_token_id)  # the draft has its own
-        unread |= set(range(max(self.tokenizer.get_vocab().values()) + 1, len(self._draft_ids)))
+        unread |= set(range(max(self.tokenizer.get_vocab().values()) + 1, self.target_size))
         return np.array(sorted(unread), np.int64)
 
     # Drafts
@@ -102,6 +106,11 @@ class Translation:
         """The draft's logits `[nodes, draft_size]`, of shared tokens only."""
         return logits.masked_fill(~self._tables_on(logits.device).is_known, -torch.inf)
 
+    def readable(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits `[nodes, draft_size]`, without padding of its vocabulary."""
+        table = self._tables_on(logits.device).is_readable
+        return logits if table is None else logits.masked_fill(~table, -torch.inf)
+
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits in the target's vocabulary, `[nodes, target_size]`."""
         tables = self._tables_on(logits.device)
@@ -114,8 +123,9 @@ class Translation:
     def _tables_on(self, device: torch.device) -> _Tables:
         if device not in self._tables:
             draft_ids = torch.from_numpy(self._draft_ids)
+            readable = None if self._is_readable is None else torch.from_numpy(self._is_readable).to(device)
             tables = draft_ids.clamp(min=0), draft_ids >= 0, torch.from_numpy(self._is_known)
-            self._tables[device] = _Tables(*[table.to(device) for table in tables])
+            self._tables[device] = _Tables(*[table.to(device) for table in tables], readable)
         return self._tables[device]
 
     # Texts
@@ -180,6 +190,17 @@ class Translation:
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, parts: list[list[int]]) -> list[str]:
     return tokenizer.batch_decode(parts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, bool]:
+    """A copy, and that it is one; of a tokenizer with parts in Python, which cannot be copied, itself."""
+    try:
+        own = copy.deepcopy(tokenizer)
+    except Exception:
+        return tokenizer, False
+    if own.is_fast:  # the post-processor may say that a token begins behind its own space
+        own.backend_tokenizer.post_processor = None
+    return own, True
 
 
 def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

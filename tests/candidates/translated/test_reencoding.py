@@ -1,18 +1,20 @@
 """Drafts of any of the draft's tokens, encoded anew in the target's: against encoding the whole text."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import hf_smartspec
 from hf_smartspec.candidates.translated.reencoding import Reencoding
 from hf_smartspec.candidates.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.translated.translation import Translation
-from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.drafts.tree import DraftTree, check_trees
 
 from ...generate.helpers import tiny_llama
 from ...models import new_model
@@ -118,6 +120,37 @@ def test_one_text_in_several_ways_is_as_likely_as_all_of_them():
     }  # fmt: skip
 
 
+CHARACTERS_AND_PAIR = character_tokenizer("abc"), character_tokenizer("cba", joined=["ab"])
+
+
+def test_what_is_said_in_parts_beside_the_whole_is_not_cut_from_its_beginning():
+    """Rounded, the sum of all ways to say "ab" may exceed the likelihood of its "a", of which it is a part."""
+    target, draft = CHARACTERS_AND_PAIR
+    translation = between(target, draft)
+    ab, a, b = draft.convert_tokens_to_ids(["ab", "a", "b"])
+    tree = DraftTree(np.array([ab, a, b]), np.array([-1, -1, 1]), np.array([1.0, 1e-3, 1.0], np.float32))
+    text = text_of(translation, ids_of(target, "c"))
+    assert target.decode(written(translation, text, tree, limit=1).tokens) == "a"
+    assert written(translation, text, tree).probs.tolist() == [1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 3), st.floats(0, 1)), max_size=12), st.integers(0, 8))
+def test_whatever_the_draft_says_is_a_tree_within_the_limit(nodes, limit):
+    target, draft = CHARACTERS_AND_PAIR
+    translation = between(target, draft)
+    tokens = [int(draft.convert_tokens_to_ids(["ab", "a", "b", "c"])[kind]) for _, kind, _ in nodes]
+    parents = [place % (number + 1) - 1 for number, (place, _, _) in enumerate(nodes)]
+    assume(len({*zip(parents, tokens)}) == len(nodes))
+    tree = DraftTree(
+        np.array(tokens, np.int64), np.array(parents, np.int64), np.array([p for *_, p in nodes], np.float32)
+    )
+    found = written(translation, text_of(translation, ids_of(target, "c")), tree, limit)
+    check_trees([found], len(target))
+    assert ((found.probs >= 0) & (found.probs <= 1)).all()
+    whole = written(translation, text_of(translation, ids_of(target, "c")), tree)
+    assert len(found) == min(limit, len(whole))
+
+
 def test_a_word_that_the_target_has_begun_goes_on_by_itself():
     """It has chosen not to say it in one token, which the text with its draft would be."""
     target, draft = character_tokenizer("abcd", joined=["ab"]), character_tokenizer("dcba")
@@ -155,6 +188,40 @@ def test_half_a_character_is_no_draft():
     assert len(tokens) > 2
     assert len(written(translation, text, DraftTree.chain(tokens[:-1]))) == 0
     assert target.decode(written(translation, text, DraftTree.chain(tokens)).tokens) == "€"
+
+
+@pytest.mark.parametrize("before", ["so a", "so 中文", "so 日本語中文中文"])
+def test_characters_of_several_bytes_are_whole_wherever_they_are_cut(before):
+    """A decoder that shows no byte of a row with half a character in it still shows the characters before that."""
+    target, draft = byte_level(500), sentence_piece()
+    translation = between(target, draft)
+    text = text_of(translation, target(before).input_ids)
+    tokens = behind(translation, text, before + "書物")
+    assert len(tokens) == 6  # bytes
+    for num in range(7):
+        found = written(translation, text, DraftTree.chain(tokens[:num]))
+        assert target.decode(found.tokens) == "書物"[: num // 3]
+
+
+def test_tokens_that_the_target_has_no_room_for_end_a_branch():
+    """A tokenizer may have been given tokens that the model has not."""
+    target, draft = copy.deepcopy(byte_level(500)), byte_level(300)
+    size = len(target)
+    target.add_tokens([" fox jumps"])
+    translation = Translation(target, draft, size, len(draft))
+    text = text_of(translation, target("the quick").input_ids)
+    tokens = behind(translation, text, "the quick fox jumps")
+    assert target("the quick fox jumps").input_ids[-1] == size
+    assert len(written(translation, text, DraftTree.chain(tokens))) == 0
+
+
+def test_tokenizers_that_cut_spaces_from_places_know_what_lies_across_the_end():
+    target, draft = copy.deepcopy(byte_level(500)), byte_level(300)
+    target.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    translation = between(target, draft)
+    text = text_of(translation, target("the ").input_ids)
+    found = written(translation, text, DraftTree.chain(draft("fox").input_ids))
+    assert target.decode(found.tokens) == "fox"
 
 
 # --- The source -------------------------------------------------------------------------------------------------------
@@ -255,7 +322,7 @@ def test_what_is_drafted_does_not_depend_on_who_drafts_beside_it():
 def test_drafts_are_not_encoded_anew_where_nobody_knows_where_tokens_lie(monkeypatch):
     target, draft = (make() for make in JOINING)
     model, translation = new_model("llama", vocab_size=len(draft)), between(target, draft)
-    monkeypatch.setattr(Reencoding, "is_possible", lambda tokenizer: False)
+    monkeypatch.setattr(Reencoding, "is_possible", lambda translation: False)
     source = TranslatedDraftCandidates(model, translation, width=3)
     source.start("a", ids_of(target, TEXTS[0])[:9])
     (tree,) = source.propose(["a"], [12])
@@ -269,3 +336,36 @@ def test_what_the_target_cannot_write_ends_a_branch():
     translation = between(target, draft)
     text = text_of(translation, ids_of(target, "abc"))
     assert target.decode(written(translation, text, DraftTree.chain(draft("caxb").input_ids)).tokens) == "ca"
+
+
+def test_padding_of_the_drafts_vocabulary_is_no_draft():
+    target, draft = (make() for make in JOINING)
+    padded = new_model("llama", vocab_size=len(draft) + 20)
+    model = copy.deepcopy(padded)
+    model.resize_token_embeddings(len(draft))
+    with torch.no_grad():  # padding is the likeliest by far
+        padded.get_output_embeddings().weight[len(draft) :] *= 1e3
+    found = []
+    for own in (model, padded):
+        translation = Translation(target, draft, len(target), own.config.vocab_size)
+        source = TranslatedDraftCandidates(own, translation, width=3)
+        source.start("a", ids_of(target, TEXTS[0])[:9])
+        found += source.propose(["a"], [12])
+    assert len(found[0]) > 3 and found[1].tokens.tolist() == found[0].tokens.tolist()
+
+
+class WordsInPython:
+    """As a part of a tokenizer, it keeps that from being copied."""
+
+    def pre_tokenize(self, text) -> None:
+        pass
+
+
+def test_a_tokenizer_that_cannot_be_copied_drafts_in_shared_tokens():
+    target, draft = character_tokenizer("abcd", joined=["ab"]), character_tokenizer("dcbaxyz")
+    model = new_model("llama", vocab_size=len(draft))
+    target.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(WordsInPython())
+    source = TranslatedDraftCandidates(model, between(target, draft), width=2)
+    source.start("a", ids_of(target, "dcba"))
+    (tree,) = source.propose(["a"], [8])
+    assert len(tree) == 8 and set(target.convert_ids_to_tokens(tree.tokens)) <= {*"abcd", "<pad>"}
