@@ -123,9 +123,9 @@ class Translation:
     def _tables_on(self, device: torch.device) -> _Tables:
         if device not in self._tables:
             draft_ids = torch.from_numpy(self._draft_ids)
-            readable = None if self._is_readable is None else torch.from_numpy(self._is_readable).to(device)
-            tables = draft_ids.clamp(min=0), draft_ids >= 0, torch.from_numpy(self._is_known)
-            self._tables[device] = _Tables(*[table.to(device) for table in tables], readable)
+            draft_ids, is_known = (torch.from_numpy(item).to(device) for item in (self._draft_ids, self._is_known))
+            is_readable = None if self._is_readable is None else torch.from_numpy(self._is_readable).to(device)
+            self._tables[device] = _Tables(draft_ids.clamp(min=0), draft_ids >= 0, is_known, is_readable)
         return self._tables[device]
 
     # Texts
