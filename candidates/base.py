@@ -38,6 +38,8 @@ class TreeCandidateGenerator(CandidateGenerator):
         width (`int`): Nodes per level that it drafts, if so.
         heeds_prices (`bool`): Whether `propose` takes a `price`, and ends drafts by itself where a further level, or
             node, is not worth that.
+        follows_target (`bool`): Whether it drafts from what the target's forward has left of the text before the last
+            token: while a prompt is still being run, it is not asked.
         needs (`frozenset` of `str`): What it must be told of beside tokens: "hidden_states" of the target, "scores" of
             the target. `observe` then gets a `Committed` in place of tokens.
         hidden_layers (sequence of `int`): Which hidden states. k >= 0 is the residual stream behind k decoder layers:
@@ -54,6 +56,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     is_autoregressive: bool = False
     width: int = 1
     heeds_prices: bool = False
+    follows_target: bool = False
     needs: frozenset[str] = frozenset()
     hidden_layers: Sequence[int] = (LAST,)
     num_likeliest: int = 0

@@ -34,6 +34,7 @@ class EarlyExitCandidates(GrowingCandidates):
     """
 
     label = "early_exit"
+    follows_target = True
 
     def __init__(
         self,

@@ -84,6 +84,7 @@ class FeatureCandidates(GrowingCandidates):
     """
 
     needs = frozenset({HIDDEN_STATES})
+    follows_target = True
 
     def __init__(
         self,

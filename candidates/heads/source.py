@@ -52,6 +52,7 @@ class MedusaCandidates(TreeCandidateGenerator):
 
     label = "medusa"
     needs = frozenset({HIDDEN_STATES})
+    follows_target = True
     hidden_layers = (LAST,)
 
     def __init__(

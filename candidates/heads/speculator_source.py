@@ -66,6 +66,7 @@ class MLPSpeculatorCandidates(GrowingCandidates):
 
     label = "mlp_speculator"
     needs = frozenset({HIDDEN_STATES})
+    follows_target = True
     hidden_layers = (LAST,)
 
     def __init__(

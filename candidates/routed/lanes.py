@@ -92,6 +92,7 @@ class Lane(TreeCandidateGenerator):
         self.source, self.log, self.route, self.label = source, log, route, f"{route}: {label_of(source)}"
         self.default_num_nodes, self.is_autoregressive = source.default_num_nodes, source.is_autoregressive
         self.width, self.heeds_prices = source.width, source.heeds_prices
+        self.follows_target = source.follows_target
         self.needs, self.hidden_layers, self.num_likeliest = source.needs, source.hidden_layers, source.num_likeliest
 
     @property

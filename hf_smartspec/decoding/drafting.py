@@ -75,7 +75,8 @@ class Drafting:
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
         with self._timed("seconds_select"):
-            self.sources.count(dict(zip(rows, trees)))
+            are_able = np.any([stage.caps > 0 for stage in step.stages], axis=0) if step.stages else step.caps > 0
+            self.sources.count({request: tree for request, tree, is_able in zip(rows, trees, are_able) if is_able})
             proposed = [
                 self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
             ]
@@ -137,18 +138,24 @@ class Drafting:
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=num_waiting,
-            stages=self._stages(rows, caps),
+            stages=self._stages(rows, caps, np.array([not request.tokens and len(feeds[request]) > 1 for request in rows], bool)),
             padded_context=padded_context(
                 [request for request in rows if len(feeds[request]) == 1] if prompts else rows
             ),
         )
 
-    def _stages(self, rows: Sequence[Request], caps: np.ndarray) -> list[Stage]:
-        """Every kind of source with its rows, the first ones of all rows first."""
+    def _stages(self, rows: Sequence[Request], caps: np.ndarray, are_prompts: np.ndarray) -> list[Stage]:
+        """Every kind of source with its rows, the first ones of all rows first. Rows may be running their prompts."""
+        behind = np.where(are_prompts, 0, caps) if are_prompts.any() else caps
         costs = rows[0].line.costs if rows else ()
         if all([request.line.costs is costs and not request.dropped for request in rows]):
             return [
-                Stage(cost, caps, position, self._threshold(rows[0], position, cost.source))
+                Stage(
+                    cost,
+                    behind if cost.follows_target else caps,
+                    position,
+                    self._threshold(rows[0], position, cost.source),
+                )
                 for position, cost in enumerate(costs)
             ]
         kinds: dict[tuple[int, DraftCost], list[int]] = {}
@@ -158,10 +165,10 @@ class Drafting:
                     kinds.setdefault((position, cost), []).append(index)
         stages = []
         for (position, cost), members in sorted(kinds.items(), key=lambda item: item[0][0]):
-            own = caps
+            own = known = behind if cost.follows_target else caps
             if len(members) < len(rows):
                 own = np.zeros_like(caps)
-                own[members] = caps[members]
+                own[members] = known[members]
             stages.append(Stage(cost, own, position, self._threshold(rows[members[0]], position, cost.source)))
         return stages
 

@@ -65,4 +65,5 @@ def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
         width=source.width,
         source=source.name,
         heeds_prices=source.heeds_prices,
+        follows_target=source.follows_target,
     )

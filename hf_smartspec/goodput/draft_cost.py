@@ -21,6 +21,8 @@ class DraftCost:
         source (`str`): Whose probabilities they are: sources are calibrated apart.
         heeds_prices (`bool`): Whether the source ends drafts by itself where a further level, or node, costs more than
             it promises.
+        follows_target (`bool`): Whether it drafts from what the target has left of a text, and so nothing where more
+            than one token of that is run.
     """
 
     per_call: float = 0.0
@@ -29,6 +31,7 @@ class DraftCost:
     width: int = 1
     source: str = ""
     heeds_prices: bool = False
+    follows_target: bool = False
 
     @classmethod
     def of_model(cls, cost: CostModel, mean_context: float, width: int = 1, source: str = "") -> "DraftCost":

@@ -15,6 +15,7 @@ _SAME = (
     "is_autoregressive",
     "width",
     "heeds_prices",
+    "follows_target",
     "needs",
     "hidden_layers",
     "num_likeliest",
