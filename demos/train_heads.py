@@ -17,10 +17,10 @@ from training.corpus import SOURCES, Corpus, load_corpus
 
 HERE = Path(__file__).resolve().parent
 # Prompts of each kind of text that the target answers, as far as there are so many.
-PROMPTS = {"math": 900, "sql": 900, "code": 400, "chat": 1000, "medical": 100, "howto": 100}
-ALL = ["--own-outputs", "80", "--max-length", "256", "--batch-size", "16", "--dtype", "bfloat16"]
+PROMPTS = {"math": 6000, "sql": 4000, "code": 900, "chat": 1000, "medical": 600, "howto": 600}
+ALL = ["--own-outputs", "96", "--max-length", "384", "--batch-size", "16", "--dtype", "bfloat16"]
 OPTIONS = {
-    "eagle3": ["--draft-vocab-size", "4096", "--neurons", "640", "--learning-rate", "2e-3", "--epochs", "4"],
+    "eagle3": ["--draft-vocab-size", "4096", "--neurons", "640", "--learning-rate", "2e-3", "--epochs", "2.5"],
     "medusa": ["--learning-rate", "1e-3", "--epochs", "1.5"],
 }
 
