@@ -130,6 +130,7 @@ class Drafting:
         sizes = list(map(len, feeds.values()))
         prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
         caps = np.array([_cap(request) for request in rows], np.int64)
+        are_prompts = np.array([not request.tokens and len(feeds[request]) > 1 for request in rows], bool)
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
@@ -138,7 +139,7 @@ class Drafting:
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=num_waiting,
-            stages=self._stages(rows, caps, np.array([not request.tokens and len(feeds[request]) > 1 for request in rows], bool)),
+            stages=self._stages(rows, caps, are_prompts),
             padded_context=padded_context(
                 [request for request in rows if len(feeds[request]) == 1] if prompts else rows
             ),
