@@ -42,6 +42,7 @@ class MemberCandidates(TreeCandidateGenerator):
         self.sources, self.vocab_size = list(sources), vocab_size
         self.label = " + ".join(map(label_of, sources))
         self.needs = frozenset[str]().union(*[source.needs for source in sources])
+        self.follows_target = all(source.follows_target for source in sources)
         looking = [source for source in sources if HIDDEN_STATES in source.needs]
         self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
         self.num_likeliest = max(source.num_likeliest for source in sources)

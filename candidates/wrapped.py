@@ -70,7 +70,7 @@ class WrappedCandidates(TreeCandidateGenerator):
         if generator.requires_model_outputs:
             needs.add(HIDDEN_STATES)
             self.hidden_layers = _asked_layers(generator, num_layers)
-        self.needs = frozenset(needs)
+        self.needs, self.follows_target = frozenset(needs), generator.requires_model_outputs
         self._sequences: dict[Hashable, _Sequence] = {}
 
     @property

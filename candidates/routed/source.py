@@ -118,6 +118,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         stages = [stage for source in sources.values() for stage in source.stages]
         self._lanes = {name: Lanes(source, self._log, name) for name, source in sources.items()}
         self.needs = frozenset[str]().union(*[stage.needs for stage in stages])
+        self.follows_target = all(stage.follows_target for stage in stages)
         looking = [stage for stage in stages if HIDDEN_STATES in stage.needs]
         self.hidden_layers = sorted({layer for stage in looking for layer in stage.hidden_layers})
         self.num_likeliest = max(stage.num_likeliest for stage in stages)

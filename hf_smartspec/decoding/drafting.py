@@ -75,8 +75,8 @@ class Drafting:
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
         with self._timed("seconds_select"):
-            are_able = np.any([stage.caps > 0 for stage in step.stages], axis=0) if step.stages else step.caps > 0
-            self.sources.count({request: tree for request, tree, is_able in zip(rows, trees, are_able) if is_able})
+            waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)  # for their prompts
+            self.sources.count({request: tree for request, tree, waits in zip(rows, trees, waiting) if not waits})
             proposed = [
                 self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
             ]
@@ -130,7 +130,9 @@ class Drafting:
         sizes = list(map(len, feeds.values()))
         prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
         caps = np.array([_cap(request) for request in rows], np.int64)
-        are_prompts = np.array([not request.tokens and len(feeds[request]) > 1 for request in rows], bool)
+        are_prompts = np.array(
+            [not request.tokens and _reads_prompt(request, feeds[request]) for request in rows], bool
+        )
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
@@ -195,6 +197,11 @@ class Drafting:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
+
+
+def _reads_prompt(request: Request, feed: np.ndarray) -> bool:
+    """Whether the target has not left anything of what stands before the row's newest token."""
+    return not request.tokens and (len(feed) > 1 or not request.cache_row.length)
 
 
 def _cap(request: Request) -> int:

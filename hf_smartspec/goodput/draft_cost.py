@@ -21,8 +21,8 @@ class DraftCost:
         source (`str`): Whose probabilities they are: sources are calibrated apart.
         heeds_prices (`bool`): Whether the source ends drafts by itself where a further level, or node, costs more than
             it promises.
-        follows_target (`bool`): Whether it drafts from what the target has left of a text, and so nothing where more
-            than one token of that is run.
+        follows_target (`bool`): Whether it drafts from what the target has left of a text, and so nothing while a
+            prompt is run.
     """
 
     per_call: float = 0.0

@@ -1,7 +1,10 @@
 """Sources that draft from what the target leaves behind: what they cannot know yet is not held against them."""
 
+import pytest
+
 import hf_smartspec
-from hf_smartspec import EarlyExitCandidates
+from hf_smartspec import EarlyExitCandidates, PromptLookupCandidates, RoutedCandidates
+from hf_smartspec.candidates import FusedCandidates
 from hf_smartspec.decoding.source_guard import GuardedSources
 
 from ..generate.helpers import prompts, tiny_llama
@@ -22,19 +25,44 @@ class Spied(EarlyExitCandidates):
         return trees
 
 
-def test_nobody_is_asked_before_the_prompt_has_been_run(monkeypatch):
-    counted = []
-    count = GuardedSources.count
-    monkeypatch.setattr(
-        GuardedSources, "count", lambda self, drafted: counted.extend(drafted.values()) or count(self, drafted)
-    )
+@pytest.fixture
+def counted(monkeypatch):
+    """Tokens that rows had generated in the steps by which sources are judged."""
+    found, count = [], GuardedSources.count
+
+    def watch(self, drafted):
+        found.extend(request.num_generated for request in drafted)
+        count(self, drafted)
+
+    monkeypatch.setattr(GuardedSources, "count", watch)
+    return found
+
+
+def test_nobody_is_asked_before_the_prompt_has_been_run(counted):
     model = tiny_llama(num_hidden_layers=2, eos_token_id=None)
     source = Spied(model, 1)
     with hf_smartspec.enabled(model):
         model.generate(
             **prompts([1, 7, 12]), max_new_tokens=12, assistant=hf_smartspec.SmartSpecConfig(source, num_nodes=2)
         )
-    asked = sorted(source.asked.values())
-    assert [steps[0][0] for steps in asked] == [0, 1, 1], "one token is no prompt to be run before"
-    assert all(size for steps in asked for _, size in steps[:-1])
-    assert len(counted) == sum(map(len, asked)), "a step in which it could not draft is none in which it would not"
+    assert [steps[0][0] for steps in source.asked.values()] == [1, 1, 1]
+    assert all(size for steps in source.asked.values() for _, size in steps[:-1])
+    assert min(counted) == 1, "a step in which it could not draft is none in which it would not"
+
+
+def test_where_nobody_may_draft_prompts_are_not_read_for_nothing(counted):
+    """Such steps count, whatever the source: a draft model's forwards over prompts are saved."""
+    model = tiny_llama(num_hidden_layers=2, eos_token_id=None)
+    with hf_smartspec.enabled(model):
+        model.generate(**prompts([7, 12]), max_new_tokens=1, assistant=EarlyExitCandidates(model, 1))
+    assert counted == [0, 0]
+
+
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_sources_of_sources_follow_the_target_if_all_of_them_do(num_others):
+    model = tiny_llama(num_hidden_layers=3)
+    sources = [EarlyExitCandidates(model, 1), EarlyExitCandidates(model, 2)]
+    sources[num_others:num_others] = [PromptLookupCandidates()] * num_others
+    drafters = {str(number): source for number, source in enumerate(sources)}
+    for source in (FusedCandidates(sources), RoutedCandidates(drafters)):
+        assert source.follows_target == (not num_others)
