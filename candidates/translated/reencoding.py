@@ -8,7 +8,7 @@ import numpy as np
 
 from ...drafts.tree import DraftTree
 from .text import BROKEN, TranslatedText
-from .translation import Translation
+from .translation import Translation, special_tokens
 
 _LEAD = 4  # tokens before a draft, which decide how it begins
 _REST = 3  # further ones, of a character of which the lead would begin with a part
@@ -78,13 +78,8 @@ class Reencoding:
 
     def __init__(self, translation: Translation):
         self.translation = translation
-        of_draft = translation.assistant_tokenizer
-        self._special = np.zeros(translation.draft_size, bool)
-        special = {
-            *of_draft.all_special_ids,
-            *[n for n, token in of_draft.added_tokens_decoder.items() if token.special],
-        }
-        self._special[[number for number in special if number < translation.draft_size]] = True
+        special = list(special_tokens(translation.assistant_tokenizer).values())
+        self._special = np.isin(np.arange(translation.draft_size), special)
         self._unknown = translation.tokenizer.unk_token_id
         self._edge = self._edge_of(translation)
 

@@ -105,17 +105,19 @@ class TranslatedDraftCandidates(DraftModelCandidates):
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
         trees = super().propose(request_ids, max_nodes, price)
-        found = [replace(tree, tokens=self.translation.to_target(tree.tokens)) for tree in trees]
         free = [
             (number, state.text, trees[number], max_nodes[number])
             for number, name in enumerate(request_ids)
             if isinstance(state := self._states[name], TranslatedState) and self._is_free(state) and len(trees[number])
         ]
+        encoded: dict[int, DraftTree] = {}
         if self._reencoding is not None and free:
             places, texts, drafts, limits = zip(*free)
-            for number, tree in zip(places, self._reencoding.to_target(texts, drafts, limits)):
-                found[number] = tree
-        return found
+            encoded = dict(zip(places, self._reencoding.to_target(texts, drafts, limits)))
+        return [
+            encoded[number] if number in encoded else replace(tree, tokens=self.translation.to_target(tree.tokens))
+            for number, tree in enumerate(trees)
+        ]
 
     def _is_free(self, state: DraftState) -> bool:
         """Whether the request's drafts are of any of the draft's tokens."""

@@ -80,9 +80,7 @@ class Translation:
     def _unreadable(self) -> np.ndarray:
         """Tokens of the target that stand for no text: special ones that the draft has not, and padding."""
         known = self.assistant_tokenizer.get_vocab()
-        texts = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
-        texts |= {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        unread = {number for text, number in texts.items() if text not in known}
+        unread = {number for text, number in special_tokens(self.tokenizer).items() if text not in known}
         if self._begin and self.tokenizer.bos_token_id is not None:
             unread.add(self.tokenizer.bos_token_id)  # the draft has its own
         unread |= set(range(max(self.tokenizer.get_vocab().values()) + 1, self.target_size))
@@ -190,6 +188,12 @@ class Translation:
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, parts: list[list[int]]) -> list[str]:
     return tokenizer.batch_decode(parts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Tokens that are no text, named or added as such."""
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)) | added
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, bool]:

@@ -76,7 +76,9 @@ class Drafting:
             trees = self._with_stage(step, stage, rows, trees)
         with self._timed("seconds_select"):
             waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)  # for their prompts
-            self.sources.count({request: tree for request, tree, waits in zip(rows, trees, waiting) if not waits})
+            self.sources.count(
+                {request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits}
+            )
             proposed = [
                 self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
             ]
@@ -130,9 +132,6 @@ class Drafting:
         sizes = list(map(len, feeds.values()))
         prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
         caps = np.array([_cap(request) for request in rows], np.int64)
-        are_prompts = np.array(
-            [not request.tokens and _reads_prompt(request, feeds[request]) for request in rows], bool
-        )
         return StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
@@ -141,23 +140,19 @@ class Drafting:
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=num_waiting,
-            stages=self._stages(rows, caps, are_prompts),
+            stages=self._stages(rows, caps, feeds),
             padded_context=padded_context(
                 [request for request in rows if len(feeds[request]) == 1] if prompts else rows
             ),
         )
 
-    def _stages(self, rows: Sequence[Request], caps: np.ndarray, are_prompts: np.ndarray) -> list[Stage]:
-        """Every kind of source with its rows, the first ones of all rows first. Rows may be running their prompts."""
-        behind = np.where(are_prompts, 0, caps) if are_prompts.any() else caps
+    def _stages(self, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]) -> list[Stage]:
+        """Every kind of source with its rows, the first ones of all rows first."""
         costs = rows[0].line.costs if rows else ()
         if all([request.line.costs is costs and not request.dropped for request in rows]):
             return [
                 Stage(
-                    cost,
-                    behind if cost.follows_target else caps,
-                    position,
-                    self._threshold(rows[0], position, cost.source),
+                    cost, _own_caps(cost, rows, caps, feeds), position, self._threshold(rows[0], position, cost.source)
                 )
                 for position, cost in enumerate(costs)
             ]
@@ -168,7 +163,7 @@ class Drafting:
                     kinds.setdefault((position, cost), []).append(index)
         stages = []
         for (position, cost), members in sorted(kinds.items(), key=lambda item: item[0][0]):
-            own = known = behind if cost.follows_target else caps
+            own = known = _own_caps(cost, rows, caps, feeds)
             if len(members) < len(rows):
                 own = np.zeros_like(caps)
                 own[members] = known[members]
@@ -197,6 +192,15 @@ class Drafting:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
+
+
+def _own_caps(
+    cost: DraftCost, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]
+) -> np.ndarray:
+    """Caps of a source: 0 for rows that run their prompts, if it drafts from what the target has left of these."""
+    if not cost.follows_target:
+        return caps
+    return np.where([_reads_prompt(request, feeds[request]) for request in rows], 0, caps)
 
 
 def _reads_prompt(request: Request, feed: np.ndarray) -> bool:

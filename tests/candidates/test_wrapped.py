@@ -133,6 +133,10 @@ def test_generators_that_need_more_than_hidden_states_are_refused():
     generator.model_kwargs_overrides = {"output_hidden_states": True, "return_shared_kv_states": True}
     with pytest.raises(ValueError, match=r"Telling needs \['return_shared_kv_states'\]"):
         WrappedCandidates(generator)
+    generator.model_kwargs_overrides = {"output_hidden_states": True}
+    assert (
+        WrappedCandidates(generator, num_layers=2).follows_target and not WrappedCandidates(Telling([7])).follows_target
+    )
     generator.model_kwargs_overrides = {"output_hidden_states": [1]}
     with pytest.raises(ValueError, match="num_layers"):
         WrappedCandidates(generator)
