@@ -75,10 +75,7 @@ class Drafting:
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
         with self._timed("seconds_select"):
-            waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)  # for their prompts
-            self.sources.count(
-                {request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits}
-            )
+            self._count(step, rows, trees)
             proposed = [
                 self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
             ]
@@ -86,12 +83,19 @@ class Drafting:
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
         return proposed, selected
 
+    def _count(self, step: StepRows, rows: list[Request], trees: list[DraftTree]) -> None:
+        """Tells the gates of draft models what was drafted, but for rows whose sources wait for their prompts."""
+        if not any([request.line.drafter for request in rows]):
+            return
+        waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)
+        self.sources.count({request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits})
+
     def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
         """The trees with what one more source drafts."""
         with self._timed("seconds_select"):
             limits = self.policy.max_nodes(step, stage, trees)
             _check_number(self.policy, "gave", len(limits), "limits", len(rows))
-            stage.asked = np.clip(limits, 0, stage.caps).astype(np.int64)
+            stage.asked = np.maximum(np.minimum(limits, stage.caps), 0).astype(np.int64, copy=False)
             wanted = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
             price = self.policy.price(step, stage) if wanted else None
         if not wanted:

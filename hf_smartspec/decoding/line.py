@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import HIDDEN_STATES, SCORES
@@ -46,7 +46,7 @@ class SourceLine:
             recorders=GuardedRecorders(recorders),
         )
 
-    @property
+    @cached_property
     def drafter(self) -> str | None:
         """The name of the autoregressive source that drafts all by itself, if one does."""
         return self.costs[0].source if len(self.costs) == 1 and self.costs[0].is_autoregressive else None

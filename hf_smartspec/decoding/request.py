@@ -158,6 +158,8 @@ class Request:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """`append` for several tokens."""
+        if len(tokens) == 1:
+            return self.append(tokens[0])
         start = self._start + len(self.tokens)
         while start + len(tokens) > len(self._padded):
             self._padded = np.concatenate([self._padded, np.empty_like(self._padded)])

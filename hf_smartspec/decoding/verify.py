@@ -1,6 +1,6 @@
 """The accepted path: which token the target picks at each node, and whether the draft holds it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..device import fetch_together, has_float64, to_device
+from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, uniform_noise
 from ..sampling.top import argmax
@@ -19,7 +20,7 @@ _ACCEPT_STREAM = 0x5EED_ACCE
 # Of typical acceptance, as Medusa's authors set them: ε, and δ as its root.
 _EPSILON, _DELTA = 0.09, 0.3
 
-_FEW_NODES = 256  # up to here a loop over all nodes finds paths faster than numpy
+_FEW_NODES = 128  # up to here a loop in Python takes less time than what a compiled call needs first
 
 # Entries of scores that are processed together where all nodes' are, which takes less time than waiting for the device
 # at every token: those of 100 MB of memory, estimated.
@@ -31,40 +32,34 @@ def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
     The nodes that hold the target's tokens, from the root on: `picks[n + 1]` is its token behind node n, and `picks[0]`
     that behind the last committed token.
     """
-    return _along(range(len(tree)), tree.parents.tolist(), tree.tokens.tolist(), picks)
-
-
-def accepted_paths(trees: Sequence[DraftTree], picks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """`accepted_path` of every row; of many nodes, those that hold their parent's pick are found all at once."""
-    sizes = [len(tree.tokens) for tree in trees]
-    if sum(sizes) <= _FEW_NODES:
-        return [accepted_path(tree, row) if size else [] for tree, row, size in zip(trees, picks, sizes)]
-    starts = np.cumsum(sizes) - sizes
-    parents, tokens = (np.concatenate([getattr(tree, name) for tree in trees]) for name in ("parents", "tokens"))
-    # Of rows end to end: row r has one pick more than nodes, so that its first pick is number starts[r] + r.
-    numbers = np.fromiter(chain.from_iterable(picks), np.int64, sum(sizes) + len(sizes))
-    first_picks = np.repeat(starts + np.arange(len(sizes)), sizes)
-    hits = np.flatnonzero(numbers[first_picks + parents + 1] == tokens)
-    nodes = (hits - np.repeat(starts, sizes)[hits]).tolist()
-    of_node, of_parent = tokens[hits].tolist(), parents[hits].tolist()
-    ends = np.searchsorted(hits, starts + sizes).tolist()
-    paths, first = [], 0
-    for row, end in zip(picks, ends):
-        part = slice(first, end)
-        paths.append(_along(nodes[part], of_parent[part], of_node[part], row) if end > first else [])
-        first = end
-    return paths
-
-
-def _along(nodes: Iterable[int], parents: Iterable[int], tokens: Iterable[int], picks: Sequence[int]) -> list[int]:
-    """The path through the given nodes of a tree."""
     path: list[int] = []
     last = -1
-    for node, parent, token in zip(nodes, parents, tokens):
+    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist())):
         if parent == last and token == picks[last + 1]:  # parents stand before their children
             path.append(node)
             last = node
     return path
+
+
+def accepted_paths(trees: Sequence[DraftTree], picks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """`accepted_path` of every row; through many nodes, in one compiled call."""
+    sizes = [len(tree.tokens) for tree in trees]
+    num_nodes = sum(sizes)
+    if num_nodes <= _FEW_NODES:
+        return [accepted_path(tree, row) if size else [] for tree, row, size in zip(trees, picks, sizes)]
+    parents, tokens = (_end_to_end([getattr(tree, name) for tree in trees]) for name in ("parents", "tokens"))
+    numbers = np.fromiter(chain.from_iterable(picks), np.int64, num_nodes + len(sizes))
+    path, counts = np.empty(num_nodes, np.int64), np.empty(len(sizes), np.int64)
+    walk(np.array(sizes), parents, tokens, numbers, path, counts)
+    nodes, paths, start = path.tolist(), [], 0
+    for count in counts.tolist():
+        paths.append(nodes[start : start + count])
+        start += count
+    return paths
+
+
+def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays, dtype=np.int64, casting="same_kind")
 
 
 class Place(NamedTuple):
@@ -236,7 +231,7 @@ METHODS = {"coupled": coupled_picks, "rejection": rejection_picks, "typical": ty
 def follow(request: Request, path: list[int]) -> None:
     """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
     batch, picks = request.call.batch, request.picks
-    tokens = [picks[0], *[picks[node + 1] for node in path]]
+    tokens = [picks[0], *[picks[node + 1] for node in path]] if path else picks[:1]
     if batch.goes_on_behind(request, tokens):
         request.extend(tokens)
         request.path = path

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .kernels.trees import are_trees
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -176,13 +178,10 @@ class DraftTree:
             raise ValueError(f"Draft tokens must lie in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}.")
 
 
-_FEW_TREES = 4  # up to here, trees are looked at faster one by one
-
-
 def check_trees(trees: Sequence[DraftTree], vocab_size: int) -> None:
     """`check_integrity` of all trees, at once where they are in order."""
     trees = [tree for tree in trees if tree is not _EMPTY]
-    if len(trees) <= _FEW_TREES or not (all(map(_has_arrays, trees)) and _are_trees(trees, vocab_size)):
+    if not (all(map(_has_arrays, trees)) and _are_trees(trees, vocab_size)):
         for tree in trees:
             tree.check_integrity(vocab_size)
 
@@ -204,13 +203,12 @@ def _has_arrays(tree: DraftTree) -> bool:
 
 def _are_trees(trees: Sequence[DraftTree], vocab_size: int) -> bool:
     """Whether all parents stand before their children, and all tokens lie in the vocabulary."""
-    sizes = [len(tree.tokens) for tree in trees]
-    if not any(sizes):
+    if not trees:
         return True
-    tokens, parents = (np.concatenate([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
-    numbers = np.arange(len(tokens)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of every node in its tree
-    in_order = parents.min() >= -1 and (parents < numbers).all()
-    return bool(in_order and tokens.min() >= 0 and tokens.max() < vocab_size)
+    sizes = np.array([len(tree.tokens) for tree in trees])
+    tokens = np.concatenate([tree.tokens for tree in trees], dtype=np.int64)
+    parents = np.concatenate([tree.parents for tree in trees], dtype=np.int64)
+    return bool(are_trees(sizes, parents, tokens, vocab_size))
 
 
 _EMPTY = DraftTree.chain([])

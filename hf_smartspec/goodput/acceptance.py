@@ -10,6 +10,7 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from ..drafts.tree import DraftTree
+from .kernels.cells import count, estimate, locate
 
 # Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
 # are the ratios of small counts, which are the scores that suffix trees give most often.
@@ -113,7 +114,9 @@ class Calibrator:
         if not len(hits):
             return
         with self._lock:
-            table = self._tables.setdefault(source, _Table())
+            table = self._tables.get(source)
+            if table is None:
+                table = self._tables[source] = _Table()
             self._tables.move_to_end(source)  # the latest to learn
             if len(self._tables) > _MOST_SOURCES:
                 self._tables.popitem(last=False)
@@ -135,7 +138,7 @@ class Calibrator:
 
 
 class Located(NamedTuple):
-    """Nodes as a `Calibrator` sees them: raw scores in [0, 1], float64 `[n]`, and their cells, `[levels, n]`."""
+    """Nodes as a `Calibrator` sees them: raw scores in [0, 1], float64 `[n]`, and their cells, int64 `[n, levels]`."""
 
     scores: np.ndarray
     cells: np.ndarray
@@ -151,12 +154,22 @@ class Located(NamedTuple):
         Raises:
             ValueError: if the arrays differ in length.
         """
-        scores, depths, match_lengths = _checked(scores, depths, match_lengths)
-        return cls(scores, _cells(scores, depths, match_lengths))
+        return cls._of(*_checked(scores, depths, match_lengths))
+
+    @classmethod
+    def of_forest(cls, forest: Forest) -> "Located":
+        """All nodes of a step."""
+        return cls._of(forest.probs.astype(np.float64), forest.depths, forest.match_lengths)
+
+    @classmethod
+    def _of(cls, scores: np.ndarray, depths: np.ndarray, match_lengths: np.ndarray) -> "Located":
+        cells = np.empty((len(scores), len(_SIZES)), np.int64)
+        locate(scores, depths, match_lengths, _SCORE_EDGES, _LENGTH_BINS, _STARTS, cells)
+        return cls(scores, cells)
 
     def of(self, nodes: np.ndarray) -> "Located":
         """Those of some nodes (indices)."""
-        return Located(self.scores[nodes], self.cells[:, nodes])
+        return Located(self.scores[nodes], self.cells[nodes])
 
 
 class _Table:
@@ -168,32 +181,15 @@ class _Table:
         self.expected = 0.0  # sum of raw scores: what the source itself expected of `hits[0]`
 
     def add(self, scores: np.ndarray, cells: np.ndarray, hits: np.ndarray, decay: float) -> None:
-        # In place, over 2,400 cells: microseconds. Nodes of one call count alike.
-        self.num *= decay
-        self.hits *= decay
         self.expected = self.expected * decay + scores.sum()
-        self.num += np.bincount(cells.ravel(), minlength=len(self.num))
-        weights = np.broadcast_to(hits, cells.shape).ravel()
-        self.hits += np.bincount(cells.ravel(), weights, len(self.hits))
+        count(self.num, self.hits, decay, cells, hits)
 
     def probs(self, scores: np.ndarray, cells: np.ndarray, strength: float) -> np.ndarray:
         """`[n]` float64: from the raw score, level by level, to the finest cell."""
         ratio = (self.hits[0] + strength) / (self.expected + strength)
-        probs = np.minimum(scores * ratio, 1.0)
-        for level in cells[1:]:
-            probs = (self.hits[level] + strength * probs) / (self.num[level] + strength)
+        probs = np.empty_like(scores)
+        estimate(self.num, self.hits, cells, scores, ratio, strength, probs)
         return probs
-
-
-def _cells(scores: np.ndarray, depths: np.ndarray, match_lengths: np.ndarray) -> np.ndarray:
-    """`[levels, n]` indices of the nodes' cells."""
-    by_score = np.searchsorted(_SCORE_EDGES, scores, side="right")
-    by_depth = by_score * _NUM_LENGTHS + _LENGTH_BINS.take(depths, mode="clip")
-    by_match = by_depth * _NUM_LENGTHS + _LENGTH_BINS.take(match_lengths, mode="clip")
-    cells = np.zeros((4, len(scores)), np.int64)
-    cells[1:] = by_score, by_depth, by_match
-    cells += _STARTS[:, None]
-    return cells
 
 
 def _checked(
@@ -203,7 +199,7 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scores, depths, match_lengths = np.asarray(scores, np.float64), _integers(depths), _integers(match_lengths)
     if match_lengths.ndim == 0:
-        match_lengths = np.broadcast_to(match_lengths, scores.shape)
+        match_lengths = np.full(scores.shape, match_lengths)
     if scores.ndim != 1 or not scores.shape == depths.shape == match_lengths.shape:
         raise ValueError(
             "`scores`, `depths` and `match_lengths` must be of one length, got shapes "
@@ -212,7 +208,7 @@ def _checked(
     # A score that is no number says nothing: an even chance.
     if np.isnan(scores).any():
         scores = np.nan_to_num(scores, nan=0.5)
-    return np.minimum(np.maximum(scores, 0.0), 1.0), depths, match_lengths
+    return np.clip(scores, 0.0, 1.0), np.ascontiguousarray(depths), np.ascontiguousarray(match_lengths)
 
 
 def _integers(values: Sequence[int] | np.ndarray | int) -> np.ndarray:

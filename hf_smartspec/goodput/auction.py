@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..drafts.forest import Forest, ranks_in_rows
+from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import CostModel, StepSeconds
 from .draft_cost import DraftCost
+from .kernels.prefixes import best_prefix
 from .plan import Before, Plan, known_continuation
 from .policy import LengthPolicy, StepRows
 from .running import Speedup
@@ -22,19 +23,23 @@ from .trust import Trust
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
-_WIDTHS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # bounds on the nodes of one row
-_NARROW = 4  # up to here every bound is tried
+_WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
+_NUM_WIDE = 4  # of these, which are tried at any rate
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _TYPICAL_NODES = 4  # of a row, for what a further one costs
 _DEPTHS = 8  # of a draft, for what a further level costs
-_NODE_COUNTS = np.array([8, 16, 32, 64])  # of a row, among which a further one is cheapest
+_NODE_COUNTS = (8, 16, 32, 64)  # of a row, among which a further one is cheapest
 _UNPROMISING = 0.3  # tokens that a draft may promise at most where another source is tried beside it
 _LEAST_RATE = 0.1  # of levels that come true
-_FEW_SECONDS = 2**12  # predictions that are made in one call
 _EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
 
 
-_Winners = tuple[np.ndarray, float, float]  # indices of nodes, with the step's expected tokens and seconds
+class Won(NamedTuple):
+    """What an auction comes to."""
+
+    num_nodes: int
+    tokens: float  # that the step is expected to yield
+    seconds: float  # that its forward takes, prompts aside
 
 
 class Prediction(NamedTuple):
@@ -235,10 +240,13 @@ class GoodputAuction(LengthPolicy):
         What verifying a node costs, in tokens, at the number of nodes where that is least. By the profile, corrected as
         a whole: corrections of single sizes may have sizes cost less than smaller ones.
         """
-        num, (context, batched, width) = _NODE_COUNTS * len(rows), rows.forward_size()
+        context, batched, width = rows.forward_size()
         plain = self.cost.profiled(context, batched, width)
-        more = self.cost.profiled(*rows.forward_size(num, 1 + _NODE_COUNTS)) - plain
-        return self._price(rows) * float((more / num).min()) * self.cost.correction(batched)
+        more = [
+            (self.cost.profiled(*rows.forward_size(count * len(rows), 1 + count)) - plain) / (count * len(rows))
+            for count in _NODE_COUNTS
+        ]
+        return self._price(rows) * min(more) * self.cost.correction(batched)
 
     def _affords(self, price: float) -> bool:
         """Whether the time saved for probes has reached `price`, which it then pays."""
@@ -276,46 +284,35 @@ class GoodputAuction(LengthPolicy):
         forest = plan.forest_of(trees)
         if (forest.sizes > rows.caps).any():
             forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
-        gains = forest.along_paths(forest.probs)
-        chosen, tokens, seconds = np.zeros(0, np.int64), float(len(rows)), plain
+        mask, won = np.zeros(forest.num_nodes, bool), Won(0, float(len(rows)), plain)
         if forest.num_nodes and not plan.is_baseline:
-            chosen, tokens, seconds = self._winners(rows, forest, gains, (chosen, tokens, seconds))
-        draft_seconds = sum(self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages)
-        self.prediction = Prediction(tokens, seconds + plan.prefill_seconds, draft_seconds)
-        plan.plain_tokens = len(rows) * (seconds + draft_seconds) / plain if len(rows) else 0.0
-        self._learn_benefits(rows, trees, float(gains[chosen].sum()), seconds - plain)
-        self._num_since_baseline = self._num_since_baseline + 1 if len(chosen) else 0
-        mask = np.zeros(forest.num_nodes, bool)
-        mask[chosen] = True
+            won = self._winners(rows, forest, mask)
+        draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages])
+        self.prediction = Prediction(won.tokens, won.seconds + plan.prefill_seconds, draft_seconds)
+        plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
+        self._learn_benefits(rows, trees, won.tokens - len(rows), won.seconds - plain)
+        self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         return forest.keep(mask)
 
-    def _winners(self, rows: StepRows, forest: Forest, gains: np.ndarray, best: _Winners) -> _Winners:
-        """The nodes that maximise the profit; `best`, which speculates not at all, where none has the margin more."""
+    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> Won:
+        """
+        Marks the nodes that maximise the profit, B + sum of a_n - lambda * T(S): tokens, less what their time would
+        yield at other steps. None of them, where none has the margin more than plain decoding.
+        """
+        gains = forest.along_paths(forest.probs)
         # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
-        gains, ranks = gains[order], ranks_in_rows(forest.row[order])
-        widths = _widths(int(ranks.max(initial=-1)) + 1, len(rows))
-        best_profit, highest = self._least_profit(rows), -np.inf
-        # All at once, or of each width what it needs: the fewer numpy calls, or the fewer numbers.
-        few = self._seconds(rows, len(order), widths) if len(widths) * len(order) <= _FEW_SECONDS else None
-        for index, width in enumerate(widths.tolist()):
-            inside = np.flatnonzero(ranks < width)
-            tokens = len(rows) + np.cumsum(gains[inside])
-            seconds = self._seconds(rows, len(inside), widths[index : index + 1])[0] if few is None else few[index]
-            profit = self._profit(rows, tokens, seconds[1 : len(tokens) + 1])
-            last = int(profit.argmax())
-            if profit[last] > best_profit:
-                best_profit = profit[last]
-                best = order[inside[: last + 1]], float(tokens[last]), float(seconds[last + 1])
-            if profit[last] < highest and width > _NARROW:
-                break  # wider rows cost ever more
-            highest = max(highest, float(profit[last]))
-        return best
-
-    def _profit(self, rows: StepRows, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """B + sum of a_n - lambda * T(S): tokens, less what their time would yield at other steps."""
-        return tokens - self._price(rows) * seconds
+        plan, cost = self._plan, self.cost
+        seconds, factors = cost.by_tokens(rows.num_batched, len(order) + 1)
+        context, _, width = rows.forward_size(0, 0)
+        fixed, per_width = (cost.alpha + cost.beta * width) * context, cost.beta * rows.num_context
+        costs = np.array(
+            [len(rows), self._least_profit(rows), self._price(rows), fixed, per_width, cost.host, plan.prefill_seconds]
+        )
+        counts = np.empty(len(rows), np.int64)
+        won = Won(*best_prefix(order, forest.row, gains, _WIDTHS, _NUM_WIDE, costs, seconds, factors, counts, mask))
+        return won if won.num_nodes else Won(0, float(len(rows)), plan.plain_seconds)
 
     def _least_profit(self, rows: StepRows) -> float:
         """Of a step that speculates: that of plain decoding, and the margin."""
@@ -389,9 +386,3 @@ class GoodputAuction(LengthPolicy):
 def _weighs_levels(stage: Stage) -> bool:
     """Whether a source is asked by what its levels bring: where each costs a call, or joins what is there already."""
     return stage.cost.is_autoregressive or stage.position > 0
-
-
-def _widths(most: int, num_rows: int) -> np.ndarray:
-    """Bounds on the nodes of one row that are worth a look. Where there is one row only, none is needed."""
-    few = [width for width in _WIDTHS if width < most] if num_rows > 1 else []
-    return np.array([*few, most] if most else [], np.int64)

@@ -4,11 +4,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .cost_fit import Measurements, fit_coefficients
+from .kernels.forwards import by_tokens
 
 _NUM_BINS = 21  # of the running correction, at 1, 2, 4, ... tokens per forward
 _TRUST = 3.0  # in a profile before any observation, in observations
@@ -70,6 +72,7 @@ class CostModel:
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
     _num_seen: np.ndarray = field(default_factory=lambda: np.full(_NUM_BINS, _TRUST), repr=False, compare=False)
     _num_observed: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
+    _is_corrected: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "gamma", "delta", "host"):
@@ -106,11 +109,12 @@ class CostModel:
     def observe(self, context: float, batched: float, seconds: float, width: float = 1) -> None:
         """Learns from one measured step."""
         predicted = float(self.seconds(context, batched, width))
-        if not (predicted > 0 and seconds > 0 and np.isfinite(seconds)):
+        if not (predicted > 0 and seconds > 0 and math.isfinite(seconds)):
             return
         low, share = self._bin(batched)
-        error = float(np.clip(np.log(seconds / predicted), -_LARGEST_STEP, _LARGEST_STEP))
+        error = min(max(math.log(seconds / predicted), -_LARGEST_STEP), _LARGEST_STEP)
         error /= share**2 + (1 - share) ** 2
+        self._is_corrected = True
         self._num_seen *= _STALENESS
         for index, weight in ((low, 1 - share), (low + 1, share)):
             gain = max(_MIN_GAIN, 1 / (1 + self._num_seen[index]))
@@ -121,7 +125,7 @@ class CostModel:
 
     def correction(self, batched: float) -> float:
         """The factor by which steps of this size have lately differed from the profile."""
-        return float(np.exp(self._log_factor(batched)))
+        return math.exp(self._log_factor(batched))
 
     @property
     def is_wrong(self) -> bool:
@@ -151,6 +155,19 @@ class CostModel:
         beyond = np.maximum(batched - x1, 0.0) * ((y1 - y0) / (x1 - x0))
         return np.interp(batched, self.knots, self.curve) + beyond
 
+    def by_tokens(self, first: int, num: int) -> tuple[np.ndarray, np.ndarray]:
+        """
+        f(N) in seconds for N = `first`, `first` + 1, ... tokens, by the profile, and what predictions for forwards of
+        so many are multiplied with: `[num]` float64 each.
+        """
+        seconds, factors = np.empty((2, num))
+        by_tokens(first, *self._curve, self.gamma, self.delta, self._log_factors, seconds, factors)
+        return seconds, factors
+
+    @cached_property
+    def _curve(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.knots, np.float64), np.array(self.curve, np.float64)
+
     def _bin(self, batched: Any) -> tuple[Any, Any]:
         """Between which two bins a size lies, and how far from the lower one."""
         if isinstance(batched, (int, float)) or not np.ndim(batched):  # numpy is slow on single numbers
@@ -161,7 +178,7 @@ class CostModel:
         return low, places - low
 
     def _log_factor(self, batched: Any) -> Any:
-        if not self._log_factors.any():
+        if not self._is_corrected:
             return 0.0
         low, share = self._bin(batched)
         factor = self._log_factors[low] * (1 - share) + self._log_factors[low + 1] * share

@@ -44,7 +44,8 @@ class DraftCost:
         """Calls, and rows in calls, of drafts that are `levels` deep (`[rows]` int; 0: not asked for)."""
         if self.is_autoregressive:
             return float(levels.max(initial=0)), float(levels.sum())
-        return float(bool(levels.any())), float(np.count_nonzero(levels))
+        num_rows = np.count_nonzero(levels)
+        return float(num_rows > 0), float(num_rows)
 
 
 class DraftTimer:

@@ -48,6 +48,5 @@ class Trust:
         """Of the forest's nodes; looked up once for what was drafted, and for what came of it."""
         latest = self._latest.get(source)
         if latest is None or latest[0] is not forest:
-            located = Located.at(forest.probs, forest.depths, forest.match_lengths)
-            latest = self._latest[source] = forest, located
+            latest = self._latest[source] = forest, Located.of_forest(forest)
         return latest[1]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..device import Wire
+from .kernels.trees import depths_of, lay_out
 from .rows import RowInput
 
 if TYPE_CHECKING:
@@ -228,6 +229,10 @@ def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
     num = int(counts.sum())
     if num == len(rows):
         return _Tokens(firsts, np.zeros_like(firsts), columns, columns)
+    if len(rows) == 1:
+        query = np.arange(num)
+        columns = query + columns
+        return _Tokens(np.repeat(firsts, num), query, columns, columns)
     query = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts)
     columns = np.repeat(columns, counts) + query
     return _Tokens(np.repeat(firsts, counts), query, columns, columns)
@@ -311,13 +316,10 @@ def _lay_out_trees(
     ends = accumulate([item.num_tokens for item in rows])
     trees = [(item, end) for item, end, is_tree in zip(rows, ends, has_tree) if is_tree]
     sizes = np.array([len(item.tree.tokens) for item, _ in trees])
-    starts = np.cumsum(sizes) - sizes
-    start = np.repeat(starts, sizes)
-    number = np.arange(len(start)) - start  # of every node within its tree
-    parents = np.concatenate([item.tree.parents for item, _ in trees])
-    parents = np.where(parents < 0, -1, parents + start)
+    firsts = np.array([item.first_node for item, _ in trees])
+    parents = np.concatenate([item.tree.parents for item, _ in trees], dtype=np.int64, casting="same_kind")
     # Of every tree: its row, its first column, and the first of its nodes in the part and in its row, run or not.
-    facts = [
+    places = [
         (
             item.row.slot - first_slot,
             item.row.length + len(item.feed),
@@ -326,27 +328,12 @@ def _lay_out_trees(
         )
         for item, end in trees
     ]
-    lines, base, token, query = np.repeat(np.array(facts), sizes, axis=0).T
-    columns, is_new = base + number, None
-    if any([item.first_node for item, _ in trees]):
-        is_new = number >= np.repeat([item.first_node for item, _ in trees], sizes)
-    own = (lines * width + query + number) * num_columns  # of every node's query in `[R, S, K]`
-
-    depths, pairs = np.zeros_like(start), []
-    nodes = ancestors = np.arange(len(start))
-    while len(nodes):  # one level further up each time
-        depths[nodes] += 1
-        seen = own[nodes] + columns[ancestors]
-        pairs.append(seen if is_new is None else seen[is_new[nodes]])
-        ancestors = parents[ancestors]
-        has_more = ancestors >= 0
-        nodes, ancestors = nodes[has_more], ancestors[has_more]
-
-    depths += base - 1
-    new = slice(None) if is_new is None else is_new
-    at = (token + number)[new]
-    positions[at], limits[at] = depths[new], base[new]
-    return np.concatenate(pairs), np.stack([lines * num_columns + columns, depths])
+    depths, nodes = np.empty_like(parents), np.empty((2, len(parents)), np.int64)
+    num_pairs = depths_of(sizes, parents, firsts, depths)
+    assert num_pairs >= 0, "drafts are checked before they are run"
+    pairs = np.empty(num_pairs, np.int64)
+    lay_out(sizes, parents, firsts, depths, np.array(places), width, num_columns, positions, limits, pairs, nodes)
+    return pairs, nodes
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedConfig
 
 from .compat import shared_value
+from .kernels.groups import cheapest_split
 
 if TYPE_CHECKING:
     from .rows import CacheRow, RowInput
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 # CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.
 _CALL_ON_CPU, _CALL_ELSEWHERE = 2**17, 2**25
 _QUERY = 0.1  # of what a row's first token costs, each further one, measured likewise
-_MOST_BLOCKS = 32  # among which the cheapest split is searched for, in time that grows with their square
 
 _line = attrgetter("line")
 _line_of_row = attrgetter("row.line")
@@ -83,8 +83,7 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
 
         cost = call + slots * columns * (1 + 0.1 * (width - 1))
 
-    Of up to 32 rows the cheapest split is found. Of more, neighbours that cost less together than apart are joined
-    first, those that waste least before others: that takes time in proportion to the rows, and finds a cheap one.
+    The cheapest split is found, in time that grows with the rows and the length of runs.
 
     Args:
         slots, columns, widths (sequences of `int`): Of every row, at least one, in ascending order of slots.
@@ -104,91 +103,14 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
 def _ends(slots: tuple[int, ...], columns: tuple[int, ...], widths: tuple[int, ...], call: int) -> tuple[int, ...]:
     """Where the runs end, of at least two rows."""
     num = len(slots)
-    rows = _Blocks.of_rows(np.array(slots), np.array(columns), np.array(widths))
+    rows = np.array((slots, columns, widths))
     whole = (slots[-1] - slots[0] + 1) * max(columns) * (1 + _QUERY * (max(widths) - 1))
-    if whole - rows.costs().sum() <= call:  # without any padding, two calls would cost as much
-        return (num,)
-    blocks = rows
-    while len(blocks.ends) > _MOST_BLOCKS:
-        joined = blocks.joined(call)
-        if joined is blocks:  # nothing pays; all in one run may
-            total = call * len(blocks.ends) + blocks.costs().sum()
-            return (num,) if whole + call <= total else tuple(blocks.ends.tolist())
-        blocks = joined
-    return blocks.cheapest(call)
-
-
-class _Blocks(NamedTuple):
-    """Runs of neighbouring rows, `[blocks]` int64 each: what joins them, they share."""
-
-    ends: np.ndarray  # the number of the row behind the last one
-    first_slots: np.ndarray
-    last_slots: np.ndarray
-    columns: np.ndarray  # of the longest row
-    widths: np.ndarray  # of the widest row
-
-    @classmethod
-    def of_rows(cls, slots: np.ndarray, columns: np.ndarray, widths: np.ndarray) -> "_Blocks":
-        return cls(np.arange(1, len(slots) + 1), slots, slots, columns, widths)
-
-    def costs(self) -> np.ndarray:
-        """Of each block as a run, without its call, `[blocks]` float64."""
-        return _cost(self.last_slots - self.first_slots + 1, self.columns, self.widths)
-
-    def joined(self, call: int) -> "_Blocks":
-        """Pairs of neighbours as one block where that costs less: the half of them that waste least."""
-        costs = self.costs()
-        columns = np.maximum(self.columns[1:], self.columns[:-1])
-        widths = np.maximum(self.widths[1:], self.widths[:-1])
-        waste = _cost(self.last_slots[1:] - self.first_slots[:-1] + 1, columns, widths) - costs[1:] - costs[:-1]
-        joins = _least(waste, waste < call)
-        if not joins.any():
-            return self
-        is_first = np.append(True, ~joins)
-        starts, is_last = np.flatnonzero(is_first), np.append(~joins, True)
-        return _Blocks(
-            self.ends[is_last],
-            self.first_slots[is_first],
-            self.last_slots[is_last],
-            np.maximum.reduceat(self.columns, starts),
-            np.maximum.reduceat(self.widths, starts),
-        )
-
-    def cheapest(self, call: int) -> tuple[int, ...]:
-        """Where the runs of the cheapest split end that cuts between these blocks only."""
-        num = len(self.ends)
-        spans = self.last_slots - self.first_slots[:, None] + 1  # [first block of the run, last block]
-        is_run = np.tri(num, dtype=bool).T
-        longest = np.maximum.accumulate(np.where(is_run, self.columns, 0), axis=1)
-        widest = np.maximum.accumulate(np.where(is_run, self.widths, 1), axis=1)
-        costs = np.ascontiguousarray((call + _cost(spans, longest, widest)).T)
-        best, firsts = np.zeros(num + 1), []  # of the first blocks; the last run of the best split of them
-        for last in range(num):
-            totals = best[: last + 1] + costs[last, : last + 1]
-            firsts.append(int(totals.argmin()))
-            best[last + 1] = totals[firsts[-1]]
-        ends, end = [], num
-        while end:
-            ends.append(int(self.ends[end - 1]))
-            end = firsts[end - 1]
-        return tuple(ends[::-1])
-
-
-def _cost(slots: np.ndarray, columns: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Of runs over so many slots, without their calls."""
-    return slots * columns * (1 + _QUERY * (widths - 1))
-
-
-def _least(waste: np.ndarray, pays: np.ndarray) -> np.ndarray:
-    """
-    Which borders between blocks go (`[borders]` bool): of those where that `pays`, the half that wastes least, and no
-    two neighbours at once. So a quarter of them goes at least.
-    """
-    wastes = waste[pays]
-    if not len(wastes):
-        return pays
-    middle = (len(wastes) - 1) // 2
-    goes = pays & (waste <= np.partition(wastes, middle)[middle])
-    place = np.arange(len(goes))
-    staying = np.maximum.accumulate(np.where(goes, -1, place))  # the last border before each that stays
-    return goes & ((place - staying) % 2 == 1)
+    if whole - float((rows[1] * (1 + _QUERY * (rows[2] - 1))).sum()) <= call:
+        return (num,)  # without any padding, two calls would cost as much
+    best, firsts = np.empty(num + 1), np.empty(num, np.int64)
+    cheapest_split(*rows, call, _QUERY, best, firsts)
+    begins, ends, end = firsts.tolist(), [], num
+    while end:
+        ends.append(end)
+        end = begins[end - 1]
+    return tuple(ends[::-1])

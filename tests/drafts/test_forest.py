@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec.drafts.forest import Forest
+from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.goodput.acceptance import outcomes
 
 from ..strategies import lengths_of, trees
@@ -52,3 +53,15 @@ def test_a_forest_is_its_trees(drafts, data):
     expected = [outcomes(tree, truth) for tree, truth in zip(drafts, truths)]
     assert nodes.tolist() == [n + start for item, start in zip(expected, forest.starts) for n in item.nodes]
     assert hits.tolist() == [hit for item in expected for hit in item.hits]
+
+
+@pytest.mark.parametrize("parents", [[0, 0], [-1, 1], [-1, 5]])
+def test_trees_whose_parents_stand_behind_their_children_are_refused(parents):
+    tree = DraftTree(np.array([1, 2]), np.array(parents), np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="must stand before its child"):
+        Forest([DraftTree.chain([3]), tree])
+
+
+def test_scores_are_numbers_between_0_and_1():
+    tree = DraftTree.chain([1, 2, 3, 4], [1.0001, np.nan, -0.1, 0.3])
+    assert Forest([tree]).probs.tolist() == pytest.approx([1.0, 0.5, 0.0, 0.3])

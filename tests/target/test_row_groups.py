@@ -2,12 +2,10 @@
 
 from itertools import combinations, pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.target import row_groups
 from hf_smartspec.target.row_groups import TYPICAL_CALL, call_columns, split
 from tests.models import PACKED, shared_model
 
@@ -59,7 +57,7 @@ def cheapest(slots, columns, widths, call) -> float:
 
 @st.composite
 def many_rows(draw) -> tuple[list[int], list[int], list[int]]:
-    """More than are searched through: lengths that wander, jump, come again, or rise by more and more."""
+    """Lengths that wander, jump, come again, or rise by more and more."""
     num = draw(st.integers(33, 80))
     kinds = draw(st.lists(st.sampled_from(["any", "few", "same", "rising"]), min_size=1, max_size=4))
     columns: list[int] = []
@@ -78,43 +76,11 @@ def many_rows(draw) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(many_rows(), st.sampled_from([0, 1, 50, TYPICAL_CALL, 3000, 16384, 10**7]))
-def test_of_many_rows_the_split_costs_hardly_more_than_the_cheapest(rows, call):
+def test_of_many_rows_no_other_split_costs_less_either(rows, call):
     runs = split(*rows, call)
     ends = [run.stop for run in runs]
     assert [0, *ends] == [*(run.start for run in runs), len(rows[0])], "every row once, in order"
-    cost = cost_of(*rows, ends, call)
-    assert cost <= cost_of(*rows, [len(rows[0])], call) * (1 + 1e-9), "one run costs no less"
-    assert cost <= 1.5 * cheapest(*rows, call)
-
-
-@pytest.mark.parametrize("call", [TYPICAL_CALL, 1000, 16384])
-def test_of_256_texts_the_split_costs_less_than_a_twentieth_more_than_the_cheapest(call):
-    rng = np.random.default_rng(0)
-    for columns in (rng.integers(1000, 2000, 256).tolist(), np.exp(rng.normal(6, 1, 256)).astype(int).tolist()):
-        for widths in ([1] * 256, rng.choice([1, 5, 65], 256).tolist()):
-            rows = range(256), columns, widths
-            ends = [run.stop for run in split(*rows, call)]
-            assert cost_of(*rows, ends, call) <= 1.05 * cheapest(*rows, call)
-
-
-@pytest.mark.parametrize("lengths", ["equal", "rising", "alternating"])
-def test_rows_are_joined_in_few_rounds(lengths, monkeypatch):
-    columns = {
-        "equal": [100] * 200 + [100_000] * 200,
-        "rising": [place**2 for place in range(400)],
-        "alternating": [100, 200] * 200,
-    }[lengths]
-    num_rounds = 0
-    joined = row_groups._Blocks.joined
-
-    def counting(blocks, call):
-        nonlocal num_rounds
-        num_rounds += 1
-        return joined(blocks, call)
-
-    monkeypatch.setattr(row_groups._Blocks, "joined", counting)
-    split(range(400), columns, [1] * 400, 15_000)
-    assert 1 < num_rounds < 20
+    assert cost_of(*rows, ends, call) == pytest.approx(cheapest(*rows, call))
 
 
 def test_many_rows_are_cut_where_lengths_change():

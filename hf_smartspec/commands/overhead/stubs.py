@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...candidates.base import TreeCandidateGenerator
 from ...drafts.tree import DraftTree
 from ...goodput import CostModel
 from ...simulator.clock import EventClock
 from ...simulator.forward import ForwardSize
+from ...target.layout import StepLayout
 from ...target.packed import PackedForward
 from ...target.rows import CacheRow, RowInput
 from ...target.slot_cache import SlotLayer
@@ -38,27 +38,15 @@ def llama_config(hidden_size: int, num_layers: int, num_heads: int, **others: An
     )
 
 
-class StubModel(LlamaForCausalLM):
-    """
-    A decoder whose forward computes nothing: its logits are one line of zeros, as often as asked for. Its head is so
-    small that `call_columns` is `CALL`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(llama_config(4, 1, 1, intermediate_size=8))
-        self._line = torch.zeros(1, 1, VOCAB_SIZE)
-
-    def forward(
-        self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor = 0, **kwargs: Any
-    ) -> CausalLMOutputWithPast:
-        num = len(logits_to_keep) if isinstance(logits_to_keep, torch.Tensor) else input_ids.shape[1]
-        return CausalLMOutputWithPast(logits=self._line.expand(1, num, -1))
+def stub_config() -> LlamaConfig:
+    """Of a head so small that `call_columns` is `CALL`."""
+    return llama_config(4, 1, 1, intermediate_size=8)
 
 
 class StubForward(PackedForward):
     """
-    A `PackedForward` of a `StubModel`: lays out every step as any other, and picks the tokens of known texts. What
-    that takes is kept in `seconds`, since it stands for the device's work.
+    A `PackedForward` whose written-out decoder computes nothing: lays out every step as any other, and picks the tokens
+    of known texts. What that takes is kept in `seconds`, since it stands for the device's work.
 
     Args:
         num_rows (`int`): Rows.
@@ -68,8 +56,9 @@ class StubForward(PackedForward):
     """
 
     def __init__(self, num_rows: int, cost: CostModel, clock: EventClock, look: Callable[[], None]):
-        super().__init__(StubModel().eval(), num_rows, 4096, choose=look)
-        self.cost, self.clock, self.seconds = cost, clock, 0.0
+        super().__init__(LlamaForCausalLM(stub_config()).eval(), num_rows, 4096, choose=self._decoder)
+        self.cost, self.clock, self.seconds, self._look = cost, clock, 0.0, look
+        self._logits = torch.zeros(1, VOCAB_SIZE)
         self._texts: dict[CacheRow, list[int]] = {}
         self._picks: list[int] = []
         layer = SlotLayer(self.cache)  # of one number per token, so that there is something to commit
@@ -96,6 +85,14 @@ class StubForward(PackedForward):
             self._picks[offset : offset + len(depths)] = [line[depth] for depth in depths]
         self.seconds += time.perf_counter() - start
         return logits, offsets
+
+    def _decoder(self) -> Any:
+        self._look()
+        return self._decode
+
+    def _decode(self, layout: StepLayout, *_: Any) -> torch.Tensor:
+        """One line of zeros, as often as asked for."""
+        return self._logits.expand(layout.tokens.shape[1] if layout.kept is None else len(layout.kept), -1)
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return self._picks

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from hf_smartspec.commands.overhead import host
 from hf_smartspec.commands.overhead.host import DRAFTS, host_time, make_setting, print_host_time
-from hf_smartspec.commands.overhead.stubs import CALL, StubModel
+from hf_smartspec.commands.overhead.stubs import CALL, stub_config
 from hf_smartspec.target.row_groups import call_columns
 
 
@@ -59,7 +59,7 @@ def test_calls_of_python_functions_grow_no_faster_than_the_rows(drafts, monkeypa
 
 
 def test_a_call_of_attention_costs_what_it_does_on_a_gpu():
-    assert call_columns(StubModel().config, "cpu") == CALL == call_columns(_EIGHT_HEADS, "cuda")
+    assert call_columns(stub_config(), "cpu") == CALL == call_columns(_EIGHT_HEADS, "cuda")
 
 
 _EIGHT_HEADS = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)

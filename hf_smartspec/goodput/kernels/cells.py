@@ -1,0 +1,53 @@
+"""
+The cells of a calibrator's table, in which nodes are counted: by score, depth and match length, and coarser.
+
+Arrays: `scores` `[nodes]` float64; `cells` `[nodes, levels]` int64, coarse levels first; `num`, `hits` `[cells]`
+float64, decayed counts.
+"""
+
+from ...jit import compiled
+
+
+@compiled
+def locate(scores, depths, lengths, edges, bins, starts, cells):
+    """
+    Finds every node's cells. A score's bin is the number of `edges` (float64) that it reaches; a depth's or length's
+    is its entry in `bins` (int64, the last one for all that follow). `starts` are the levels' first cells.
+    """
+    num_lengths, last = bins[-1] + 1, len(bins) - 1
+    for node in range(len(scores)):
+        place = 0
+        while place < len(edges) and scores[node] >= edges[place]:
+            place += 1
+        cells[node, 0] = starts[0]
+        cells[node, 1] = starts[1] + place
+        place = place * num_lengths + bins[min(max(depths[node], 0), last)]
+        cells[node, 2] = starts[2] + place
+        place = place * num_lengths + bins[min(max(lengths[node], 0), last)]
+        cells[node, 3] = starts[3] + place
+
+
+@compiled
+def estimate(num, hits, cells, scores, ratio, strength, probs):
+    """
+    Probabilities (float64) from the raw score, times `ratio`, level by level to the finest cell: each draws to what
+    the coarser one says, by `strength` observations.
+    """
+    for node in range(len(scores)):
+        prob = min(scores[node] * ratio, 1.0)
+        for level in range(1, cells.shape[1]):
+            cell = cells[node, level]
+            prob = (hits[cell] + strength * prob) / (num[cell] + strength)
+        probs[node] = prob
+
+
+@compiled
+def count(num, hits, decay, cells, outcomes):
+    """Lets all counts decay, and adds nodes that came true or did not (`outcomes`, float64). They count alike."""
+    for cell in range(len(num)):
+        num[cell] *= decay
+        hits[cell] *= decay
+    for node in range(len(outcomes)):
+        for level in range(cells.shape[1]):
+            num[cells[node, level]] += 1.0
+            hits[cells[node, level]] += outcomes[node]

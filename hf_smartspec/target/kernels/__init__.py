@@ -1,0 +1,1 @@
+"""Compiled loops of a forward's layout."""
