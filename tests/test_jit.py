@@ -261,7 +261,10 @@ def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
     folder = Path(hf_smartspec.__file__).parent
     paths = [*folder.rglob("*.py"), *(folder / "candidates").resolve().rglob("*.py")]
     assert {path.parent.parent.name for path in paths if path.parent.name == "kernels"} == {
+        "drafts",
+        "goodput",
         "suffix",
+        "target",
         "native",
         "quantized",
     }

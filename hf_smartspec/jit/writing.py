@@ -13,6 +13,22 @@ from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
+
+
+class _BFloat(ir.Type):
+    """llvmlite has no word for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+BFLOAT = _BFloat()
 _QUIET_NAN = 0x7FC0  # of bfloat16
 
 
@@ -20,6 +36,12 @@ _QUIET_NAN = 0x7FC0  # of bfloat16
 def cpu_features() -> frozenset[str]:
     """Of the CPU for which numba compiles, such as "+avx512f"."""
     return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+
+
+@cache
+def cpu_name() -> str:
+    """As LLVM calls it, such as "znver5"."""
+    return str(cpu_target.target_context.codegen().magic_tuple()[1])
 
 
 def written(result: types.Type, *kinds: types.Type) -> Callable[[Callable], Any]:
@@ -55,6 +77,14 @@ def send_for(builder: ir.IRBuilder, pointer: ir.Value) -> None:
     """Lets the memory fetch what is needed soon, to be read and to stay in the cache. Any address will do."""
     byte = builder.bitcast(pointer, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, I32(0), I32(3), I32(1))
+
+
+def hold_order(builder: ir.IRBuilder) -> None:
+    """
+    What is read from memory behind this place is not read before. Compilers would read early whatever they can, and run
+    out of registers.
+    """
+    builder.call(ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True), [])
 
 
 def float32_of(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:

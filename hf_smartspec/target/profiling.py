@@ -26,7 +26,7 @@ from .written import written_decoder, written_decoders
 
 logger = get_logger(__name__)
 
-_FORMAT = 4  # raised where forwards have become faster, too: older profiles do not count
+_FORMAT = 5  # raised where forwards have become faster, too: older profiles do not count
 _MOST_DOUBTS = 2  # profiles of one model that are taken to be wrong; what steps take besides may be why they seem so
 
 _Setting = tuple[torch.dtype, torch.device, int, str]  # what may change between two calls: CPU threads, the mode

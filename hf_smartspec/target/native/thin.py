@@ -1,15 +1,15 @@
 """
 The linear map of a few tokens on a CPU, in the time of reading the weight. The libraries that torch has take longer
-from two or four tokens on; of bfloat16, on CPUs without AVX-512, of any number.
+from two or four tokens on; of bfloat16, on CPUs without AVX-512, of any number, and so of float32 on AMD's.
 """
 
 import ctypes
-import sys
 from functools import cache
 
 import torch
 from torch.nn.functional import linear
 
+from ...jit.writing import cpu_features, cpu_name
 from ...log import get_logger
 from .kernels.multiply import (
     FIELDS,
@@ -20,19 +20,16 @@ from .kernels.multiply import (
     tokens_at_once,
     wide_size,
 )
-from .kernels.tiles import num_lanes
+from .kernels.tiles import has_pairs, num_lanes
 from .reading import is_plain, is_vector
 from .threads import has_threads, run, share_of
 
 logger = get_logger(__name__)
 
-_MOST_TOKENS = {  # by a vector's numbers; for more, torch's products are as fast
-    16: {torch.float32: 12, torch.bfloat16: 6},
-    8: {torch.float32: 256, torch.bfloat16: sys.maxsize},
-}
 _CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
 _SMALL = 2**17  # products that one thread is done with before a second one has begun
 _ROWS = 12  # a multiple of what tiles have
+_FEW_WIDENED, _FEW, _SOME, _MANY, _ANY = 6, 12, 48, 256, 2**16  # tokens
 
 
 class _Arguments(ctypes.Structure):
@@ -61,8 +58,16 @@ def has_kernels(dtype: torch.dtype) -> bool:
 @cache
 def most_tokens(dtype: torch.dtype) -> int:
     """For how many tokens compiled code is faster than torch; 0 where there is none."""
-    most = _MOST_TOKENS.get(num_lanes(), {}).get(dtype, 0)
-    return most if most and has_kernels(dtype) else 0
+    return _most_tokens(dtype) if has_kernels(dtype) else 0
+
+
+def _most_tokens(dtype: torch.dtype) -> int:
+    """As measured. For more tokens, torch's products are as fast."""
+    if num_lanes() == 8:
+        return _MANY if dtype is torch.float32 else _ANY
+    if dtype is torch.float32:  # MKL does without AVX-512 on CPUs of another maker
+        return _ANY if cpu_name().startswith("znver") else _FEW
+    return _SOME if has_pairs() and "+amx-bf16" not in cpu_features() else _FEW_WIDENED
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -33,11 +33,12 @@ def numbers(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("num_outputs", [1, 3, 12, 37, 64, 203])
-def test_numbers_are_those_of_linear(num_outputs, with_bias, dtype):
-    weight, bias = numbers(num_outputs, 160).to(dtype), numbers(num_outputs).to(dtype) if with_bias else None
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 160), (3, 16), (12, 176), (37, 160), (64, 32), (203, 48)])
+def test_numbers_are_those_of_linear(num_outputs, num_inputs, with_bias, dtype):
+    """Whole vectors, and half of one behind them."""
+    weight, bias = numbers(num_outputs, num_inputs).to(dtype), numbers(num_outputs).to(dtype) if with_bias else None
     for num_tokens in NUMBERS:
-        x = numbers(num_tokens, 160).to(dtype)
+        x = numbers(num_tokens, num_inputs).to(dtype)
         expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
         found = thin_linear(x, weight, bias)
         assert found.dtype == dtype and found.shape == expected.shape
@@ -162,7 +163,7 @@ def test_tokens_may_lie_anywhere():
         lambda x, weight: (x.half(), weight.half()),
         lambda x, weight: (x[:, :24], weight[:, :24].contiguous()),
         lambda x, weight: (x[:, :16], weight[:, :16]),
-        lambda x, weight: (x.repeat(90, 1), weight),
+        lambda x, weight: (x[:1].expand(2**16 + 1, -1), weight),
         lambda x, weight: (x.to("meta"), weight.to("meta")),
         lambda x, weight: (x[:0], weight),
         lambda x, weight: (x[:, :0], weight[:, :0].contiguous()),
@@ -222,3 +223,21 @@ def test_decoding_multiplies_with_compiled_code(monkeypatch):
 def test_where_there_is_no_right_code_torch_serves(monkeypatch, anew, name, replacement):
     monkeypatch.setattr(thin, name, replacement)
     assert not can_multiply(numbers(3, 32), numbers(8, 32))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "name", "features", "float32", "bfloat16"),
+    [
+        (8, "znver1", "+avx2", 256, thin._ANY),
+        (16, "skylake-avx512", "+avx512f", 12, 6),
+        (16, "cooperlake", "+avx512bf16", 12, 48),
+        (16, "sapphirerapids", "+avx512bf16 +amx-bf16", 12, 6),
+        (16, "znver5", "+avx512bf16", thin._ANY, 48),
+    ],
+)
+def test_for_how_many_tokens_depends_on_the_cpu(monkeypatch, lanes, name, features, float32, bfloat16):
+    monkeypatch.setattr(thin, "num_lanes", lambda: lanes)
+    monkeypatch.setattr(thin, "cpu_name", lambda: name)
+    monkeypatch.setattr(thin, "cpu_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(thin, "has_pairs", lambda: "+avx512bf16" in features)
+    assert [thin._most_tokens(dtype) for dtype in DTYPES] == [float32, bfloat16]

@@ -118,12 +118,15 @@ def _largest_tile(num_tokens):
 
 @inner
 def _multiply_tiles(num_rows, most, num_tokens, rows, tokens, bias, outputs, length, stride, distance):
-    token = 0
+    token = number = 0
+    num_tiles = (num_tokens + most - 1) // most
     while token < num_tokens:
         num = _width(num_tokens - token, most)
         own, results = ahead(tokens, token * length), ahead(outputs, token * stride)
-        tile(num_rows, num, rows, own, bias, results, length, stride, distance)
-        token, distance = token + num, 0
+        # Each tile sends for its share of the rows behind: memory is read while all of them compute.
+        first, last = num_rows * number // num_tiles, num_rows * (number + 1) // num_tiles
+        tile(num_rows, num, rows, own, bias, results, length, stride, distance, first, last)
+        token, number = token + num, number + 1
 
 
 @inner

@@ -1,12 +1,28 @@
 """Sums of products of float32 or bfloat16, in vectors as wide as the CPU has them."""
 
+from collections.abc import Iterator
+
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import llvm_version_info  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ....jit.writing import FLOAT, I16, I32, I64, bfloat16_of, call, cpu_features, float32_of, send_for
+from ....jit.writing import (
+    BFLOAT,
+    FLOAT,
+    I16,
+    I32,
+    I64,
+    bfloat16_of,
+    call,
+    cpu_features,
+    float32_of,
+    hold_order,
+    send_for,
+)
 
+_FIRST_LLVM = 16  # whose function for pairs takes vectors of bfloat16
 _SHIFT = 8  # bits, more than numbers of tokens take
 
 
@@ -22,6 +38,11 @@ def num_lanes() -> int:
     return 8 if {"+avx2", "+fma"} <= features else 0
 
 
+def has_pairs() -> bool:
+    """Whether the CPU multiplies vectors of bfloat16 as they are, and adds up neighbouring products."""
+    return num_lanes() == 16 and "+avx512bf16" in cpu_features() and llvm_version_info[0] >= _FIRST_LLVM
+
+
 @intrinsic
 def lanes(typing_context):
     """`num_lanes`, for compiled code: a constant there."""
@@ -29,18 +50,23 @@ def lanes(typing_context):
 
 
 @intrinsic
-def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance):
+def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance, first, last):
     """
     Products of neighbouring rows of `length` numbers, a multiple of 16, with neighbouring tokens of as many become
     `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There are few sizes of tiles;
-    another one does nothing. Meanwhile weights at this distance, in numbers, are sent for; they should exist.
+    another one does nothing. Meanwhile weights at this distance from rows `first` to `last`, in numbers, are sent for;
+    they should exist. The last row is not among them.
 
     Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, outputs rounded once.
     Every product is summed in the same order, whatever the tile: a token's result does not depend on the others.
     """
 
     def generate(context, builder, signature, arguments):
-        kinds = [_Lanes(builder, num_lanes(), kind.dtype) for kind in (*signature.args[2:4], signature.args[5])]
+        weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
+        are_pairs = has_pairs() and weight == token == types.uint16
+        factors = (_Pairs if are_pairs else _Lanes)(builder, num_lanes(), weight)
+        numbers = factors if are_pairs else _Lanes(builder, num_lanes(), token)
+        kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
         done = builder.append_basic_block("done")
         size = builder.switch(_code_of(builder, *arguments[:2]), done)
@@ -54,7 +80,7 @@ def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, le
         return context.get_dummy_value()
 
     number = types.int64
-    return types.void(number, number, weight, tokens, bias, outputs, number, number, number), generate
+    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 5), generate
 
 
 @intrinsic
@@ -77,19 +103,24 @@ def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) ->
     return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
 
 
-def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance):
+def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance, first, last):
     weights, numbers, results = kinds
     builder = weights.builder
     sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
-    with cgutils.for_range_slice(builder, I64(0), length, I64(weights.number), I64) as (begin, _):
+    distances = []
+    for row in range(num_rows):
+        is_sent_for = builder.and_(builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed(">", last, I64(row)))
+        distances.append(builder.select(is_sent_for, distance, I64(0)))
+    for begin, is_whole in weights.parts(length):
         starts = [builder.add(begin, builder.mul(I64(row), length)) for row in range(num_rows)]
-        factors = [weights.load(weight, start) for start in starts]
-        for start in starts:
-            send_for(builder, builder.gep(weight, [builder.add(start, distance)]))
+        factors = [weights.load(weight, start, is_whole) for start in starts]
+        for start, ahead in zip(starts, distances):
+            send_for(builder, builder.gep(weight, [builder.add(start, ahead)]))
         for token in range(num_tokens):
-            own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)))
+            own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
             for row in range(num_rows):
                 weights.add_products(sums[row][token], factors[row], own)
+            weights.hold()
     for row in range(num_rows):
         more = results.load_one(bias, I64(row))
         for token in range(num_tokens):
@@ -110,10 +141,15 @@ class _Lanes:
         self.is_half = kind is not types.float32
         self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
 
+    def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
+        """Where vectors begin, in a loop, and whether they are whole."""
+        with cgutils.for_range_slice(self.builder, I64(0), length, I64(self.number), I64) as (begin, _):
+            yield begin, True
+
     def zeros(self) -> ir.Value:
         return cgutils.alloca_once_value(self.builder, ir.Constant(self.floats, [0.0] * self.number))
 
-    def load(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
+    def load(self, pointer: ir.Value, index: ir.Value, is_whole: bool = True) -> ir.Value:
         builder, pointer = self.builder, self.builder.gep(pointer, [index])
         if not self.is_half:
             return builder.load(builder.bitcast(pointer, self.floats.as_pointer()), align=4)
@@ -144,6 +180,9 @@ class _Lanes:
         more = call(self.builder, name, self.floats, factors, numbers, self.builder.load(sums))
         self.builder.store(more, sums)
 
+    def hold(self) -> None:
+        """Behind the products of a token."""
+
     def total(self, sums: ir.Value) -> ir.Value:
         """Halves are added up until one number is left."""
         builder, vector, half = self.builder, self.builder.load(sums), self.number // 2
@@ -152,3 +191,35 @@ class _Lanes:
             vector = builder.fadd(*[builder.shuffle_vector(vector, vector, part) for part in places])
             half //= 2
         return builder.extract_element(vector, I32(0))
+
+
+class _Pairs(_Lanes):
+    """
+    Writes instructions on vectors of twice as many bfloat16, of which neighbours' products are added to one float32.
+    What is left behind whole vectors are halves of such.
+    """
+
+    def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
+        builder, step = self.builder, 2 * self.number
+        whole = builder.and_(length, I64(-step))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(step), I64) as (begin, _):
+            yield begin, True
+        with builder.if_then(builder.icmp_signed("!=", whole, length)):
+            yield whole, False
+
+    def load(self, pointer: ir.Value, start: ir.Value, is_whole: bool = True) -> ir.Value:
+        builder, number = self.builder, self.number if is_whole else self.number // 2
+        kind = ir.VectorType(I32, number)
+        pairs = builder.load(builder.bitcast(builder.gep(pointer, [start]), kind.as_pointer()), align=2)
+        if is_whole:
+            return pairs
+        places = ir.Constant(self.integers, list(range(self.number)))  # the second half of zeros
+        return builder.shuffle_vector(pairs, ir.Constant(kind, [0] * number), places)
+
+    def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
+        halves = [self.builder.bitcast(vector, ir.VectorType(BFLOAT, 2 * self.number)) for vector in (factors, numbers)]
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        self.builder.store(call(self.builder, name, self.floats, self.builder.load(sums), *halves), sums)
+
+    def hold(self) -> None:
+        hold_order(self.builder)
