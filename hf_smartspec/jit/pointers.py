@@ -10,7 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from .writing import bfloat16_of, float32_of, send_for, written
+from .writing import bfloat16_of, float32_of, power_of_two_of, send_for, written
 
 
 def _pointer_to(number_type: types.Type) -> Any:
@@ -29,6 +29,8 @@ float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
 bfloat16_at = _pointer_to(types.uint16)  # their bits, since numba has no such numbers
 widened = written(types.float32, types.uint16)(float32_of)
 narrowed = written(types.uint16, types.float32)(bfloat16_of)
+
+power_of_two = written(types.float32, types.int32)(power_of_two_of)
 
 
 @intrinsic

@@ -99,3 +99,8 @@ def bfloat16_of(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
     rounded = builder.lshr(builder.add(bits, builder.add(odd, I32(0x7FFF))), I32(16))
     is_none = builder.fcmp_unordered("uno", number, number)
     return builder.trunc(builder.select(is_none, I32(_QUIET_NAN), rounded), I16)
+
+
+def power_of_two_of(builder: ir.IRBuilder, power: ir.Value) -> ir.Value:
+    """A float32, for powers from -126 to 127."""
+    return builder.bitcast(builder.shl(builder.add(power, I32(127)), I32(23)), FLOAT)

@@ -1,13 +1,14 @@
 """Tree attention over the slot cache: packed queries in, padded `scaled_dot_product_attention`, packed output out."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
@@ -15,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layout import PaddedPart, StepLayout
+from .native.attention import MOST_WIDTH, SeenLines, can_attend, runs_of, thin_attention
 from .varlen import is_trusted, judge, kind_of, varlen_attention
 
 PREFIX = "smartspec_tree_"
@@ -119,12 +121,44 @@ def _masked_attention(
     bias: Callable[[PaddedPart], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The same, by rectangles and masks."""
+    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value)
+    thin = [is_plain and _is_thin(part, window) for part in layout.parts]
+    if all(thin):
+        return thin_attention(packed, key, value, _lines_of(layout, layout.parts, window), scaling)
     outputs = []
-    for part in layout.parts:
+    for part, is_thin in zip(layout.parts, thin):
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
+        if is_thin:
+            outputs.append(thin_attention(own, key, value, _lines_of(layout, [part], window), scaling))
+            continue
         added = None if bias is None else bias(part)
         outputs.append(_unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _is_thin(part: PaddedPart, window: int | None) -> bool:
+    """Whether rows have few tokens, and what these see is told by columns: windows count positions."""
+    has_trees = part.tree_pairs is not None
+    told = not has_trees or (part.seen_nodes is not None and (window is None or window >= part.num_columns))
+    return told and part.width <= MOST_WIDTH
+
+
+def _lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:
+    """What the tokens of neighbouring parts see; found out once per step for every distinct window."""
+    first, last = parts[0].tokens.start, parts[-1].tokens.stop
+    key = first, last, window
+    if key not in layout.seen:
+        firsts, counts = layout.firsts[first:last], layout.columns[first:last] + 1
+        begins = np.zeros_like(counts) if window is None else np.maximum(counts - window, 0)
+        nodes = None
+        if any([part.seen_nodes is not None for part in parts]):
+            nodes = np.full((2, last - first), -1)
+            for part in parts:
+                if part.seen_nodes is not None:
+                    nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
+            nodes[0] += firsts
+        layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes)
+    return layout.seen[key]
 
 
 def attend_part(

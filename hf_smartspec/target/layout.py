@@ -48,6 +48,7 @@ class StepLayout:
     spans: "Spans | None" = None
     is_padded: bool = False
     encoded: "EncodedStep | None" = None
+    seen: dict = field(default_factory=dict)  # what compiled attention has found out
 
     def owners(self) -> "list[StepLayout | PaddedPart | Spans | CrossLayout]":
         """All that has tensors to be sent."""
@@ -78,6 +79,9 @@ class PaddedPart:
             None where these already are the padded batch.
         scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
         sees_all (`bool`): Whether every query sees every column, windows aside.
+        seen_nodes (`np.ndarray` of shape `[2, tokens]`, int64, *optional*): The column of each row's first node, and
+            bits of those that each token sees from there on; all of them (-1), where it is no node of a tree. None
+            where all drafts are chains, or some tree has more nodes than there are bits.
     """
 
     sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
@@ -94,6 +98,7 @@ class PaddedPart:
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
     sees_all: bool
+    seen_nodes: np.ndarray | None = None
     _masks: dict = field(default_factory=dict)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
@@ -149,6 +154,7 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
+_NUM_BITS = 64  # of what says which nodes a token sees
 _FEW_DRAFTS = 4  # up to here, drafts are looked at faster one by one
 
 
@@ -270,10 +276,10 @@ def _build_part(
     limits = columns + 1  # every token sees all columns up to its own
     lines = (firsts - first_line) // stride * width + query  # of the padded batch
     is_padded = len(lines) != num_rows * width
-    query_positions = tree_pairs = nodes = None
+    query_positions = tree_pairs = nodes = seen_nodes = None
     if any(has_tree):
         shape = num_rows, width, num_columns
-        tree_pairs, nodes = _lay_out_trees(rows, has_tree, shape, positions, limits)
+        tree_pairs, nodes, seen_nodes = _lay_out_trees(rows, has_tree, shape, positions, limits)
         query_positions = _padded(positions, lines, num_rows, width) if is_padded else positions.reshape(-1, width)
     # Padding queries see column 0: a softmax over nothing is NaN.
     padded_limits = _padded(limits, lines, num_rows, width, padding=1) if is_padded else limits.reshape(-1, width)
@@ -290,6 +296,7 @@ def _build_part(
         nodes=None if nodes is None else _tensor(nodes),
         gather=_tensor(_padded(np.arange(len(lines)), lines, num_rows * width)) if is_padded else None,
         scatter=_tensor(lines) if is_padded else None,
+        seen_nodes=seen_nodes,
         sees_all=tree_pairs is None and int(padded_limits.min()) == num_columns,
     )
 
@@ -307,10 +314,10 @@ def _lay_out_trees(
     shape: tuple[int, int, int],
     positions: np.ndarray,
     limits: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """
     Corrects the positions and limits of all nodes of trees in a part of `shape` `[R, S, K]`; returns
-    `PaddedPart.tree_pairs` and `nodes`.
+    `PaddedPart.tree_pairs`, `nodes` and `seen_nodes`.
     """
     first_slot, (_, width, num_columns) = rows[0].row.slot, shape
     ends = accumulate([item.num_tokens for item in rows])
@@ -331,9 +338,9 @@ def _lay_out_trees(
     depths, nodes = np.empty_like(parents), np.empty((2, len(parents)), np.int64)
     num_pairs = depths_of(sizes, parents, firsts, depths)
     assert num_pairs >= 0, "drafts are checked before they are run"
-    pairs = np.empty(num_pairs, np.int64)
-    lay_out(sizes, parents, firsts, depths, np.array(places), width, num_columns, positions, limits, pairs, nodes)
-    return pairs, nodes
+    pairs, seen = np.empty(num_pairs, np.int64), np.full((2, len(positions)), -1)
+    lay_out(sizes, parents, firsts, depths, np.array(places), width, num_columns, positions, limits, pairs, nodes, seen)
+    return pairs, nodes, seen if sizes.max() <= _NUM_BITS else None
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from ..device import Wire
 from .compat import shared_value
 from .layout import Rounding, StepLayout, build_layout, send
+from .native.attention import has_attention
 from .row_groups import arrange, call_columns, head_size, padded_context
 from .rows import CacheRow, RowInput
 from .slot_cache import SlotCache
@@ -82,6 +83,8 @@ class RaggedForward(ABC):
         self._call = call_columns(config, device.type)
         is_capped = shared_value(config, "attn_logit_softcapping") is not None  # which flash attention does not know
         self._takes_spans = serves(device, dtype, head_size(config)) and not is_capped
+        self._may_be_thin = device.type == "cpu" and not head_size(config) % 16 and not is_capped
+        self._dtype = dtype
 
     @property
     @abstractmethod
@@ -108,9 +111,14 @@ class RaggedForward(ABC):
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
         """The columns that attention reads in a step of one token a row; see `row_groups.padded_context`."""
-        if self._takes_spans:  # flash attention reads each row's own, in one call
-            return sum(row.length for row in rows)
+        if self._takes_spans or self._is_thin:  # which read each row's own, in one call
+            return sum([row.length for row in rows])
         return padded_context(rows, self._call)
+
+    @property
+    def _is_thin(self) -> bool:
+        """Whether compiled attention reads rows that have few tokens."""
+        return self._may_be_thin and has_attention(self._dtype)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(rows, paths)

@@ -24,7 +24,7 @@ def depths_of(sizes, parents, firsts, depths):
 
 
 @compiled
-def lay_out(sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes):
+def lay_out(sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes, seen):
     """
     See `PaddedPart`, of shape `[R, width, num_columns]`.
 
@@ -33,6 +33,7 @@ def lay_out(sizes, parents, firsts, depths, places, width, num_columns, position
             part's tokens and among its row's.
         positions, limits (int64 `[tokens]`): Of the part's tokens; those of nodes are corrected.
         pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Get `tree_pairs` and `nodes`.
+        seen (int64 `[2, tokens]`): Of nodes, gets `PaddedPart.seen_nodes`.
     """
     start = num = 0
     for tree in range(len(sizes)):
@@ -43,9 +44,11 @@ def lay_out(sizes, parents, firsts, depths, places, width, num_columns, position
             if node >= firsts[tree]:
                 positions[token + node], limits[token + node] = position, base
                 line = (row * width + query + node) * num_columns
-                seen = node
-                while seen >= 0:
-                    pairs[num] = line + base + seen
+                seen[0, token + node], seen[1, token + node] = base, 0
+                ancestor = node
+                while ancestor >= 0:
+                    pairs[num] = line + base + ancestor
                     num += 1
-                    seen = parents[start + seen]
+                    seen[1, token + node] |= 1 << min(ancestor, 63)
+                    ancestor = parents[start + ancestor]
         start += sizes[tree]

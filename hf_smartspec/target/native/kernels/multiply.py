@@ -125,7 +125,7 @@ def _multiply_tiles(num_rows, most, num_tokens, rows, tokens, bias, outputs, len
         own, results = ahead(tokens, token * length), ahead(outputs, token * stride)
         # Each tile sends for its share of the rows behind: memory is read while all of them compute.
         first, last = num_rows * number // num_tiles, num_rows * (number + 1) // num_tiles
-        tile(num_rows, num, rows, own, bias, results, length, stride, distance, first, last)
+        tile(num_rows, num, rows, own, bias, results, length, length, stride, distance, first, last)
         token, number = token + num, number + 1
 
 

@@ -23,6 +23,7 @@ from ....jit.writing import (
 )
 
 _FIRST_LLVM = 16  # whose function for pairs takes vectors of bfloat16
+MOST_SUMS, _TOGETHER = 4, 4  # of rows, and vectors of a row, that are added up side by side
 _SHIFT = 8  # bits, more than numbers of tokens take
 
 
@@ -50,10 +51,25 @@ def lanes(typing_context):
 
 
 @intrinsic
-def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance, first, last):
+def tile(
+    typing_context,
+    num_rows,
+    num_tokens,
+    weight,
+    tokens,
+    bias,
+    outputs,
+    length,
+    row_stride,
+    stride,
+    distance,
+    first,
+    last,
+):
     """
-    Products of neighbouring rows of `length` numbers, a multiple of 16, with neighbouring tokens of as many become
-    `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There are few sizes of tiles;
+    Products of rows of `length` numbers, a multiple of 16, which lie `row_stride` from one another, with neighbouring
+    tokens of as many become `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There
+    are few sizes of tiles;
     another one does nothing. Meanwhile weights at this distance from rows `first` to `last`, in numbers, are sent for;
     they should exist. The last row is not among them.
 
@@ -63,9 +79,9 @@ def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, le
 
     def generate(context, builder, signature, arguments):
         weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
-        are_pairs = has_pairs() and weight == token == types.uint16
-        factors = (_Pairs if are_pairs else _Lanes)(builder, num_lanes(), weight)
-        numbers = factors if are_pairs else _Lanes(builder, num_lanes(), token)
+        factors = numbers = _vectors(builder, weight)
+        if token != weight:  # tokens that have been widened
+            factors, numbers = (_Lanes(builder, num_lanes(), kind) for kind in (weight, token))
         kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
         done = builder.append_basic_block("done")
@@ -80,7 +96,7 @@ def tile(typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, le
         return context.get_dummy_value()
 
     number = types.int64
-    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 5), generate
+    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 6), generate
 
 
 @intrinsic
@@ -99,11 +115,69 @@ def sum_of_squares(typing_context, numbers, length):
     return types.float32(numbers, types.int64), generate
 
 
+@intrinsic
+def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, num, length, outputs):
+    """
+    To each of a few `outputs` of `length` numbers, a multiple of 16, side by side, `num` rows are added that lie
+    `stride` numbers from one another, each times its weight, of which every output has its own, `num_weights` from
+    those of the one before. Weights and outputs are float32. There are 1 to `MOST_SUMS` outputs; other numbers do
+    nothing.
+    """
+
+    def generate(context, builder, signature, arguments):
+        vectors = _Lanes(builder, num_lanes(), signature.args[3].dtype)
+        done = builder.append_basic_block("done")
+        size = builder.switch(arguments[0], done)
+        for num_sums in range(1, MOST_SUMS + 1):
+            block = builder.append_basic_block(f"sums_{num_sums}")
+            size.add_case(I64(num_sums), block)
+            builder.position_at_end(block)
+            _write_sums(vectors, num_sums, *arguments[1:])
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    integer = types.int64
+    kinds = integer, weights, integer, rows, integer, integer, integer, outputs
+    return types.void(*kinds), generate
+
+
+def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, length, outputs):
+    builder, begin = vectors.builder, I64(0)
+    for number in (_TOGETHER, 1):  # vectors side by side, and then those that are left
+        step = I64(number * vectors.number)
+        end = builder.sub(length, builder.srem(builder.sub(length, begin), step))
+        with cgutils.for_range_slice(builder, begin, end, step, I64) as (first, _):
+            places = [builder.add(first, I64(place * vectors.number)) for place in range(number)]
+            starts = [builder.mul(I64(own), length) for own in range(num_sums)]
+            results = [[builder.gep(outputs, [builder.add(start, place)]) for place in places] for start in starts]
+            sums = [[vectors.sum_at(pointer) for pointer in pointers] for pointers in results]
+            with cgutils.for_range_slice(builder, I64(0), num, I64(1), I64) as (row, _):
+                begins = builder.mul(row, stride)
+                numbers = [vectors.load(rows, builder.add(begins, place)) for place in places]
+                for own in range(num_sums):
+                    index = builder.add(builder.mul(I64(own), num_weights), row)
+                    weight = vectors.filled_with(builder.load(builder.gep(weights, [index])))
+                    for total, vector in zip(sums[own], numbers):
+                        vectors.add_products(total, weight, vector)
+            for pointers, totals in zip(results, sums):
+                for pointer, total in zip(pointers, totals):
+                    vectors.store_sum(total, pointer)
+        begin = end
+
+
+def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "_Lanes":
+    """For products of numbers of this kind with one another."""
+    return (_Pairs if kind == types.uint16 and has_pairs() else _Lanes)(builder, num_lanes(), kind)
+
+
 def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
     return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
 
 
-def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, stride, distance, first, last):
+def _write_tile(
+    kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, row_stride, stride, distance, first, last
+):
     weights, numbers, results = kinds
     builder = weights.builder
     sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
@@ -112,7 +186,7 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
         is_sent_for = builder.and_(builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed(">", last, I64(row)))
         distances.append(builder.select(is_sent_for, distance, I64(0)))
     for begin, is_whole in weights.parts(length):
-        starts = [builder.add(begin, builder.mul(I64(row), length)) for row in range(num_rows)]
+        starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
         for start, ahead in zip(starts, distances):
             send_for(builder, builder.gep(weight, [builder.add(start, ahead)]))
@@ -149,6 +223,14 @@ class _Lanes:
     def zeros(self) -> ir.Value:
         return cgutils.alloca_once_value(self.builder, ir.Constant(self.floats, [0.0] * self.number))
 
+    def sum_at(self, pointer: ir.Value) -> ir.Value:
+        """A sum that begins with the float32 that are there."""
+        found = self.builder.load(self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
+        return cgutils.alloca_once_value(self.builder, found)
+
+    def store_sum(self, sums: ir.Value, pointer: ir.Value) -> None:
+        self.builder.store(self.builder.load(sums), self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
+
     def load(self, pointer: ir.Value, index: ir.Value, is_whole: bool = True) -> ir.Value:
         builder, pointer = self.builder, self.builder.gep(pointer, [index])
         if not self.is_half:
@@ -182,6 +264,11 @@ class _Lanes:
 
     def hold(self) -> None:
         """Behind the products of a token."""
+
+    def filled_with(self, number: ir.Value) -> ir.Value:
+        builder = self.builder
+        one = builder.insert_element(ir.Constant(self.floats, ir.Undefined), number, I32(0))
+        return builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.number))
 
     def total(self, sums: ir.Value) -> ir.Value:
         """Halves are added up until one number is left."""

@@ -1,0 +1,130 @@
+"""
+Attention of a few tokens on a CPU. torch's takes matrix products for every head of every row, which few queries are
+not worth.
+"""
+
+import ctypes
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .kernels.attend import ATTEND_FIELDS, MOST_TOKENS, attend_bfloat16, attend_float32, scratch_size
+from .reading import is_plain
+from .thin import has_kernels
+from .threads import run
+
+_CODE = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}
+MOST_WIDTH = 64  # tokens of a row; more are worth torch's products
+_SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_double if name == "scale" else ctypes.c_int64) for name in ATTEND_FIELDS)
+
+
+class SeenLines(NamedTuple):
+    """
+    What tokens see of the keys and values of their rows.
+
+    Args:
+        firsts, counts (`np.ndarray` of shape `[N]`, int64): The first line that each token sees, and how many there are
+            to its own, at least one.
+        runs (`np.ndarray` of shape `[runs + 1]`, int64): Where tokens begin that see lines of one row and are computed
+            together, `MOST_TOKENS` at most, and where the last of them end.
+        nodes (`np.ndarray` of shape `[2, N]`, int64, *optional*): A line from which on each token sees only those whose
+            bits are set; all, where these are -1.
+    """
+
+    firsts: np.ndarray
+    counts: np.ndarray
+    runs: np.ndarray
+    nodes: np.ndarray | None = None
+
+
+def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """
+    Whether compiled code attends with queries `[N, heads, head_dim]` to keys and values `[lines, kv_heads, head_dim]`
+    as they lie there.
+    """
+    return (
+        is_plain(queries)
+        and queries.dtype is keys.dtype is values.dtype
+        and queries.shape[2] == keys.shape[2] == values.shape[2]
+        and not queries.shape[2] % 16
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and not (torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad))
+        and has_attention(queries.dtype)
+    )
+
+
+def thin_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lines: SeenLines, scale: float | None = None
+) -> torch.Tensor:
+    """
+    Attention of tokens, each over neighbouring lines, where `can_attend` says so.
+
+    Args:
+        queries (`torch.Tensor` of shape `[N, heads, head_dim]`): Neighbouring heads share a key/value head.
+        keys, values (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Of all rows.
+        lines (`SeenLines`): What the tokens see.
+        scale (`float`, *optional*): Of scores, above 0; `head_dim ** -0.5` where not given.
+
+    Returns:
+        `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
+    """
+    firsts, counts, runs, nodes = lines
+    queries = queries.contiguous()
+    heads, size = queries.shape[1:]
+    kv_heads, outputs = keys.shape[1], torch.empty_like(queries)
+    most = int(counts.max()) + MOST_TOKENS  # windows of a run's tokens begin one after the other
+    num_threads = 1 if int(counts.sum()) * kv_heads * size <= _SMALL else torch.get_num_threads()
+    parts = min(-(-2 * num_threads // (len(runs) - 1)), kv_heads) if num_threads > 1 else 1
+    own = scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, most)
+    scratch = queries.new_empty(num_threads * own, dtype=torch.float32)
+    bits = (0, 0) if nodes is None else (nodes[0].ctypes.data, nodes[1].ctypes.data)
+    arguments = _Arguments(
+        0, 0, len(runs) - 1, runs.ctypes.data, parts, kv_heads, heads // kv_heads, size, firsts.ctypes.data,
+        counts.ctypes.data, *bits, queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
+        scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
+    )  # fmt: skip
+    run(_CODE[queries.dtype].address, ctypes.addressof(arguments), num_threads)
+    return outputs
+
+
+def runs_of(rows: np.ndarray) -> np.ndarray:
+    """
+    `SeenLines.runs` where tokens see lines of these rows (`[N]`, those of a row behind one
+    another): runs of a row are equally long, but for one token.
+    """
+    starts = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
+    if len(starts) > len(rows):  # as many rows as tokens
+        return starts
+    sizes = np.diff(starts)
+    numbers = -(-sizes // MOST_TOKENS)  # of runs of each row
+    within = np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    begins = np.repeat(starts[:-1], numbers) + within * np.repeat(sizes, numbers) // np.repeat(numbers, numbers)
+    return np.append(begins, len(rows))
+
+
+@cache
+def has_attention(dtype: torch.dtype) -> bool:
+    """Whether there is compiled code for this CPU that gives the right numbers."""
+    if dtype not in _CODE or not has_kernels(dtype):  # which says why
+        return False
+    try:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (2, 4, 48), (9, 2, 48), (9, 2, 48)
+        queries, keys, values = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+        lines = SeenLines(np.array([0, 3]), np.array([9, 5]), np.array([0, 2]), np.array([[6, -1], [0b101, -1]]))
+        found = thin_attention(queries, keys, values, lines)
+        sees = torch.zeros(2, 9, dtype=torch.bool, device="cpu")
+        sees[0, [0, 1, 2, 3, 4, 5, 6, 8]] = sees[1, 3:8] = True
+        q, k, v = (item.double().transpose(0, 1) for item in (queries, keys, values))
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(0, 1)
+        return torch.allclose(found.double(), expected, rtol=2e-2, atol=1e-5)
+    except Exception:  # whatever compilers raise
+        return False
