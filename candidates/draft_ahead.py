@@ -67,7 +67,7 @@ class DraftLevel:
                 own, others, padding = part.tree_pairs.split(
                     [offset.shape[1], offset.numel(), len(part.tree_pairs) - offset.shape[1] - offset.numel()]
                 )
-                part.tree_pairs = torch.cat([own, others + offset.flatten(), padding])
+                part.tree_pairs, part.seen_nodes = torch.cat([own, others + offset.flatten(), padding]), None
 
     def take_frontier(self, chosen: np.ndarray) -> None:
         """Tells the trees which of their newest nodes have children here (`[rows, width]`; none: the text)."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from .layout import PaddedPart, StepLayout
@@ -12,7 +13,11 @@ def behind(layout: StepLayout, num: int) -> StepLayout:
     The same step where the first `num` columns of every row hold nothing. Tokens in these columns see something, but
     nothing that makes sense. Keys and values are written to the same places.
     """
-    return layout if num == 0 else replace(layout, parts=[_behind(part, num) for part in layout.parts], spans=None)
+    if num == 0:
+        return layout
+    parts = [_behind(part, num) for part in layout.parts]
+    columns = np.maximum(layout.columns - num, 0)
+    return replace(layout, parts=parts, firsts=layout.firsts + num, columns=columns, spans=None, seen={})
 
 
 def _behind(part: PaddedPart, num: int) -> PaddedPart:
@@ -31,6 +36,7 @@ def _behind(part: PaddedPart, num: int) -> PaddedPart:
         tree_pairs=pairs,
         query_positions=positions,
         nodes=nodes,
+        seen_nodes=None,
         _masks={},
     )
 

@@ -339,7 +339,8 @@ def _lay_out_trees(
     num_pairs = depths_of(sizes, parents, firsts, depths)
     assert num_pairs >= 0, "drafts are checked before they are run"
     pairs, seen = np.empty(num_pairs, np.int64), np.full((2, len(positions)), -1)
-    lay_out(sizes, parents, firsts, depths, np.array(places), width, num_columns, positions, limits, pairs, nodes, seen)
+    own = np.array(places), width, num_columns, positions, limits
+    lay_out(sizes, parents, firsts, depths, *own, pairs, nodes, seen, np.empty_like(parents))
     return pairs, nodes, seen if sizes.max() <= _NUM_BITS else None
 
 

@@ -225,7 +225,8 @@ def _needs_no_parts(layout: StepLayout) -> bool:
 
 
 _OF_PARTS = {"bases", "extents"}  # of spans
-_NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks"}  # of no account to the device, or looked at by themselves
+# Of no account to the device, or looked at by themselves.
+_NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes"}
 
 
 def _owners(layout: StepLayout) -> list[tuple[Any, set[str]]]:
@@ -274,6 +275,7 @@ def _copied(layout: StepLayout) -> StepLayout:
     result: StepLayout = owners[id(layout)]
     result.spans = owners.get(id(layout.spans))
     result.parts = [owners[id(part)] for part in layout.parts if id(part) in owners]
+    result.seen = {}
     for part in result.parts:
         part._masks = {}
     return result

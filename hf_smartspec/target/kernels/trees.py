@@ -24,7 +24,9 @@ def depths_of(sizes, parents, firsts, depths):
 
 
 @compiled
-def lay_out(sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes, seen):
+def lay_out(
+    sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes, seen, ancestors
+):
     """
     See `PaddedPart`, of shape `[R, width, num_columns]`.
 
@@ -32,23 +34,32 @@ def lay_out(sizes, parents, firsts, depths, places, width, num_columns, position
         places (int64 `[trees, 4]`): Of every tree: its row, the column of its first node, and where this is among the
             part's tokens and among its row's.
         positions, limits (int64 `[tokens]`): Of the part's tokens; those of nodes are corrected.
-        pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Get `tree_pairs` and `nodes`.
+        pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Get `tree_pairs` and `nodes`. Of pairs, the nodes themselves
+            are the first, in their order, then their parents, and so on.
         seen (int64 `[2, tokens]`): Of nodes, gets `PaddedPart.seen_nodes`.
+        ancestors (int64 `[nodes]`): Is overwritten.
     """
-    start = num = 0
+    start = num = deepest = 0
     for tree in range(len(sizes)):
-        row, base, token, query = places[tree]
+        row, base, token, _ = places[tree]
         for node in range(sizes[tree]):
             position = base - 1 + depths[start + node]
             nodes[0, start + node], nodes[1, start + node] = row * num_columns + base + node, position
             if node >= firsts[tree]:
                 positions[token + node], limits[token + node] = position, base
-                line = (row * width + query + node) * num_columns
                 seen[0, token + node], seen[1, token + node] = base, 0
-                ancestor = node
-                while ancestor >= 0:
-                    pairs[num] = line + base + ancestor
+                ancestors[start + node] = node
+                deepest = max(deepest, depths[start + node])
+        start += sizes[tree]
+    for _ in range(deepest):
+        start = 0
+        for tree in range(len(sizes)):
+            row, base, token, query = places[tree]
+            for node in range(firsts[tree], sizes[tree]):
+                ancestor = ancestors[start + node]
+                if ancestor >= 0:
+                    pairs[num] = (row * width + query + node) * num_columns + base + ancestor
                     num += 1
                     seen[1, token + node] |= 1 << min(ancestor, 63)
-                    ancestor = parents[start + ancestor]
-        start += sizes[tree]
+                    ancestors[start + node] = parents[start + ancestor]
+            start += sizes[tree]

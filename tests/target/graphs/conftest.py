@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_smartspec.target import attention
 from hf_smartspec.target.graphs import recorder
 from hf_smartspec.target.written import parts
 
@@ -20,4 +21,5 @@ def recorders(monkeypatch):
     monkeypatch.setattr(recorder, "_RECORDERS", {"cpu": make})
     for name in ("can_multiply", "can_norm"):  # what torch does not dispatch is not recorded
         monkeypatch.setattr(parts, name, lambda *args: False)
+    monkeypatch.setattr(attention, "can_attend", lambda *args: False)
     return made

@@ -138,11 +138,10 @@ def _attend(a, run, begin, end, scale, queries, keys, values, results):
 def _hide(a, token, scores, value):
     """Puts a value in place of those of nodes that the token does not see."""
     if a[_NODES]:
-        line, bits = int64_at(a[_NODES])[token], int64_at(a[_BITS])[token]
-        end = int64_at(a[_FIRSTS])[token] + int64_at(a[_COUNTS])[token]
-        for node in range(end - line if bits != -1 else 0):
+        line, bits = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], int64_at(a[_BITS])[token]
+        for node in range(max(-line, 0), int64_at(a[_COUNTS])[token] - line if bits != -1 else 0):
             if not bits >> node & 1:
-                scores[line + node - int64_at(a[_FIRSTS])[token]] = value
+                scores[line + node] = value
 
 
 @inner
