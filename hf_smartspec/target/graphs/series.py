@@ -124,7 +124,9 @@ class SeriesRecordings:
             replay, bits = self._recorder.record(run_all)
         except Exception as error:  # whatever a device cannot record, it can run
             self._refused.add(what)
-            return logger.warning_once(f"Levels of drafts are launched one by one: they cannot be recorded together: {error!r}")
+            return logger.warning_once(
+                f"Levels of drafts are launched one by one: they cannot be recorded together: {error!r}"
+            )
         finally:
             cache.layout = before
         like = [torch.empty(item.shape, dtype=item.dtype, device="meta") for item in found]
