@@ -1,6 +1,6 @@
 """Forwards in a row, and what is done on the device in between, as one recording: one launch for all of them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class _Recording:
     is_trusted: bool = False
 
     def run(self, series: ForwardSeries) -> list[np.ndarray]:
-        torch._foreach_copy_(self.inputs, _inputs(series.planned, series.tensors))
+        torch._foreach_copy_(self.inputs, _inputs(series))
         self.replay()
         return values_in(self.bits.cpu(), self.like)
 
@@ -87,9 +87,12 @@ class SeriesRecordings:
         shape = *shape, *[tuple(tensor.shape) for tensor in series.tensors]
         recording = self._kept.get(shape)
         if recording is None:
+            may_be_recorded = self._refused.isdisjoint((what, shape)) and self._kept.is_due(shape)
+            # Copied before it is run, since it changes its layouts.
+            own = _copied(series) if may_be_recorded and self._recorder.has_room() else None
             found = fetch_together(series.run(run))
-            if self._refused.isdisjoint((what, shape)) and self._kept.is_due(shape) and self._recorder.has_room():
-                self._record(shape, what, decoder, series, cache)
+            if own is not None:
+                self._record(shape, what, decoder, own, cache)
             return found
         if recording.is_trusted:
             return recording.run(series)
@@ -103,20 +106,17 @@ class SeriesRecordings:
         return expected
 
     def _record(
-        self, shape: Hashable, what: Hashable, decoder: "WrittenDecoder", series: ForwardSeries, cache: SlotCache
+        self, shape: Hashable, what: Hashable, decoder: "WrittenDecoder", own: ForwardSeries, cache: SlotCache
     ) -> None:
-        planned = [replace(item, layout=copied(item.layout)) for item in series.planned]
-        with torch.inference_mode(False):  # others write to them outside
-            tensors = [tensor.clone() for tensor in series.tensors]
-        inputs = _inputs(planned, tensors)  # of which the series changes some for others
-        found: list[torch.Tensor] = []
+        """Of a series whose tensors are its own."""
+        inputs, found = _inputs(own), list[torch.Tensor]()
 
         def run(item: PlannedForward) -> torch.Tensor:
             cache.layout = item.layout
             return decoder(item.layout, cache)[: item.num_lines]
 
         def run_all() -> torch.Tensor:
-            found[:] = series.function(planned, tensors, run)
+            found[:] = own.run(run)
             return bits_of(found)
 
         before = cache.layout
@@ -133,8 +133,16 @@ class SeriesRecordings:
         return self._kept.add(shape, _Recording(replay, inputs, bits, like))
 
 
-def _inputs(planned: Sequence[PlannedForward], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [*[tensor for item in planned for tensor in inputs_of(item.layout)], *tensors]
+def _inputs(series: ForwardSeries) -> list[torch.Tensor]:
+    """All that it reads, as long as it has not been run."""
+    return [*[tensor for item in series.planned for tensor in inputs_of(item.layout)], *series.tensors]
+
+
+@torch.inference_mode(False)  # others write to them outside
+def _copied(series: ForwardSeries) -> ForwardSeries:
+    """The same with tensors of its own."""
+    planned = [replace(item, layout=copied(item.layout)) for item in series.planned]
+    return replace(series, planned=planned, tensors=[tensor.clone() for tensor in series.tensors])
 
 
 def _agree(found: np.ndarray, expected: np.ndarray, cache: SlotCache) -> bool:
