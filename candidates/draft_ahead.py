@@ -3,8 +3,8 @@ Several levels of drafting in a row, without a look at any of them: how many nod
 that all levels are laid out, and sent, at once; which tokens the nodes hold, only the device knows in the meantime.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ class DraftLevel:
         num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
         noise (`NoiseKeys`, *optional*): Of its logits.
         going_on (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
+        trust (`torch.Tensor` of shape `[1]`, int64, *optional*): By how much its probabilities are corrected, as the
+            bits of two float32; not at all, where not given.
     """
 
     growths: list[Growth]
@@ -47,8 +49,19 @@ class DraftLevel:
     num_nodes: int
     noise: NoiseKeys | None = None
     going_on: torch.Tensor | None = None
+    trust: torch.Tensor | None = None
 
-    def run(self, forward: RaggedForward, frontier: Frontier | None) -> torch.Tensor:
+    def tensors(self) -> list[torch.Tensor]:
+        """What it reads beside its layout."""
+        return [item for item in (*(self.noise or ()), self.going_on, self.trust) if item is not None]
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor], planned: PlannedForward) -> "DraftLevel":
+        """The level with these in place of its own, the first ones."""
+        noise = None if self.noise is None else NoiseKeys(next(tensors), next(tensors))
+        going_on, trust = (None if item is None else next(tensors) for item in (self.going_on, self.trust))
+        return replace(self, planned=planned, noise=noise, going_on=going_on, trust=trust)
+
+    def run(self, run: Callable[[PlannedForward], torch.Tensor], frontier: Frontier | None) -> torch.Tensor:
         """Logits `[nodes, vocab_size]` behind the frontier, or behind the text."""
         if frontier is not None:
             tokens = frontier.tokens.reshape(1, -1)
@@ -56,7 +69,7 @@ class DraftLevel:
             self._hang(frontier.ancestors)
             if frontier.features is not None:
                 self.planned.features = frontier.features.flatten(0, 1)
-        return forward.run(self.planned)
+        return run(self.planned)
 
     def _hang(self, ancestors: torch.Tensor) -> None:
         """In place of the first of every level, of which the layout knows, nodes see those that they descend from."""
@@ -76,13 +89,14 @@ class DraftLevel:
         for growth in self.growths:
             growth.expand()
 
-    def choose(self, tokens: torch.Tensor, probs: torch.Tensor, above: Frontier | None, trust: float) -> Frontier:
+    def choose(self, tokens: torch.Tensor, probs: torch.Tensor, above: Frontier | None) -> Frontier:
         """The best of the children `[nodes, width]`, as many in every row as a node has."""
         num_rows, width = len(self.growths), tokens.shape[1]
         if width == 1:
             nobody, first = tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)
             return self._going_on(Frontier(tokens, probs, nobody, first, self._left_by(first)))
-        paths = (probs * trust).clamp(max=1.0)
+        trusted = probs if self.trust is None else probs * self.trust.view(torch.float32)[:1]
+        paths = trusted.clamp(max=1.0)
         if above is not None:
             paths = above.paths.reshape(-1, 1) * paths
         tokens, paths = tokens.reshape(num_rows, -1), paths.reshape(num_rows, -1)
@@ -118,10 +132,12 @@ def plan_levels(
     depths: Sequence[int],
     width: int,
     noise: Callable[[list[Growth], list[int], int], NoiseKeys | None],
+    trust: float = 1.0,
 ) -> list[DraftLevel]:
     """
     Lays out and sends all levels of trees that are `depths` deep, of `width` nodes per level, with the `noise` of so
-    many nodes each of some trees, so deep. Their rows then count as fed, as if the levels had been run.
+    many nodes each of some trees, so deep, and the `trust` in the draft's probabilities. Their rows then count as fed,
+    as if the levels had been run.
     """
     # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
     shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}
@@ -145,15 +161,13 @@ def plan_levels(
         if len(further.growths) < len(level.growths):
             stay = set(further.growths)
             level.going_on = torch.tensor([number for number, growth in enumerate(level.growths) if growth in stay])
-    _send(forward, levels)
-    return levels
+    if width > 1 and trust != 1.0:
+        for level in levels[:-1]:
+            level.trust = torch.tensor([trust, trust], dtype=torch.float32).view(torch.int64)
+    return _send(forward, levels)
 
 
-def _send(forward: RaggedForward, levels: Sequence[DraftLevel]) -> None:
-    others: list[torch.Tensor] = []
-    for level in levels:
-        others += [*(level.noise or ()), *([] if level.going_on is None else [level.going_on])]
+def _send(forward: RaggedForward, levels: Sequence[DraftLevel]) -> list[DraftLevel]:
+    others = [tensor for level in levels for tensor in level.tensors()]
     sent = iter(send([level.planned.layout for level in levels], forward.device, forward.wire, others))
-    for level in levels:
-        level.noise = None if level.noise is None else NoiseKeys(next(sent), next(sent))
-        level.going_on = None if level.going_on is None else next(sent)
+    return [level.with_tensors(sent, level.planned) for level in levels]

@@ -17,6 +17,7 @@ from ..target.packed import PackedForward
 from ..target.rows import CacheRow
 from ..target.support import can_pack
 from ..target.written import packed_forward
+from .draft_ahead import DraftLevel
 from .draft_growth import DraftState, Growth
 from .encoded import EncodedRows, EncoderInputs, reads_encoder
 from .growing import GrowingCandidates
@@ -115,6 +116,10 @@ class DraftModelCandidates(GrowingCandidates):
         if self.vocabulary is not None:
             logits = self.vocabulary.scores(logits, is_whole=self.samples)
         return super()._best_children(growths, numbers, logits, noise, width)
+
+    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+        known = super()._decisive(levels, width)
+        return None if known is None else (known, self.vocabulary)
 
     def num_bytes(self) -> int | None:
         """Keys and values, and memory that is kept for those of further requests, in bytes."""

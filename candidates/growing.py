@@ -1,7 +1,10 @@
 """Drafts that grow level by level, for the whole batch at once, each level by a small forward."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +17,11 @@ from ..sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
 from ..sampling.processors import ScoreProcessing, process_lines
 from ..sampling.top import likeliest_tokens
 from ..target.chains import ChainForward
-from ..target.ragged import RaggedForward
+from ..target.ragged import ForwardSeries, PlannedForward, RaggedForward
 from ..target.rows import CacheRow
 from ..validate import is_integer
 from .base import TreeCandidateGenerator
-from .draft_ahead import DraftLevel, Frontier, plan_levels
+from .draft_ahead import DraftLevel, plan_levels
 from .draft_growth import DraftState, Growth, Outlook, hand_out
 
 _CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
@@ -189,8 +192,9 @@ class GrowingCandidates(TreeCandidateGenerator):
         assert isinstance(forward, RaggedForward)
         lengths = [growth.state.row.length for growth in growths]
         try:
-            levels = plan_levels(forward, growths, self._depths(growths, price), width, self._noise)
-            found = self._run_levels(forward, levels, width, 1.0 if price is None else price.trust)
+            trust = 1.0 if price is None else price.trust
+            levels = plan_levels(forward, growths, self._depths(growths, price), width, self._noise, trust)
+            found = self._run_levels(forward, levels, width)
         except BaseException:  # what has not been run is not in the cache
             for growth, length in zip(growths, lengths):
                 forward.cut(growth.state.row, length)
@@ -205,21 +209,51 @@ class GrowingCandidates(TreeCandidateGenerator):
             growth.state.outlook.learn(growth.promises)
             self._outlook.learn(growth.promises)
 
-    def _run_levels(
-        self, forward: RaggedForward, levels: list[DraftLevel], width: int, trust: float
-    ) -> list[list[np.ndarray]]:
+    def _run_levels(self, forward: RaggedForward, levels: list[DraftLevel], width: int) -> list[list[np.ndarray]]:
         """Of every level what it found: children, their probabilities, and which of the level above had children."""
+        series = ForwardSeries(
+            [level.planned for level in levels],
+            [tensor for level in levels for tensor in level.tensors()],
+            partial(self._found, levels, width),
+            partial(self._decisive, levels, width),
+        )
+        arrays = forward.run_series(series)
+        return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
+
+    def _found(
+        self,
+        levels: list[DraftLevel],
+        width: int,
+        planned: list[PlannedForward],
+        tensors: list[torch.Tensor],
+        run: Callable[[PlannedForward], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """`_run_levels` on the device, with these in place of the levels' own."""
         found: list[torch.Tensor] = []
-        frontier: Frontier | None = None
-        for level in levels:
-            logits = level.run(forward, frontier)
+        frontier, left = None, iter(tensors)
+        for depth, level in enumerate(map(DraftLevel.with_tensors, levels, repeat(left), planned), start=1):
+            logits = level.run(run, frontier)
             numbers = [level.num_nodes] * len(level.growths)
             tokens, probs = self._best_children(level.growths, numbers, logits, level.noise, width)
             found += [tokens, probs, tokens[:0] if frontier is None else frontier.chosen]
-            if level is not levels[-1]:
-                frontier = level.choose(tokens, probs, frontier, trust)
-        arrays = fetch_together(found)
-        return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
+            if depth < len(levels):
+                frontier = level.choose(tokens, probs, frontier)
+        return found
+
+    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+        """All but tensors that decides what levels find; None where it cannot be told."""
+        if self.samples or self._token_ids is not None:
+            return None
+        facts: list[Any] = [type(self), width]
+        for level in levels:
+            has = [item is not None for item in (level.noise, level.going_on, level.trust)]
+            facts.append((len(level.growths), level.num_nodes, *has))
+            if level.noise is not None:
+                signatures = [growth.state.processing.signature for growth in level.growths]
+                if None in signatures:
+                    return None
+                facts += signatures
+        return tuple(facts)
 
     def _best_children(
         self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int

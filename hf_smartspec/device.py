@@ -92,8 +92,17 @@ def fetch_together(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """The values of tensors (float32, or integers below 2**31) on the host, with one wait for their device."""
     if waits_are_free(tensors[0].device):
         return [tensor.numpy() for tensor in tensors]
+    return values_in(bits_of(tensors).cpu(), tensors)
+
+
+def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors (float32, or integers below 2**31) end to end, int32 `[n]`: floats as the bits that they have."""
     bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor.to(torch.int32) for tensor in tensors]
-    flat = torch.cat([item.reshape(-1) for item in bits]).cpu()
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    values = [part.view(torch.float32) if tensor.is_floating_point() else part for part, tensor in zip(parts, tensors)]
-    return [value.numpy().reshape(tensor.shape) for value, tensor in zip(values, tensors)]
+    return torch.cat([item.reshape(-1) for item in bits])
+
+
+def values_in(bits: torch.Tensor, like: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The values of which `bits_of` has made these bits, once they are on the host; `like` has shapes and dtypes."""
+    parts = bits.split([tensor.numel() for tensor in like])
+    values = [part.view(torch.float32) if tensor.is_floating_point() else part for part, tensor in zip(parts, like)]
+    return [value.numpy().reshape(tensor.shape) for value, tensor in zip(values, like)]

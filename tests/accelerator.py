@@ -37,7 +37,8 @@ _WAITS = {
 }
 
 # "dispatched": operations that are no views. "uploads": copies from the host. "waits": times that the host stood still,
-# for a value, for a number of elements, or for an upload that was not to return before it was done.
+# for a value, for a number of elements, or for an upload that was not to return before it was done. "replays": of what
+# was recorded.
 counts: Counter[str] = Counter()
 _recorded: Operations | None = None  # where something is recorded
 
@@ -167,6 +168,7 @@ class Recorder:
 
         def replay() -> None:
             counts["dispatched"] += 1
+            counts["replays"] += 1
             self.num_replays += 1
             operations.do_again()
 

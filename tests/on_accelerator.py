@@ -21,6 +21,7 @@ from hf_smartspec.target.graphs import recorder
 from hf_smartspec.target.packed import PackedForward
 
 from .accelerator import DEVICE, Accelerator, Recorder
+from .accelerator import counts as counted
 from .accelerator_cases import (
     CHAIN,
     LENGTHS,
@@ -30,6 +31,7 @@ from .accelerator_cases import (
     SOURCES,
     TREE,
     WIDTH,
+    Priced,
     check_counts,
     generate,
     tokens_of,
@@ -301,6 +303,49 @@ def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, eagl
     statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
     assert statistics[0] == statistics[1] and statistics[0][1] > 0
     assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
+
+
+class Learning(Priced):
+    """Notes what it learns, how many forwards had been launched by then, and whether the latest had been waited for."""
+
+    def __init__(self, learns_late, launched):
+        super().__init__(CHAIN)
+        self.learns_late, self._launched, self.learnt, self.moments = learns_late, launched, [], []
+
+    def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
+        self.learnt.append(([len(tree) for tree in verified], list(accepted), [line.tolist() for line in tokens]))
+        self.moments.append((len(self._launched), counted["waits"] > self._launched[-1]))
+
+
+@pytest.mark.parametrize("source", ["lookup", "chain"])
+@pytest.mark.parametrize("name", ["greedy", "warped", *exhaustive(["penalty"])])
+def test_policies_learn_while_the_device_computes(on_device, expected, accelerator, monkeypatch, source, name):
+    """Of each step behind the launch of the next forward, and before its picks are waited for; the same, in order."""
+    generate(on_device, source, OPTIONS[name])  # whatever there is to try out has been
+    launched, run = [], PackedForward.run
+
+    def noting(forward, planned):
+        logits = run(forward, planned)
+        if forward.model is on_device[0]:
+            launched.append(counted["waits"])
+        return logits
+
+    monkeypatch.setattr(PackedForward, "run", noting)
+    policies = []
+    for learns_late in (False, True):
+        launched.clear()
+        policies.append(Learning(learns_late, launched))
+        drafter = "prompt_lookup" if source == "lookup" else on_device[1]
+        config = SmartSpecConfig(drafter, policy=policies[-1])
+        monkeypatch.setitem(SOURCES, "learning", lambda draft, config=config: config)
+        output = generate(on_device, "learning", OPTIONS[name])
+        assert tokens_of(output) == tokens_of(expected[name]) and output.statistics.accepted_tokens > 0
+        moments = policies[-1].moments
+        at_once = [moment == (number, True) for number, moment in enumerate(moments, start=1)]
+        late = [moment == (number + 1, False) for number, moment in enumerate(moments, start=1)]
+        assert len(moments) == len(launched) and all(map(max, at_once, late))
+        assert at_once[-1] and sum(late) >= 3 * learns_late and learns_late >= any(late)
+    assert policies[0].learnt == policies[1].learnt
 
 
 class Looking(PromptLookupCandidates):

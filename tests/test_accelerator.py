@@ -1,6 +1,6 @@
 """
-What a GPU would be asked for, without one: the tests of `on_accelerator.py` and `emulated_accelerator.py`, on an
-emulated device.
+What a GPU would be asked for, without one: the tests of `on_accelerator.py`, `on_accelerator_series.py` and
+`emulated_accelerator.py`, on an emulated device.
 """
 
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 )
 def test_on_an_emulated_accelerator():
     """In a process of its own, since what torch says of a machine cannot be taken back."""
-    files = ["tests/on_accelerator.py", "tests/emulated_accelerator.py"]
+    files = ["tests/on_accelerator.py", "tests/on_accelerator_series.py", "tests/emulated_accelerator.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -12,6 +12,7 @@ from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys
 from ...target.rows import CacheRow
+from ..draft_ahead import DraftLevel
 from ..draft_growth import DraftState, Growth
 from ..draft_model import DraftModelCandidates
 from .reencoding import Reencoding
@@ -139,6 +140,9 @@ class TranslatedDraftCandidates(DraftModelCandidates):
         free_tokens, free_probs = super()._best_children(growths, numbers, free_logits, None, width)
         chosen = to_device(is_free, logits.device)[:, None]
         return torch.where(chosen, free_tokens, tokens), torch.where(chosen, free_probs, probs)
+
+    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+        return None  # which tokens both have is sent when it is first asked for
 
 
 def _num_equal(first: list[int], second: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class Drafting:
         self.ranks = ranks
         self.sources = GuardedSources(limits.vocab_size)
         self.is_traced = False  # whether some row is
+        self._unlearnt: Callable[[], None] | None = None  # what came of the latest step, where that is put off
+        self._seconds_meanwhile = 0.0  # of learning while a device computed
         self._lengths: defaultdict[str, Running] = defaultdict(_accepted_lengths)  # by source, behind the first place
 
     @property
@@ -111,26 +114,63 @@ class Drafting:
             _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
             return join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
 
-    def observe(self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
+    def observe(
+        self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], may_wait: bool = False
+    ) -> None:
         """
-        How far the drafts of later stages came true, whether they were verified or not; and what came of the policy's
-        decisions: accepted nodes and committed tokens of each row.
+        What came of a step: accepted nodes and committed tokens of each row. `may_wait`: a device will be busy with the
+        next forward, and what is learnt of this one can be put off until then (`learn_meanwhile`).
         """
         if not self.decides:
             return
+        self._catch_up()  # first things first
+        seconds = drafts.seconds_until(self.seconds())
+        learn = partial(self._learn, drafts, accepted, tokens, seconds)
+        if may_wait and self.policy.learns_late:
+            self._unlearnt = learn
+        else:
+            learn()
+
+    def learn(self) -> None:
+        """What was put off is learnt, if anything was."""
+        if self._unlearnt is not None:
+            with self._timed("seconds_observe"):
+                self._catch_up()
+
+    def learn_meanwhile(self) -> None:
+        """
+        `learn`, while a device computes: the host would have waited for so long, or for as long as it had to. Either
+        way this is what the forward takes until its results are there, and counts as the forward's (`seconds`).
+        """
+        before = self.statistics.seconds_observe
+        self.learn()
+        self._seconds_meanwhile += self.statistics.seconds_observe - before
+
+    def _catch_up(self) -> None:
+        unlearnt, self._unlearnt = self._unlearnt, None  # once, also where that fails
+        if unlearnt is not None:
+            unlearnt()
+
+    def _learn(
+        self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], seconds: StepSeconds
+    ) -> None:
+        """
+        How far the drafts of later stages came true, whether they were verified or not; and for the policy, what came
+        of its decisions.
+        """
         step = drafts.policy_rows
         for stage in step.stages:
             if stage.position:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):
                         self._lengths[stage.name].add(len(tree.path_along(line)))
-        seconds = drafts.seconds_until(self.seconds())
         self.policy.observe(step, drafts.proposed, drafts.trees, accepted, seconds, tokens)
 
     def seconds(self) -> StepSeconds:
-        """Seconds spent so far, in all steps."""
+        """Seconds spent so far, in all steps. Of a forward: from its beginning until nothing is left but to wait."""
         counts = self.statistics
-        return StepSeconds(counts.seconds_draft, counts.seconds_forward, counts.seconds_select + counts.seconds_verify)
+        forward = counts.seconds_forward + self._seconds_meanwhile
+        return StepSeconds(counts.seconds_draft, forward, counts.seconds_select + counts.seconds_verify)
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray], num_waiting: int) -> StepRows:
         sizes = list(map(len, feeds.values()))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..candidates.committed import Likeliest
+from ..device import waits_are_free
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
 from ..target.ranks import Ranks
@@ -58,6 +59,7 @@ class DecodingLoop:
         self.calls: list[DecodingCall] = []
         self.running: list[Request] = []  # rows that need further tokens
         self._is_compact = True
+        self._runs_on = False  # whether a device computes while the host does other things
         self._shows_more = False  # whether some source needs more than tokens
         self._learning: set[Learning] = set()
         self._num_waiting = 0
@@ -66,6 +68,7 @@ class DecodingLoop:
 
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""
+        self.drafting.learn()
         self.calls.append(call)
         self.drafting.sources.choose(call)
         if call.encoder_inputs is not None:
@@ -89,6 +92,12 @@ class DecodingLoop:
 
     def remove(self, call: DecodingCall) -> None:
         """A call leaves, finished or not."""
+        try:
+            self.drafting.learn()
+        finally:
+            self._let_go(call)
+
+    def _let_go(self, call: DecodingCall) -> None:
         self.calls.remove(call)
         for request in call.requests:
             request.tree = request.logits = None
@@ -202,6 +211,9 @@ class DecodingLoop:
         with self._timed("seconds_forward"):
             inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in rows]
             logits, offsets = run_forward(rows[0].call.forward, rows, inputs)
+        self._runs_on = isinstance(logits, torch.Tensor) and not waits_are_free(logits.device)
+        if self._runs_on:
+            self.drafting.learn_meanwhile()
         with self._timed("seconds_verify"):
             picks = self._pick(rows, drafts, offsets, logits)
             for request, offset in zip(rows, offsets):
@@ -326,7 +338,8 @@ class DecodingLoop:
                 end_traces(rows)
             if all([request in committed for request in step.rows]):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
-                self.drafting.observe(step, accepted, [committed[request] for request in step.rows])
+                tokens = [committed[request] for request in step.rows]
+                self.drafting.observe(step, accepted, tokens, may_wait=self._runs_on)
 
     def _show(self, committed: dict[Request, np.ndarray]) -> None:
         """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
@@ -342,6 +355,7 @@ class DecodingLoop:
             self._attempt(call.requests, call.batch.report)
         if self.running and all([request.stopped_at is None for request in self.running]):
             return []
+        self.drafting.learn()  # before a row is forgotten
         ended = [call for call in self.calls if call.batch.is_reported]
         for call in ended:
             self.remove(call)

@@ -82,6 +82,8 @@ class GoodputAuction(LengthPolicy):
         prediction (`Prediction`): For the latest selection.
     """
 
+    learns_late = True
+
     def __init__(self, cost: CostModel, margin: float = 0.01, calibrates: bool = True):
         if not np.isfinite(margin) or margin < 0:
             raise ValueError(f"`margin` must be a number of at least 0, got {margin!r}.")
@@ -89,7 +91,7 @@ class GoodputAuction(LengthPolicy):
         self.trust = Trust() if calibrates else None
         self.records: defaultdict[DraftCost, StageRecord] = defaultdict(StageRecord)
         self.prediction = Prediction(0.0, 0.0, 0.0)
-        self._plan = Plan()
+        self._plan = self._earlier_plan = Plan()  # of the latest two steps: the earlier one may be observed later
         self.speedup = Speedup()
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
@@ -110,7 +112,7 @@ class GoodputAuction(LengthPolicy):
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
-        self._plan = Plan(rows, plain, prefill)
+        self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
         self._plan.is_baseline = self._num_since_baseline >= _BASELINE_INTERVAL and bool(np.any(rows.caps > 0))
         self._plan.node_price = self._node_price(rows) if len(rows) else 0.0
 
@@ -350,24 +352,27 @@ class GoodputAuction(LengthPolicy):
         context, batched, width = rows.forward_size(sum(sizes), 1 + max(sizes, default=0))
         if batched:
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
-        if len(rows) and not self._plan.is_baseline:
-            self.speedup.add(len(rows) + sum(accepted), self._plan.plain_tokens)
+        plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
+        if len(rows) and not plan.is_baseline:
+            self.speedup.add(len(rows) + sum(accepted), plan.plain_tokens)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)
         if tokens is None:
             forest, tokens = Forest(verified), [known_continuation(tree, num) for tree, num in zip(verified, accepted)]
-            self._learn_outcomes(rows, rows.stages[0], forest, tokens)
+            self._learn_outcomes(plan, rows, rows.stages[0], forest, tokens)
             return
-        for stage, forest in self._plan.drafted.items():
-            self._learn_outcomes(rows, stage, forest, tokens)
+        for stage, forest in plan.drafted.items():
+            self._learn_outcomes(plan, rows, stage, forest, tokens)
 
-    def _learn_outcomes(self, rows: StepRows, stage: Stage, forest: Forest, tokens: Sequence[np.ndarray]) -> None:
+    def _learn_outcomes(
+        self, plan: Plan, rows: StepRows, stage: Stage, forest: Forest, tokens: Sequence[np.ndarray]
+    ) -> None:
         """What came true of a stage's drafts, and of that, what the drafts before it did not hold."""
         nodes, hits = forest.outcomes(tokens)
         if self.trust is not None:
             self.trust.learn(stage.name, forest, nodes, hits)
         if _weighs_levels(stage):
-            record, before = self.records[stage.cost], self._plan.before.get(stage)
+            record, before = self.records[stage.cost], plan.before.get(stage)
             record.learn_levels(rows.request_ids, stage, forest, nodes, hits)
             if stage.position and before is not None:
                 reached = [item.depths_reached(tokens) for item in (before.forest, forest)]

@@ -101,7 +101,13 @@ class LengthPolicy(ABC):
     when the probabilities of all drafted nodes are known. A last call tells what came of it.
 
     Steps may have no rows at all (prompts only).
+
+    Attributes:
+        learns_late (`bool`): Whether `observe` may come when the next step's drafts have been selected: on an
+            accelerator, the host then learns while the device runs that step's forward. Not unless a policy says so.
     """
+
+    learns_late = False
 
     @abstractmethod
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:

@@ -99,9 +99,14 @@ class LoggedPolicy(LengthPolicy):
         self._nodes: Counter[int] = Counter()
         self._levels: dict[str, np.ndarray] = {}  # [2, depths], tried and succeeded
         self._break_even: deque[float] = deque(maxlen=_RECENT)
+        self._predictions: deque[tuple[StepRows, Any]] = deque(maxlen=2)  # the earlier one may be observed later
         self._errors: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._real = np.zeros(2)  # tokens and seconds of the steps looked at in hindsight
         self._fixed = np.zeros((len(_FIXED), 2))  # the same for every fixed length
+
+    @property
+    def learns_late(self) -> bool:  # type: ignore[override]
+        return self.policy.learns_late
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
         return self.policy.max_nodes(rows, stage, trees)
@@ -116,7 +121,9 @@ class LoggedPolicy(LengthPolicy):
         return self.policy.calibrated(rows, stage, trees)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        return self.policy.select(rows, trees)
+        selected = self.policy.select(rows, trees)
+        self._predictions.append((rows, getattr(self.policy, "prediction", None)))
+        return selected
 
     def renew(self, source: str, number: int) -> None:
         self.policy.renew(source, number)
@@ -141,15 +148,15 @@ class LoggedPolicy(LengthPolicy):
         prefill = seconds.forward * rows.num_prefill_tokens / max(rows.num_batched + num_nodes, 1)
         for name, value in zip(self._seconds, (seconds.draft, prefill, seconds.forward - prefill, seconds.other)):
             self._seconds[name] += value
-        self._compare_prediction(len(rows) + num_accepted, seconds, bool(len(rows)))
+        self._compare_prediction(rows, len(rows) + num_accepted, seconds)
         if tokens is not None and self._num_steps % _EVERY == 0 and len(rows) and not rows.num_prefill_tokens:
             self._look_back(rows, proposed, sizes, num_accepted, seconds, tokens)
         self._num_steps += 1
         self.policy.observe(rows, proposed, verified, accepted, seconds, tokens)
 
-    def _compare_prediction(self, tokens: int, seconds: StepSeconds, has_rows: bool) -> None:
-        prediction = getattr(self.policy, "prediction", None)
-        if prediction is not None and has_rows and prediction.seconds > 0:
+    def _compare_prediction(self, rows: StepRows, tokens: int, seconds: StepSeconds) -> None:
+        prediction = next((known for step, known in self._predictions if step is rows), None)
+        if prediction is not None and len(rows) and prediction.seconds > 0:
             spent = max(seconds.forward + seconds.other, 1e-9)
             self._errors.append((abs(prediction.tokens / tokens - 1), abs(prediction.seconds / spent - 1)))
 

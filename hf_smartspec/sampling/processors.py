@@ -159,13 +159,14 @@ class ScoreProcessing:
     A request's processors as far as they look at scores alone, for drafters to apply to their own scores.
 
     Attributes:
+        signature (`tuple`, *optional*): What they are and how they are set; None where that is more than numbers.
         key (`Hashable`): Equal for those that do the same, whether or not they are the same objects.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
         self.processors = score_processors(LogitsProcessorList(processors))
-        signature = _signature(self.processors)
-        self.key: Hashable = tuple(map(id, self.processors)) if signature is None else signature
+        self.signature = _signature(self.processors)
+        self.key: Hashable = tuple(map(id, self.processors)) if self.signature is None else self.signature
 
 
 def process_lines(scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, int]]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -14,7 +15,7 @@ from .graphs import recordings_for
 from .graphs.padding import MOST_TOKENS, ROUNDING, pad
 from .hidden_states import HiddenStateTaps
 from .layout import StepLayout
-from .ragged import PlannedForward, RaggedForward
+from .ragged import ForwardSeries, PlannedForward, RaggedForward
 from .rotary import LengthwiseRotary, seen_lengths
 from .rows import RowInput
 
@@ -74,6 +75,13 @@ class PackedForward(RaggedForward):
         if is_padded:
             pad(layout)
         return planned
+
+    def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
+        if self.recordings is not None and self._choose is not None and not self.taps.is_taking:
+            decoder = self._choose()
+            if decoder is not None:
+                return self.recordings.run_series(decoder, series, self.cache, self.run)
+        return super().run_series(series)
 
     def run(self, planned: PlannedForward) -> torch.Tensor:
         logits = super().run(planned)

@@ -1,14 +1,14 @@
 """What forwards of ragged rows have in common: rows, layouts, and long feeds in pieces."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ..device import Wire
+from ..device import Wire, fetch_together
 from .compat import shared_value
 from .layout import Rounding, StepLayout, build_layout, send
 from .native.attention import has_attention
@@ -51,6 +51,30 @@ class PlannedForward:
         for item in self.rows:
             item.row.length += len(item.feed)
             item.row.num_nodes = len(item.tree.tokens)
+
+
+@dataclass(eq=False)
+class ForwardSeries:
+    """
+    Forwards in a row, and what is done in between: nobody looks at the device before all have been launched.
+
+    Args:
+        planned (list of `PlannedForward`): In their order; laid out, and sent.
+        tensors (list of `torch.Tensor`): What is read beside them, of the device.
+        function (`Callable`): From both, and from what runs one forward, makes the tensors that are to be known: of
+            float32, or integers below 2**31. It may change the layouts.
+        what (`Callable`): All else that decides what the function does; None where that cannot be told.
+    """
+
+    planned: list[PlannedForward]
+    tensors: list[torch.Tensor]
+    function: Callable[
+        [list[PlannedForward], list[torch.Tensor], Callable[[PlannedForward], torch.Tensor]], list[torch.Tensor]
+    ]
+    what: Callable[[], Hashable]
+
+    def run(self, run: Callable[[PlannedForward], torch.Tensor]) -> list[torch.Tensor]:
+        return self.function(self.planned, self.tensors, run)
 
 
 class RaggedForward(ABC):
@@ -181,6 +205,10 @@ class RaggedForward(ABC):
             size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.length + len(item.feed))
         columns = sum([rows * longest for rows, longest in sizes.values()])
         return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
+
+    def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
+        """What a series finds, with one wait for the device."""
+        return fetch_together(series.run(self.run))
 
     def run(self, planned: PlannedForward) -> torch.Tensor:
         """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""

@@ -1,19 +1,23 @@
 """Which forwards are recorded, and when their recordings serve."""
 
 import os
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from ...device import fetch_together
 from ...log import get_logger
 from ..layout import StepLayout
+from ..ragged import ForwardSeries, PlannedForward
 from ..slot_cache import SlotCache
-from ..varlen import all_are_right
 from .callees import state_of
+from .kept import SIGHTINGS, KeptRecordings
 from .recorder import Recorder, can_record, recorder_of
+from .series import SeriesRecordings
+from .shapes import copied, has_few_shapes, inputs_of, shape_of
 
 if TYPE_CHECKING:
     from ..written.decoder import WrittenDecoder
@@ -21,9 +25,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SWITCH = "HF_SMARTSPEC_GRAPHS"
-_SIGHTINGS = 2  # of a shape, before it is recorded
-RUNS_UNTIL_RECORDED = _SIGHTINGS + 1  # one more, with which the recording is compared
-_MOST, _MOST_SHAPES = 64, 2**12  # recordings, and shapes that are counted
+RUNS_UNTIL_RECORDED = SIGHTINGS + 1  # one more, with which the recording is compared
 _TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # of the largest logit
 
 
@@ -44,7 +46,7 @@ class _Recording:
 
     Args:
         replay (`Callable`): Runs it anew.
-        inputs (list of `torch.Tensor`): What it reads of a layout (`_inputs`), at its own addresses.
+        inputs (list of `torch.Tensor`): What it reads of a layout (`inputs_of`), at its own addresses.
         logits (`torch.Tensor` of shape `[M, vocab_size]`), states (dict of `torch.Tensor` of shape `[N, hidden_size]`):
             Where its results lie, until any recording is run.
         is_trusted (`bool`): Has given what the decoder gives.
@@ -57,7 +59,7 @@ class _Recording:
     is_trusted: bool = False
 
     def run(self, layout: StepLayout) -> None:
-        torch._foreach_copy_(self.inputs, _inputs(layout))
+        torch._foreach_copy_(self.inputs, inputs_of(layout))
         self.replay()
 
     @torch.inference_mode()
@@ -84,8 +86,8 @@ class ForwardRecordings:
     def __init__(self, recorder: Recorder):
         self.may_serve = True
         self._recorder = recorder
-        self._recordings: OrderedDict[tuple, _Recording] = OrderedDict()
-        self._sightings: Counter[tuple] = Counter()
+        self._kept = KeptRecordings[_Recording]()
+        self._series = SeriesRecordings(recorder)
         self._decoder: WrittenDecoder | None = None
         self._places: list[Any] = []
         self._is_off = False
@@ -100,9 +102,8 @@ class ForwardRecordings:
     ) -> torch.Tensor:
         """Arguments and logits as those of the decoder, but for `layers`: those whose hidden states are kept."""
         shape = self._shape(decoder, layout, cache, layers)
-        recording = None if shape is None else self._recordings.get(shape)
-        if shape is not None and recording is not None and recording.is_trusted:
-            self._recordings.move_to_end(shape)
+        recording = None if shape is None else self._kept.get(shape)
+        if recording is not None and recording.is_trusted:
             recording.run(layout)
             for layer, states in recording.states.items():
                 assert keep is not None, "somebody asked for them"
@@ -111,22 +112,40 @@ class ForwardRecordings:
         if recording is not None:
             return self._compared(recording, decoder, layout, cache, keep)
         logits = decoder(layout, cache, keep)
-        if shape is not None and self._is_due(shape):
+        if shape is not None and self._kept.is_due(shape) and self._recorder.has_room():
             self._record(shape, decoder, layout, cache, layers)
         return logits
+
+    def run_series(
+        self,
+        decoder: "WrittenDecoder",
+        series: ForwardSeries,
+        cache: SlotCache,
+        run: Callable[[PlannedForward], torch.Tensor],
+    ) -> list[np.ndarray]:
+        """What a series of the decoder's forwards finds, each of which `run` runs by itself."""
+        may_be_recorded = self._look(decoder, cache) and all([_is_one_of_few(item.layout) for item in series.planned])
+        what = series.what() if may_be_recorded else None
+        if what is None:
+            return fetch_together(series.run(run))
+        return self._series(what, decoder, series, cache, run)
 
     def _shape(
         self, decoder: "WrittenDecoder", layout: StepLayout, cache: SlotCache, layers: Collection[int]
     ) -> tuple | None:
         """What two forwards have in common that can be run by one recording; None for one that cannot be recorded."""
+        if not self._look(decoder, cache) or not _is_one_of_few(layout):
+            return None
+        return shape_of(layout), frozenset(layers)
+
+    def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
+        """Whether recordings can serve, as things are now. What was recorded as they were before is forgotten."""
         called = [state_of(item.module) for item in (decoder.plan.embedding, decoder.plan.rotary)]
         memory = cache.places()
         if memory:  # there is none before the first forward
             self._forget_others(decoder, [*called, *memory])
         self.may_serve = not (self._is_off or decoder.plan.calls_modules or None in called)
-        if not memory or not self.may_serve or not layout.is_padded or not _has_few_shapes(layout):
-            return None
-        return _shape_of(layout), frozenset(layers)
+        return bool(memory) and self.may_serve
 
     def _forget_others(self, decoder: "WrittenDecoder", places: list[Any]) -> None:
         """What was recorded with other weights, or other memory, is of no use."""
@@ -137,15 +156,9 @@ class ForwardRecordings:
         self._forget()
 
     def _forget(self) -> None:
-        self._recordings.clear()
-        self._sightings.clear()
+        self._kept.clear()
+        self._series.forget()
         self._recorder.forget()
-
-    def _is_due(self, shape: tuple) -> bool:
-        if len(self._sightings) > _MOST_SHAPES:
-            self._sightings.clear()
-        self._sightings[shape] += 1
-        return self._sightings[shape] >= _SIGHTINGS and self._recorder.has_room()
 
     def _record(
         self,
@@ -155,7 +168,7 @@ class ForwardRecordings:
         cache: SlotCache,
         layers: Collection[int],
     ) -> None:
-        own, states = _copied(layout), dict[int, torch.Tensor]()
+        own, states = copied(layout), dict[int, torch.Tensor]()
 
         def keep(layer: int, x: torch.Tensor) -> None:
             if layer in layers:
@@ -168,11 +181,7 @@ class ForwardRecordings:
             return self._give_up(f"cannot be recorded: {error!r}")
         finally:
             cache.layout = layout
-        self._recordings[shape] = _Recording(replay, _inputs(own), logits, states)
-        if len(self._recordings) > _MOST:
-            evicted, _ = self._recordings.popitem(last=False)
-            del self._sightings[evicted]
-        return None
+        return self._kept.add(shape, _Recording(replay, inputs_of(own), logits, states))
 
     def _compared(
         self,
@@ -206,76 +215,13 @@ class ForwardRecordings:
         logger.warning_once(f"Forwards are launched call by call: the decoder {reason}.")
 
 
+def _is_one_of_few(layout: StepLayout) -> bool:
+    return layout.is_padded and has_few_shapes(layout)
+
+
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     tolerance = _TOLERANCE if expected.dtype == torch.float32 else _HALF_TOLERANCE
     most = expected.abs().nan_to_num(0.0, 0.0, 0.0).max()
     differs = (found - expected).abs() > tolerance * most
     differs |= found.isfinite() != expected.isfinite()
     return not bool(differs.any())
-
-
-def _has_few_shapes(layout: StepLayout) -> bool:
-    """One rectangle, or none at all."""
-    return len(layout.parts) == 1 or _needs_no_parts(layout)
-
-
-def _needs_no_parts(layout: StepLayout) -> bool:
-    spans = layout.spans
-    return spans is not None and not spans.has_trees and all_are_right(layout.tokens.device)
-
-
-_OF_PARTS = {"bases", "extents"}  # of spans
-# Of no account to the device, or looked at by themselves.
-_NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes"}
-
-
-def _owners(layout: StepLayout) -> list[tuple[Any, set[str]]]:
-    """What has tensors that a recording reads, with the names of those that it does not."""
-    if layout.spans is None:
-        return [(item, set()) for item in (layout, *layout.parts)]
-    if _needs_no_parts(layout):
-        return [(layout, set()), (layout.spans, _OF_PARTS)]
-    return [(item, set()) for item in (layout, layout.spans, *layout.parts)]
-
-
-def _inputs(layout: StepLayout) -> list[torch.Tensor]:
-    tensors = [getattr(owner, name) for owner, ignored in _owners(layout) for name in owner.sent if name not in ignored]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _shape_of(layout: StepLayout) -> tuple:
-    """All but the numbers in tensors."""
-    values = [
-        getattr(owner, field.name)
-        for owner, ignored in _owners(layout)
-        for field in fields(owner)
-        if field.name not in _NO_SHAPE and field.name not in ignored
-    ]
-    return tuple(map(_value, values))
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, slice):
-        return value.start, value.stop
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _copied(layout: StepLayout) -> StepLayout:
-    """The layout with tensors of its own, and nothing that a recording must not read."""
-
-    @torch.inference_mode(False)  # others write to them outside
-    def copied(owner: Any, ignored: set[str]) -> Any:
-        tensors = {name: getattr(owner, name) for name in owner.sent}
-        own = {name: item.clone() for name, item in tensors.items() if item is not None and name not in ignored}
-        return replace(owner, **dict.fromkeys(tensors) | own)
-
-    owners = {id(owner): copied(owner, ignored) for owner, ignored in _owners(layout)}
-    result: StepLayout = owners[id(layout)]
-    result.spans = owners.get(id(layout.spans))
-    result.parts = [owners[id(part)] for part in layout.parts if id(part) in owners]
-    result.seen = {}
-    for part in result.parts:
-        part._masks = {}
-    return result

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 from hf_smartspec.target.graphs.padding import MOST_TOKENS, rounded
-from hf_smartspec.target.graphs.recordings import _shape_of
+from hf_smartspec.target.graphs.shapes import shape_of
 from hf_smartspec.target.rows import RowInput
 from hf_smartspec.target.written import packed_forward
 
@@ -78,7 +78,7 @@ def test_chains_of_like_lengths_have_one_shape(recorders, calls):  # noqa: F811
     for lengths in ((3, 3, 3), (3, 3, 2), (2, 2, 3), (4, 2, 3)):
         chains = [DraftTree.chain(np.arange(length)) for length in lengths]
         planned = forward.plan([RowInput(row, np.array([5]), chain) for row, chain in zip(rows, chains)])
-        shapes.append(_shape_of(planned.layout))
+        shapes.append(shape_of(planned.layout))
     assert shapes[0] == shapes[1] == shapes[2] != shapes[3], "one row has more queries"
     assert len({len(forward.plan([RowInput(row, np.array([5]))]).layout.parts) for row in rows}) == 1
 

@@ -7,7 +7,7 @@ import torch
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SmartSpecConfig
 from hf_smartspec.target import varlen
-from hf_smartspec.target.graphs import recorder, recordings
+from hf_smartspec.target.graphs import kept, recorder
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.rows import RowInput
 from hf_smartspec.target.written import packed_forward
@@ -120,14 +120,14 @@ def test_what_gives_other_results_or_cannot_be_recorded_is_not_used(recorders, m
 
 
 def test_no_more_are_made_than_there_is_room_for(recorders, monkeypatch):
-    monkeypatch.setattr(recordings, "_MOST", 2)
+    monkeypatch.setattr(kept, "_MOST", 2)
     steps = Steps(shared_model("llama"))
     steps.run()
     own = recorders[-1]
     for num_drafted in (1, 2, 3):
         for _ in range(3):
             steps.run(num_drafted=num_drafted)
-    assert len(steps.forward.recordings._recordings) == 2 and own.num_recorded == 3
+    assert len(steps.forward.recordings._kept) == 2 and own.num_recorded == 3
     own.is_full = True
     for _ in range(3):
         steps.run(num_drafted=5)

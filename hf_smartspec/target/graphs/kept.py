@@ -1,0 +1,49 @@
+"""Recordings that are kept, by shape, and when a shape is worth one."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+SIGHTINGS = 2  # of a shape, before it is recorded
+_MOST, _MOST_SHAPES = 64, 2**12  # recordings, and shapes that are counted
+
+T = TypeVar("T")
+
+
+class KeptRecordings(Generic[T]):
+    """The recordings that were used last, 64 at most."""
+
+    def __init__(self) -> None:
+        self._recordings: OrderedDict[Hashable, T] = OrderedDict()
+        self._sightings: Counter[Hashable] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def get(self, shape: Hashable) -> T | None:
+        """The shape's, which then is the latest."""
+        recording = self._recordings.get(shape)
+        if recording is not None:
+            self._recordings.move_to_end(shape)
+        return recording
+
+    def is_due(self, shape: Hashable) -> bool:
+        """Whether a shape that has been run without a recording has been seen often enough for one."""
+        if len(self._sightings) > _MOST_SHAPES:
+            self._sightings.clear()
+        self._sightings[shape] += 1
+        return self._sightings[shape] >= SIGHTINGS
+
+    def add(self, shape: Hashable, recording: T) -> None:
+        self._recordings[shape] = recording
+        if len(self._recordings) > _MOST:
+            evicted, _ = self._recordings.popitem(last=False)
+            del self._sightings[evicted]
+
+    def drop(self, shape: Hashable) -> None:
+        """The shape's recording is of no use."""
+        self._recordings.pop(shape, None)
+
+    def clear(self) -> None:
+        self._recordings.clear()
+        self._sightings.clear()
