@@ -97,6 +97,7 @@ class SuffixSlots:
         self._slots.trees[slot] = [*roots, *[-1] * (MAX_TREES - len(roots))]
         self._slots.points[slot, :2] = roots[0], 0
         self._slots.state[slot] = start, start, 0, 0, line, 0, -1, 0
+        self._slots.follow[slot] = -1
         return slot
 
     def give_back(self, slot: int) -> None:

@@ -24,15 +24,19 @@ from .mix import (
     describe,
     estimate,
     learn,
+    point,
 )
-from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
-from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
+from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support, edge_of
+from .pointer import NUM_POINTERS, POINTER, POSITION, TRUST, advance, run_of, set_pointer, state_of
+from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
 MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
 MAX_CANDIDATES = 512
+KEEP = 4
+LEAST_DEPTH = 2
 
 # Numbers of a source (`settings`)
 LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET = range(9)
@@ -44,7 +48,8 @@ offset their size follows the match."""
 PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS = range(6)
 """Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1; its
 token."""
-NODE_FIELDS = 8
+POINTERS = 6
+NODE_FIELDS = 10
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
 NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
 
@@ -167,6 +172,7 @@ def _candidate(d, g, first, end, token):
 def _find_candidates(s, d, model, before, g, min_share):
     """Lists what may follow a grown node, with what is known of each; `before` is the token before the node's."""
     _find_followers(s, d, g, min_share)
+    _find_pointed(s, d, g)
     token = d.grown[g + HOLDS]
     _find_likely(d, g, model.likely, behind_one(model.likely, token), LIKELY)
     _find_likely(d, g, model.likely, behind_two(model.likely, before, token), LIKELY + 1)
@@ -189,6 +195,55 @@ def _find_likely(d, g, lines, at, field):
         if d.candidates[c * CANDIDATE + field] == 0:
             d.candidates[c * CANDIDATE + field] = 1 + NUM_BINS  # none of the likely ones
     d.grown[g + END_OF] = end
+
+
+@inner
+def _find_pointed(s, d, g):
+    """Lists what the pointers expect."""
+    first = d.grown[g + FIRST]
+    for kind in range(NUM_POINTERS):
+        at = g + POINTERS + kind * POINTER
+        position = d.grown[at + POSITION]
+        if position < 0:
+            continue
+        token, state = s.text[position], state_of(d.grown[at + TRUST])
+        if token < 0 or state < 0:
+            continue
+        c = _candidate(d, g, first, d.grown[g + END_OF], token)
+        if c < MAX_CANDIDATES:
+            d.grown[g + END_OF] = max(d.grown[g + END_OF], c + 1)
+        for c in range(first, d.grown[g + END_OF]):
+            point(d.candidates, c, kind, state, d.candidates[c * CANDIDATE + TOKEN] == token)
+
+
+@inner
+def _set_pointers(s, d, follow, owners):
+    """Where a longer match than the pointers' is known, they point there."""
+    tree = -1
+    for at in range(d.grown[PLACES], d.grown[PLACES_END], PLACE):
+        if d.places[at + TREE] == tree:
+            continue
+        tree = d.places[at + TREE]
+        to = min(tree, 1) * POINTER
+        depth = d.places[at + DEPTH]
+        if follow[to + POSITION] >= 0 and depth <= max(run_of(follow[to + TRUST]), KEEP):
+            continue
+        if depth < LEAST_DEPTH:
+            continue
+        position = np.int64(d.places[at + NEXT])
+        if position < 0:
+            node = d.places[at + AT]
+            kids = s.nodes[node + KIDS]
+            num = min(s.nodes[node + NUM], MAX_CHILDREN)
+            if num == 0:
+                continue
+            entry = _newest(s, kids, kids + num * ROW)
+            position, stop = edge_of(s, np.int64(s.rows[entry + CHILD]))
+        if tree > 0 and owners[position >> BLOCK_BITS] == 0:
+            continue
+        set_pointer(follow, to, position, depth)
+    for field in range(NUM_POINTERS * POINTER):
+        d.grown[POINTERS + field] = follow[field]
 
 
 @inner
@@ -240,13 +295,14 @@ def _estimate(s, d, model, g, own_root, path):
 
 
 @inner
-def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
+def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs, follow, owners):
     """Drafts for one slot, best path first. Returns the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
     grown = d.grown
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
     grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
+    _set_pointers(s, d, follow, owners)
     grown[HOLDS] = s.text[end - 1] if end > start else -1
     _find_candidates(s, d, model, s.text[end - 2] if end > start + 1 else -1, 0, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
@@ -269,6 +325,8 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
         if is_chain:
             first = behind
         if n < limit:  # the last node's followers would not be drafted any more
+            for kind in range(NUM_POINTERS):
+                advance(s, grown, parent + POINTERS + kind * POINTER, grown, g + POINTERS + kind * POINTER, token)
             grown[g + PLACES_END] = _child_places(s, d, parent, kept, token)
             _find_candidates(s, d, model, grown[parent + HOLDS], g, min_share)
             _estimate(s, d, model, g, trees[0], best_path)

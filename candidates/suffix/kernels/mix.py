@@ -11,18 +11,19 @@ import numpy as np
 
 from ....jit import inner
 from .likely import MEAN_SHARES, NUM_BINS, new_lines
+from .pointer import NUM_POINTERS, NUM_STATES
 
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
 """The token; the grown node it follows; the grown node it became itself, or -1."""
-CELLS, MIX = 3, 12  # nine cells of the model's tables (-1: none); set of weights that mixes them
-OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(13, 19)
+CELLS, MIX = 3, 14  # eleven cells of the model's tables (-1: none); set of weights that mixes them
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(15, 21)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
 follower of the context is more recent; what the target thought of it when it last stood behind the same token, and (in
 the next field) behind the same two: 0 if nothing is known of that, 1 and more for bins of its share, and for none."""
-CANDIDATE = 20
+CANDIDATE = 22
 
-_NUM_TABLES = 9
+_NUM_TABLES = 11
 NUM_FEATURES = _NUM_TABLES + 1
 _ORDERS, _GAPS, _COUNTS, _SHARES = 8, 3, 7, 9
 _CONTEXT_CELLS = _ORDERS * _GAPS * _COUNTS * _SHARES  # per kind of tree: the request's own, or earlier outputs
@@ -33,7 +34,8 @@ _HASH_BITS = 13
 _LIKELY = _TOKENS + (1 << _HASH_BITS)  # what the target thought behind one token and two, for first nodes and others
 _THOUGHTS = NUM_BINS + 2
 _LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
-NUM_CELLS = _LIKELY_JOINT + _THOUGHTS * 6 * 6
+_POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # per kind of tree: how pointers fared, and whether they say so
+NUM_CELLS = _POINTED + NUM_POINTERS * NUM_STATES * 2
 NUM_SETS = 32 * 2
 _BIAS = 0.3
 _MIN_PROB, _MAX_PROB = 0.001, 0.998
@@ -50,7 +52,7 @@ class Model(NamedTuple):
         cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
             observations behind it.
         odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
-        weights (`np.ndarray` of shape `[namespaces, sets, 10]`, float32): Mixing weights of the tables and a bias.
+        weights (`np.ndarray` of shape `[namespaces, sets, 12]`, float32): Mixing weights of the tables and a bias.
         likely (`np.ndarray` of shape `[namespaces, NUM_LINES, LINE]`, int32): What the target thought likely.
     """
 
@@ -73,7 +75,12 @@ def new_model(num_namespaces: int = 1) -> Model:
     thoughts = 0.8 * np.array([0.2, *MEAN_SHARES, 0.1])
     one, two = np.meshgrid(thoughts, thoughts, indexing="ij")
     two[:, 0], two[:, -1] = one[:, 0], 0.6 * one[:, 0]
-    probs = np.concatenate([contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36)])
+    came = np.array([[0.1, 0.12, 0.14], [0.35, 0.48, 0.52], [0.58, 0.73, 0.78], [0.65, 0.77, 0.83], [0.72, 0.82, 0.9]])
+    came = np.concatenate([came, [[0.85, 0.9, 0.93], [0.95, 0.95, 0.96]]])
+    other = np.array([0.12, 0.08, 0.06, 0.05, 0.05, 0.05, 0.03])[:, None] * np.ones(3)
+    pointed = np.stack([came, other], 2)[:, None].repeat(3, 1)
+    pointed = np.tile(pointed[..., ::-1].ravel(), NUM_POINTERS)
+    probs = np.concatenate([contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36), pointed])
     cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
     cells[:, :, 1] = 2
@@ -83,7 +90,7 @@ def new_model(num_namespaces: int = 1) -> Model:
         present = np.array([known >> kind & 1 for kind in range(5)])
         shares = 0.8 * present / max(present.sum(), 1)
         weights[:, 2 * known : 2 * known + 2, [0, 1, 2, 3, 7]] = shares
-    weights[:, :, 4:6], weights[:, :, 6] = 0.3, 0.1
+    weights[:, :, 4:6], weights[:, :, 6], weights[:, :, 9:11] = 0.3, 0.1, 0.1
     return Model(cells, log_odds(cells), weights, new_lines(num_namespaces))
 
 
@@ -119,6 +126,7 @@ def begin_candidate(candidates, c, token, parent):
     candidates[at + TOKEN], candidates[at + PARENT], candidates[at + GROWN] = token, parent, -1
     for table in range(4):
         candidates[at + CELLS + table] = -1
+    candidates[at + CELLS + 9] = candidates[at + CELLS + 10] = -1
     candidates[at + LIKELY] = candidates[at + LIKELY + 1] = 0
     candidates[at + OWN_DEPTH] = candidates[at + OTHERS_DEPTH] = candidates[at + NEWEST] = 0
     candidates[at + OWN_SHARE] = candidates[at + OTHERS_SHARE] = 4
@@ -139,6 +147,12 @@ def describe(candidates, c, kind, gap, depth, count, total, is_newest):
         candidates[at + NEWEST] = is_newest
     elif candidates[cell + 1] < 0:
         candidates[cell + 1] = kind * _CONTEXT_CELLS + _context_cell(depth, 0, count, total)
+
+
+@inner
+def point(candidates, c, kind, state, is_pointed):
+    """Adds whether a pointer of this kind and state expects the candidate."""
+    candidates[c * CANDIDATE + CELLS + 9 + kind] = _POINTED + (kind * NUM_STATES + state) * 2 + is_pointed
 
 
 @inner
