@@ -35,7 +35,7 @@ MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
 MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
 MAX_CANDIDATES = 512
-KEEP = 4
+KEEP = 8
 LEAST_DEPTH = 2
 
 # Numbers of a source (`settings`)
