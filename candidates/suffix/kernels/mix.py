@@ -76,8 +76,8 @@ def new_model(num_namespaces: int = 1) -> Model:
     one, two = np.meshgrid(thoughts, thoughts, indexing="ij")
     two[:, 0], two[:, -1] = one[:, 0], 0.6 * one[:, 0]
     came = np.array([[0.1, 0.12, 0.14], [0.35, 0.48, 0.52], [0.58, 0.73, 0.78], [0.65, 0.77, 0.83], [0.72, 0.82, 0.9]])
-    came = np.concatenate([came, [[0.85, 0.9, 0.93], [0.95, 0.95, 0.96]]])
-    other = np.array([0.12, 0.08, 0.06, 0.05, 0.05, 0.05, 0.03])[:, None] * np.ones(3)
+    came = np.concatenate([came, [[0.85, 0.9, 0.93], [0.95, 0.95, 0.96],[0.97]*3,[0.98]*3]])
+    other = np.array([0.12, 0.08, 0.06, 0.05, 0.05, 0.05, 0.03, 0.03, 0.03])[:, None] * np.ones(3)
     pointed = np.stack([came, other], 2)[:, None].repeat(3, 1)
     pointed = np.tile(pointed[..., ::-1].ravel(), NUM_POINTERS)
     probs = np.concatenate([contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36), pointed])

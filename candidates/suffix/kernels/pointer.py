@@ -16,8 +16,8 @@ POSITION, TRUST = range(2)
 POINTER = 2
 NUM_POINTERS = 2  # in the request's own tree, and in one of the others
 
-NUM_STATES = 7 * 3 * 3
-MOST = 31
+NUM_STATES = 9 * 3 * 3
+MOST = 63
 _MOST_MISSES = 8
 _LONG = 8  # so many tokens as expected, and earlier misses are forgotten
 _BACK, _AHEAD = 4, 8
@@ -26,7 +26,7 @@ _BACK, _AHEAD = 4, 8
 @inner
 def _trust(run, before, misses):
     """Tokens as expected since the last miss, before it, and recent misses."""
-    return run | before << 5 | misses << 10
+    return run | before << 6 | misses << 12
 
 
 @inner
@@ -37,10 +37,10 @@ def run_of(trust):
 @inner
 def state_of(trust):
     """0 to `NUM_STATES` - 1; -1 where contexts tell as much, or nothing does."""
-    run, before, misses = trust & MOST, trust >> 5 & MOST, trust >> 10
+    run, before, misses = trust & MOST, trust >> 6 & MOST, trust >> 12
     if before < 4 and run < 16 or run == 0 and misses > 1:
         return -1
-    runs = run if run < 3 else 3 + (run > 4) + (run > 8) + (run > 15)
+    runs = run if run < 3 else 3 + (run > 4) + (run > 8) + (run > 15) + (run > 30) + (run > 60)
     befores = (before > 7) + (before > 15)
     return (runs * 3 + (misses > 1) + (misses > 4)) * 3 + befores
 
@@ -57,7 +57,7 @@ def advance(s, source, at, target, to, token):
     if position < 0:
         target[to + POSITION] = -1
         return
-    run, before, misses = trust & MOST, trust >> 5 & MOST, trust >> 10
+    run, before, misses = trust & MOST, trust >> 6 & MOST, trust >> 12
     if s.text[position] == token:
         run = min(run + 1, MOST)
         target[to + POSITION], target[to + TRUST] = position + 1, _trust(run, before, 0 if run >= _LONG else misses)
