@@ -49,6 +49,8 @@ class Slots(NamedTuple):
         points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
         walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `suffix_places`.
         pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int32): The tokens that are not in the tree yet.
+        pointers (`np.ndarray` of shape `[slots, 4]`, int32): Into the request's own text and the others', see
+            `pointer`.
     """
 
     state: np.ndarray
@@ -56,7 +58,7 @@ class Slots(NamedTuple):
     points: np.ndarray
     walks: np.ndarray
     pending: np.ndarray
-    follow: np.ndarray
+    pointers: np.ndarray
 
 
 def new_slots(num_slots: int, max_depth: int) -> Slots:
@@ -66,7 +68,7 @@ def new_slots(num_slots: int, max_depth: int) -> Slots:
         points=np.zeros((num_slots, (max_depth + 1) * 2), np.int32),
         walks=np.zeros((num_slots, NUM_WALK_FIELDS), np.int32),
         pending=np.zeros((num_slots, MAX_PENDING), np.int32),
-        follow=np.full((num_slots, NUM_POINTERS * POINTER), -1, np.int32),
+        pointers=np.full((num_slots, NUM_POINTERS * POINTER), -1, np.int32),
     )
 
 
@@ -149,8 +151,8 @@ def _grow(s, slot, settings, tokens, num_tokens):
     """Appends committed tokens to a request's text and tree."""
     state, max_depth = slot.state, int(settings[DEPTH_LIMIT])
     for k in range(num_tokens):
-        for kind in range(NUM_POINTERS):
-            advance(s, slot.follow, kind * POINTER, slot.follow, kind * POINTER, tokens[k])
+        for at in range(0, NUM_POINTERS * POINTER, POINTER):
+            advance(s, slot.pointers, at, slot.pointers, at, tokens[k])
         state[NUM_POINTS] = extend(s, slot.trees[0], slot.points, state[NUM_POINTS], max_depth, state[END], tokens[k])
         state[END] += 1
 
@@ -182,13 +184,12 @@ def absorb(address, k, clock):
 
 @inner
 def _forget_walks(s, slot):
-    """Texts were removed since the last draft: nodes may be gone."""
+    """Texts were removed since the last draft: nodes may be gone, and what was pointed to."""
     if slot.state[REMOVALS_SEEN] != s.heads[REMOVALS]:
         slot.state[REMOVALS_SEEN] = s.heads[REMOVALS]
         for walk in range(0, NUM_WALK_FIELDS, WALK):
             slot.walks[walk + FROM] = -1
-        for kind in range(NUM_POINTERS):
-            slot.follow[kind * POINTER + POSITION] = -1
+        slot.pointers[POINTER + POSITION] = -1  # that to others' texts
 
 
 @inner
@@ -213,8 +214,8 @@ def draft_batch(address, num_rows, clock):
         tokens, parents, probs = _drafts(table, end)
         end += make_draft(
             s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points, slot.walks,
-            state[NUM_POINTS], state[START], state[END], min(limits[row], MAX_NODES - 1), settings,
-            tokens, parents, probs, slot.follow, owners,
+            slot.pointers, state[NUM_POINTS], state[START], state[END], min(limits[row], MAX_NODES - 1), settings,
+            owners, tokens, parents, probs,
         )  # fmt: skip
         state[HAS_DRAFT] = 1
         ends[row] = end

@@ -26,8 +26,22 @@ from .mix import (
     learn,
     point,
 )
-from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support, edge_of
-from .pointer import NUM_POINTERS, POINTER, POSITION, TRUST, advance, run_of, set_pointer, state_of
+from .places import (
+    AT,
+    DEPTH,
+    MAX_MATCH,
+    NEXT,
+    PLACE,
+    STOP,
+    SUPPORT,
+    TREE,
+    edge_of,
+    place_of,
+    position_of,
+    step,
+    support,
+)
+from .pointer import NUM_POINTERS, POINTER, POSITION, RECORD, advance, run_of, set_pointer, state_of
 from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces
@@ -35,8 +49,7 @@ MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
 MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
 MAX_CANDIDATES = 512
-KEEP = 8
-LEAST_DEPTH = 2
+_LEAST_TO_SET, _LEAST_TO_MOVE = 2, 9  # tokens that match where a pointer is set, or moved from elsewhere
 
 # Numbers of a source (`settings`)
 LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET = range(9)
@@ -45,11 +58,10 @@ frequency remembers, depth limit of the trees, whether drafts are ranked by coun
 offset their size follows the match."""
 
 # Fields of a grown node
-PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS = range(6)
+PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS, POINTERS = range(7)
 """Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1; its
-token."""
-POINTERS = 6
-NODE_FIELDS = 10
+token; its pointers, in this field and the next ones."""
+NODE_FIELDS = POINTERS + NUM_POINTERS * POINTER
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
 NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
 
@@ -60,8 +72,8 @@ class Scratch(NamedTuple):
 
     Args:
         places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
-        grown (`np.ndarray` of shape `[slots, MAX_NODES * 8]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 20]`, int32): See `suffix_model`.
+        grown (`np.ndarray` of shape `[slots, MAX_NODES * 10]`, int32): See the fields above.
+        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 23]`, int32): See `suffix_model`.
         probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
             their parents, and of the paths to those that were not drafted (-1: drafted).
     """
@@ -144,9 +156,6 @@ def _child_places(s, d, parent, kept, token):
     return kept
 
 
-# --- Candidates ------------------------------------------------------------------------------------------------------
-
-
 @inner
 def _newest(s, kids, last):
     """Which of the entries was seen last."""
@@ -155,6 +164,45 @@ def _newest(s, kids, last):
         if is_later(s.rows[entry + SEEN], newest):
             newest, entry_of = s.rows[entry + SEEN], entry
     return entry_of
+
+
+# --- Pointers --------------------------------------------------------------------------------------------------------
+
+
+@inner
+def _set_pointers(s, d, pointers, owners):
+    """
+    Lets the pointers of a slot go where the longest contexts are followed, unless these are no longer than what came as
+    expected since the pointers' last miss, or are short.
+    """
+    tree = -1
+    for at in range(d.grown[PLACES], d.grown[PLACES_END], PLACE):
+        if d.places[at + TREE] == tree:
+            continue  # not the tree's longest
+        tree, depth = d.places[at + TREE], d.places[at + DEPTH]
+        to = min(tree, 1) * POINTER
+        least = _LEAST_TO_SET if pointers[to + POSITION] < 0 else max(run_of(pointers[to + RECORD]) + 1, _LEAST_TO_MOVE)
+        if depth >= least:
+            position = _newest_follower(s, np.int64(d.places[at + AT]), np.int64(d.places[at + NEXT]))
+            if position >= 0 and (tree == 0 or owners[position >> BLOCK_BITS] > 0):  # not of an output that is gone
+                set_pointer(pointers, to, position, depth)
+    for field in range(NUM_POINTERS * POINTER):
+        d.grown[POINTERS + field] = pointers[field]
+
+
+@inner
+def _newest_follower(s, node, following):
+    """Text position of the token that followed a place last; -1 if nothing did."""
+    if following >= 0:
+        return following
+    kids = s.nodes[node + KIDS]
+    last = kids + min(s.nodes[node + NUM], MAX_CHILDREN) * ROW
+    if kids == last or kids < 0:
+        return np.int64(-1)
+    return edge_of(s, np.int64(s.rows[_newest(s, kids, last) + CHILD]))[0]
+
+
+# --- Candidates ------------------------------------------------------------------------------------------------------
 
 
 @inner
@@ -172,7 +220,7 @@ def _candidate(d, g, first, end, token):
 def _find_candidates(s, d, model, before, g, min_share):
     """Lists what may follow a grown node, with what is known of each; `before` is the token before the node's."""
     _find_followers(s, d, g, min_share)
-    _find_pointed(s, d, g)
+    _find_expected(s, d, g)
     token = d.grown[g + HOLDS]
     _find_likely(d, g, model.likely, behind_one(model.likely, token), LIKELY)
     _find_likely(d, g, model.likely, behind_two(model.likely, before, token), LIKELY + 1)
@@ -195,55 +243,6 @@ def _find_likely(d, g, lines, at, field):
         if d.candidates[c * CANDIDATE + field] == 0:
             d.candidates[c * CANDIDATE + field] = 1 + NUM_BINS  # none of the likely ones
     d.grown[g + END_OF] = end
-
-
-@inner
-def _find_pointed(s, d, g):
-    """Lists what the pointers expect."""
-    first = d.grown[g + FIRST]
-    for kind in range(NUM_POINTERS):
-        at = g + POINTERS + kind * POINTER
-        position = d.grown[at + POSITION]
-        if position < 0:
-            continue
-        token, state = s.text[position], state_of(d.grown[at + TRUST])
-        if token < 0 or state < 0:
-            continue
-        c = _candidate(d, g, first, d.grown[g + END_OF], token)
-        if c < MAX_CANDIDATES:
-            d.grown[g + END_OF] = max(d.grown[g + END_OF], c + 1)
-        for c in range(first, d.grown[g + END_OF]):
-            point(d.candidates, c, kind, state, d.candidates[c * CANDIDATE + TOKEN] == token)
-
-
-@inner
-def _set_pointers(s, d, follow, owners):
-    """Where a longer match than the pointers' is known, they point there."""
-    tree = -1
-    for at in range(d.grown[PLACES], d.grown[PLACES_END], PLACE):
-        if d.places[at + TREE] == tree:
-            continue
-        tree = d.places[at + TREE]
-        to = min(tree, 1) * POINTER
-        depth = d.places[at + DEPTH]
-        if follow[to + POSITION] >= 0 and depth <= max(run_of(follow[to + TRUST]), KEEP):
-            continue
-        if depth < LEAST_DEPTH:
-            continue
-        position = np.int64(d.places[at + NEXT])
-        if position < 0:
-            node = d.places[at + AT]
-            kids = s.nodes[node + KIDS]
-            num = min(s.nodes[node + NUM], MAX_CHILDREN)
-            if num == 0:
-                continue
-            entry = _newest(s, kids, kids + num * ROW)
-            position, stop = edge_of(s, np.int64(s.rows[entry + CHILD]))
-        if tree > 0 and owners[position >> BLOCK_BITS] == 0:
-            continue
-        set_pointer(follow, to, position, depth)
-    for field in range(NUM_POINTERS * POINTER):
-        d.grown[POINTERS + field] = follow[field]
 
 
 @inner
@@ -277,6 +276,22 @@ def _find_followers(s, d, g, min_share):
 
 
 @inner
+def _find_expected(s, d, g):
+    """Lists the tokens that the pointers of a grown node expect, and has them say so of all its candidates."""
+    first = d.grown[g + FIRST]
+    for kind in range(NUM_POINTERS):
+        at = g + POINTERS + kind * POINTER
+        position, state = np.int64(d.grown[at + POSITION]), state_of(d.grown[at + RECORD])
+        token = np.int64(s.text[position]) if position >= 0 and state >= 0 else np.int64(-1)
+        if token < 0:
+            continue
+        if _candidate(d, g, first, d.grown[g + END_OF], token) == d.grown[g + END_OF] < MAX_CANDIDATES:
+            d.grown[g + END_OF] += 1
+        for c in range(first, d.grown[g + END_OF]):
+            point(d.candidates, c, kind, state, d.candidates[c * CANDIDATE + TOKEN] == token)
+
+
+@inner
 def _estimate(s, d, model, g, own_root, path):
     """Gives the candidates of a grown node their probabilities; `path` is that of the node itself."""
     first = d.grown[g + FIRST]
@@ -295,14 +310,16 @@ def _estimate(s, d, model, g, own_root, path):
 
 
 @inner
-def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs, follow, owners):
+def make_draft(
+    s, d, model, trees, points, walks, pointers, num_points, start, end, limit, settings, owners, tokens, parents, probs
+):
     """Drafts for one slot, best path first. Returns the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
     grown = d.grown
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
     grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
-    _set_pointers(s, d, follow, owners)
+    _set_pointers(s, d, pointers, owners)
     grown[HOLDS] = s.text[end - 1] if end > start else -1
     _find_candidates(s, d, model, s.text[end - 2] if end > start + 1 else -1, 0, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
@@ -325,8 +342,8 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
         if is_chain:
             first = behind
         if n < limit:  # the last node's followers would not be drafted any more
-            for kind in range(NUM_POINTERS):
-                advance(s, grown, parent + POINTERS + kind * POINTER, grown, g + POINTERS + kind * POINTER, token)
+            for at in range(POINTERS, NODE_FIELDS, POINTER):
+                advance(s, grown, parent + at, grown, g + at, token)
             grown[g + PLACES_END] = _child_places(s, d, parent, kept, token)
             _find_candidates(s, d, model, grown[parent + HOLDS], g, min_share)
             _estimate(s, d, model, g, trees[0], best_path)

@@ -11,19 +11,19 @@ import numpy as np
 
 from ....jit import inner
 from .likely import MEAN_SHARES, NUM_BINS, new_lines
-from .pointer import NUM_POINTERS, NUM_STATES
+from .pointer import BEFORE, MISSES, NUM_POINTERS, NUM_STATES
 
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
 """The token; the grown node it follows; the grown node it became itself, or -1."""
-CELLS, MIX = 3, 14  # eleven cells of the model's tables (-1: none); set of weights that mixes them
-OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(15, 21)
+CELLS, SETS = 3, 14  # eleven cells of the model's tables (-1: none); where the two sets of weights begin
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(16, 22)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
 follower of the context is more recent; what the target thought of it when it last stood behind the same token, and (in
 the next field) behind the same two: 0 if nothing is known of that, 1 and more for bins of its share, and for none."""
-CANDIDATE = 22
+CANDIDATE = 23
 
-_NUM_TABLES = 11
+_POINTERS, _NUM_TABLES = 9, 11  # number of the first pointer's table, and of all
 NUM_FEATURES = _NUM_TABLES + 1
 _ORDERS, _GAPS, _COUNTS, _SHARES = 8, 3, 7, 9
 _CONTEXT_CELLS = _ORDERS * _GAPS * _COUNTS * _SHARES  # per kind of tree: the request's own, or earlier outputs
@@ -34,9 +34,10 @@ _HASH_BITS = 13
 _LIKELY = _TOKENS + (1 << _HASH_BITS)  # what the target thought behind one token and two, for first nodes and others
 _THOUGHTS = NUM_BINS + 2
 _LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
-_POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # per kind of tree: how pointers fared, and whether they say so
+_POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # for both pointers: how they fared, and whether they expect it
 NUM_CELLS = _POINTED + NUM_POINTERS * NUM_STATES * 2
-NUM_SETS = 32 * 2
+_EVIDENCE_SETS = 32 * 2  # which evidence there is, and whether the candidate is the first of its node
+NUM_SETS = _EVIDENCE_SETS + 6 * 6  # and the order in both kinds: a set of each is added up
 _BIAS = 0.3
 _MIN_PROB, _MAX_PROB = 0.001, 0.998
 
@@ -75,23 +76,28 @@ def new_model(num_namespaces: int = 1) -> Model:
     thoughts = 0.8 * np.array([0.2, *MEAN_SHARES, 0.1])
     one, two = np.meshgrid(thoughts, thoughts, indexing="ij")
     two[:, 0], two[:, -1] = one[:, 0], 0.6 * one[:, 0]
-    came = np.array([[0.1, 0.12, 0.14], [0.35, 0.48, 0.52], [0.58, 0.73, 0.78], [0.65, 0.77, 0.83], [0.72, 0.82, 0.9]])
-    came = np.concatenate([came, [[0.85, 0.9, 0.93], [0.95, 0.95, 0.96],[0.97]*3,[0.98]*3]])
-    other = np.array([0.12, 0.08, 0.06, 0.05, 0.05, 0.05, 0.03, 0.03, 0.03])[:, None] * np.ones(3)
-    pointed = np.stack([came, other], 2)[:, None].repeat(3, 1)
-    pointed = np.tile(pointed[..., ::-1].ravel(), NUM_POINTERS)
-    probs = np.concatenate([contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36), pointed])
+    probs = np.concatenate(
+        [contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36), _pointed()]
+    )
     cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
     cells[:, :, 1] = 2
     cells[:, _TOKENS:_LIKELY, 1] = 1
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
-    for known in range(NUM_SETS // 2):
+    for known in range(_EVIDENCE_SETS // 2):
         present = np.array([known >> kind & 1 for kind in range(5)])
         shares = 0.8 * present / max(present.sum(), 1)
         weights[:, 2 * known : 2 * known + 2, [0, 1, 2, 3, 7]] = shares
-    weights[:, :, 4:6], weights[:, :, 6], weights[:, :, 9:11] = 0.3, 0.1, 0.1
+    weights[:, :_EVIDENCE_SETS, 4:6] = 0.3
+    weights[:, :_EVIDENCE_SETS, [6, _POINTERS, _POINTERS + 1]] = 0.1
     return Model(cells, log_odds(cells), weights, new_lines(num_namespaces))
+
+
+def _pointed() -> np.ndarray:
+    """Frequencies of what pointers expect and of other candidates: for longer runs of tokens that came as expected."""
+    after_run = np.array([0.12, 0.45, 0.7, 0.75, 0.82, 0.9, 0.95, 0.97, 0.98])
+    others = np.array([0.09, 0.07, 0.06, 0.05, 0.05, 0.05, 0.03, 0.03, 0.02])
+    return np.tile(np.stack([others, after_run], 1).repeat(MISSES * BEFORE, 0).ravel(), NUM_POINTERS)
 
 
 def log_odds(cells: np.ndarray) -> np.ndarray:
@@ -124,9 +130,8 @@ def begin_candidate(candidates, c, token, parent):
     """A candidate of which nothing is known yet."""
     at = c * CANDIDATE
     candidates[at + TOKEN], candidates[at + PARENT], candidates[at + GROWN] = token, parent, -1
-    for table in range(4):
+    for table in range(_NUM_TABLES):
         candidates[at + CELLS + table] = -1
-    candidates[at + CELLS + 9] = candidates[at + CELLS + 10] = -1
     candidates[at + LIKELY] = candidates[at + LIKELY + 1] = 0
     candidates[at + OWN_DEPTH] = candidates[at + OTHERS_DEPTH] = candidates[at + NEWEST] = 0
     candidates[at + OWN_SHARE] = candidates[at + OTHERS_SHARE] = 4
@@ -150,9 +155,10 @@ def describe(candidates, c, kind, gap, depth, count, total, is_newest):
 
 
 @inner
-def point(candidates, c, kind, state, is_pointed):
-    """Adds whether a pointer of this kind and state expects the candidate."""
-    candidates[c * CANDIDATE + CELLS + 9 + kind] = _POINTED + (kind * NUM_STATES + state) * 2 + is_pointed
+def point(candidates, c, kind, state, is_expected):
+    """Adds whether the pointer of this kind, which is in such a state, expects the candidate."""
+    cell = _POINTED + (kind * NUM_STATES + state) * 2 + is_expected
+    candidates[c * CANDIDATE + CELLS + _POINTERS + kind] = cell
 
 
 @inner
@@ -182,14 +188,14 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     present = (thoughts > 0) << 4
     for table in range(4):
         present |= (candidates[at + CELLS + table] >= 0) << table
-    mix = 2 * present + (rank > 0)
-    candidates[at + MIX] = mix
-    weights = mix * NUM_FEATURES
-    mixed = model.weights[weights + _NUM_TABLES] * np.float32(_BIAS)
+    known = candidates[at + SETS] = (2 * present + (rank > 0)) * NUM_FEATURES
+    orders = candidates[at + SETS + 1] = (_EVIDENCE_SETS + own * 6 + others) * NUM_FEATURES
+    mixed = (model.weights[known + _NUM_TABLES] + model.weights[orders + _NUM_TABLES]) * np.float32(_BIAS)
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         odds = model.odds[max(cell, 0)]
-        mixed += model.weights[weights + table] * (odds if cell >= 0 else np.float32(0))
+        weight = model.weights[known + table] + model.weights[orders + table]
+        mixed += weight * (odds if cell >= 0 else np.float32(0))
     return np.float32(min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB)))
 
 
@@ -198,13 +204,15 @@ def learn(model, candidates, c, prob, is_hit, rate, memory):
     """Takes in whether a candidate of probability `prob` came true."""
     at = c * CANDIDATE
     hit = np.float32(is_hit)
-    weights = candidates[at + MIX] * NUM_FEATURES
+    known, orders = candidates[at + SETS], candidates[at + SETS + 1]
     change = np.float32(rate) * (hit - prob)
-    model.weights[weights + _NUM_TABLES] += change * np.float32(_BIAS)
+    model.weights[known + _NUM_TABLES] += change * np.float32(_BIAS)
+    model.weights[orders + _NUM_TABLES] += change * np.float32(_BIAS)
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         if cell >= 0:
-            model.weights[weights + table] += change * model.odds[cell]
+            model.weights[known + table] += change * model.odds[cell]
+            model.weights[orders + table] += change * model.odds[cell]
             number = model.cells[2 * cell + 1] + 1
             frequency = model.cells[2 * cell] + (hit - model.cells[2 * cell]) / number
             frequency = min(max(frequency, np.float32(_MIN_PROB)), np.float32(_MAX_PROB))

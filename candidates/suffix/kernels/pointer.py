@@ -1,88 +1,100 @@
 """
-Pointers: one place in a text that goes on being followed behind a token that differs (compiled).
+Pointers: a place in an earlier text that goes on being followed behind a token that differs (compiled).
 
 Contexts end where a text departs from what it repeats: behind a changed name or number, nothing longer than a token or
-two matches. The old text often goes on as before all the same. So a place in it is kept per request and kind of tree
-and moves on with every token, whether that was the expected one or not; where it was not, the place is looked for anew
-nearby, since what was changed may have been longer or shorter. How far to trust it is learnt (`mix`), from how many
-tokens came as expected since, before, and how often they did not.
+two matches any more, though the earlier text often goes on to be repeated. So per request, one place in its own text
+and one in the others' are kept and moved on with every token, expected or not. Behind one that was not, the place is
+looked for anew nearby: what was changed may be longer or shorter here. How far a pointer can be trusted is learnt
+(`mix`).
 """
 
+import numpy as np
+
 from ....jit import inner
+from .store import BLOCK_BITS
 
-# Fields of a pointer
-POSITION, TRUST = range(2)
-"""Where the next token is expected in the text, or -1; what `_trust` packs."""
+# Fields of a pointer, which is known by where they begin in a piece of int32 memory
+POSITION, RECORD = range(2)
+"""Text position of the token that is expected next (-1: there is no pointer); how it fared (`_record`)."""
 POINTER = 2
-NUM_POINTERS = 2  # in the request's own tree, and in one of the others
+NUM_POINTERS = 2  # by kind of tree: the request's own, the others
 
-NUM_STATES = 9 * 3 * 3
-MOST = 63
-_MOST_MISSES = 8
-_LONG = 8  # so many tokens as expected, and earlier misses are forgotten
-_BACK, _AHEAD = 4, 8
+_BITS = 6
+_LONGEST_RUN = 2**_BITS - 1
+_MOST_MISSES = 8  # a pointer that missed more often is given up
+_FORGIVEN = 8  # tokens as expected, behind which earlier misses are forgotten
+_SHORT_RUN = 2  # tokens as expected between two misses, which leave what is known of the run before
+_BEHIND, _AHEAD = 4, 8  # how far a place is looked for anew
 
-
-@inner
-def _trust(run, before, misses):
-    """Tokens as expected since the last miss, before it, and recent misses."""
-    return run | before << 6 | misses << 12
-
-
-@inner
-def run_of(trust):
-    return trust & MOST
+# What is told apart of how a pointer fared: the run of tokens as expected, misses before it, and the run before those
+RUNS, MISSES, BEFORE = 9, 3, 3
+NUM_STATES = RUNS * MISSES * BEFORE
 
 
 @inner
-def state_of(trust):
-    """0 to `NUM_STATES` - 1; -1 where contexts tell as much, or nothing does."""
-    run, before, misses = trust & MOST, trust >> 6 & MOST, trust >> 12
-    if before < 4 and run < 16 or run == 0 and misses > 1:
+def _record(run, before, misses):
+    """Tokens that came as expected since the last miss; before it; and how often they lately did not."""
+    return run | before << _BITS | misses << 2 * _BITS
+
+
+@inner
+def run_of(record):
+    """How many tokens came as expected since the last miss, up to 63."""
+    return record & _LONGEST_RUN
+
+
+@inner
+def _before(record):
+    return record >> _BITS & _LONGEST_RUN
+
+
+@inner
+def state_of(record):
+    """How a pointer fared, 0 to `NUM_STATES` - 1; or -1, where it says no more than contexts do, or nothing at all."""
+    run, before, misses = run_of(record), _before(record), record >> 2 * _BITS
+    if (before < 4 and run < 16) or (run == 0 and misses > 1):
         return -1
     runs = run if run < 3 else 3 + (run > 4) + (run > 8) + (run > 15) + (run > 30) + (run > 60)
-    befores = (before > 7) + (before > 15)
-    return (runs * 3 + (misses > 1) + (misses > 4)) * 3 + befores
+    return (runs * MISSES + (misses > 1) + (misses > 4)) * BEFORE + (before > 7) + (before > 15)
 
 
 @inner
 def set_pointer(memory, at, position, run):
-    memory[at + POSITION], memory[at + TRUST] = position, _trust(min(run, MOST), 0, 0)
+    """Points to the token at `position`, before which the last `run` tokens stand."""
+    memory[at + POSITION], memory[at + RECORD] = position, _record(min(run, _LONGEST_RUN), 0, 0)
 
 
 @inner
-def advance(s, source, at, target, to, token):
-    """The pointer one token on."""
-    position, trust = source[at + POSITION], source[at + TRUST]
-    if position < 0:
-        target[to + POSITION] = -1
+def advance(s, memory, at, target, to, token):
+    """The pointer one token on, written to `target[to:]`."""
+    position, record = np.int64(memory[at + POSITION]), memory[at + RECORD]
+    target[to + POSITION] = -1
+    if position < 0 or s.text[position] < 0:
         return
-    run, before, misses = trust & MOST, trust >> 6 & MOST, trust >> 12
+    run, before, misses = run_of(record), _before(record), record >> 2 * _BITS
     if s.text[position] == token:
-        run = min(run + 1, MOST)
-        target[to + POSITION], target[to + TRUST] = position + 1, _trust(run, before, 0 if run >= _LONG else misses)
+        run = min(run + 1, _LONGEST_RUN)
+        misses = misses if run < _FORGIVEN else 0
+    elif misses < _MOST_MISSES:
+        before, misses = run if run > _SHORT_RUN else before, misses + 1
+        position = _nearby(s, position, token)
+        run = np.int64(s.text[position] == token)
+    else:
         return
-    misses += 1
-    if misses > _MOST_MISSES or s.text[position] < 0:
-        target[to + POSITION] = -1
-        return
-    before = run if run > 2 else before
-    found, distance = _nearby(s, position, token), 0
-    target[to + POSITION] = position + 1 if found < 0 else found + 1
-    target[to + TRUST] = _trust(0 if found < 0 else 1, before, misses)
+    target[to + POSITION], target[to + RECORD] = position + 1, _record(run, before, misses)
 
 
 @inner
 def _nearby(s, position, token):
-    """Where the token stands near a position of a text, or -1."""
+    """Where the token stands near a position of a text; the position itself if it does not."""
     for k in range(1, _AHEAD + 1):
-        if s.text[position + k] < 0:
-            break
         if s.text[position + k] == token:
             return position + k
-    for k in range(1, _BACK + 1):
-        if position - k < 0 or s.text[position - k] < 0:
+        if s.text[position + k] < 0:  # the text's end
+            break
+    for k in range(1, _BEHIND + 1):
+        if position - k < 0 or (position - k) >> BLOCK_BITS != position >> BLOCK_BITS:  # another text may stand there
             break
         if s.text[position - k] == token:
             return position - k
-    return -1
+    return position
