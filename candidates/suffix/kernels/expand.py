@@ -73,7 +73,7 @@ class Scratch(NamedTuple):
     Args:
         places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
         grown (`np.ndarray` of shape `[slots, MAX_NODES * 10]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 23]`, int32): See `suffix_model`.
+        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 24]`, int32): See `suffix_model`.
         probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
             their parents, and of the paths to those that were not drafted (-1: drafted).
     """

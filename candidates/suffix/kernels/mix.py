@@ -16,12 +16,12 @@ from .pointer import BEFORE, MISSES, NUM_POINTERS, NUM_STATES
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
 """The token; the grown node it follows; the grown node it became itself, or -1."""
-CELLS, SETS = 3, 14  # eleven cells of the model's tables (-1: none); where the two sets of weights begin
-OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(16, 22)
+CELLS, SETS = 3, 14  # eleven cells of the model's tables (-1: none); where the three sets of weights begin
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(17, 23)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
 follower of the context is more recent; what the target thought of it when it last stood behind the same token, and (in
 the next field) behind the same two: 0 if nothing is known of that, 1 and more for bins of its share, and for none."""
-CANDIDATE = 23
+CANDIDATE = 24
 
 _POINTERS, _NUM_TABLES = 9, 11  # number of the first pointer's table, and of all
 NUM_FEATURES = _NUM_TABLES + 1
@@ -36,8 +36,11 @@ _THOUGHTS = NUM_BINS + 2
 _LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
 _POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # for both pointers: how they fared, and whether they expect it
 NUM_CELLS = _POINTED + NUM_POINTERS * NUM_STATES * 2
-_EVIDENCE_SETS = 32 * 2  # which evidence there is, and whether the candidate is the first of its node
-NUM_SETS = _EVIDENCE_SETS + 6 * 6  # and the order in both kinds: a set of each is added up
+# Sets of weights. Three are added up: by which evidence there is and whether the candidate is the first of its node, by
+# the order in both kinds, and by rank, occurrences in the request and whether the node is a first one.
+_ORDER_SETS = 32 * 2
+_RANK_SETS = _ORDER_SETS + 6 * 6
+NUM_SETS = _RANK_SETS + 5 * 4 * 2
 _BIAS = 0.3
 _MIN_PROB, _MAX_PROB = 0.001, 0.998
 
@@ -84,12 +87,12 @@ def new_model(num_namespaces: int = 1) -> Model:
     cells[:, :, 1] = 2
     cells[:, _TOKENS:_LIKELY, 1] = 1
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
-    for known in range(_EVIDENCE_SETS // 2):
+    for known in range(_ORDER_SETS // 2):
         present = np.array([known >> kind & 1 for kind in range(5)])
         shares = 0.8 * present / max(present.sum(), 1)
         weights[:, 2 * known : 2 * known + 2, [0, 1, 2, 3, 7]] = shares
-    weights[:, :_EVIDENCE_SETS, 4:6] = 0.3
-    weights[:, :_EVIDENCE_SETS, [6, _POINTERS, _POINTERS + 1]] = 0.1
+    weights[:, :_ORDER_SETS, 4:6] = 0.3
+    weights[:, :_ORDER_SETS, [6, _POINTERS, _POINTERS + 1]] = 0.1
     return Model(cells, log_odds(cells), weights, new_lines(num_namespaces))
 
 
@@ -168,6 +171,20 @@ def _hashed(token):
 
 
 @inner
+def _weight(model, candidates, at, table):
+    """Of a table (or behind these, of the bias), for the candidate whose fields begin at `at`."""
+    weights, sets = model.weights, at + SETS
+    weight = weights[candidates[sets] + table] + weights[candidates[sets + 1] + table]
+    return weight + weights[candidates[sets + 2] + table]
+
+
+@inner
+def _change_weight(model, candidates, at, table, change):
+    for place in range(at + SETS, at + SETS + 3):
+        model.weights[candidates[place] + table] += change
+
+
+@inner
 def estimate(model, candidates, c, rank, is_first_node, occurrences):
     """
     Probability of a candidate that all contexts have described: the `rank`-th of its node, which hangs on the last
@@ -188,14 +205,15 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     present = (thoughts > 0) << 4
     for table in range(4):
         present |= (candidates[at + CELLS + table] >= 0) << table
-    known = candidates[at + SETS] = (2 * present + (rank > 0)) * NUM_FEATURES
-    orders = candidates[at + SETS + 1] = (_EVIDENCE_SETS + own * 6 + others) * NUM_FEATURES
-    mixed = (model.weights[known + _NUM_TABLES] + model.weights[orders + _NUM_TABLES]) * np.float32(_BIAS)
+    candidates[at + SETS] = (2 * present + (rank > 0)) * NUM_FEATURES
+    candidates[at + SETS + 1] = (_ORDER_SETS + own * 6 + others) * NUM_FEATURES
+    ranks = (min(rank, 4) * 4 + occurrences) * 2 + (not is_first_node)
+    candidates[at + SETS + 2] = (_RANK_SETS + ranks) * NUM_FEATURES
+    mixed = _weight(model, candidates, at, _NUM_TABLES) * np.float32(_BIAS)
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         odds = model.odds[max(cell, 0)]
-        weight = model.weights[known + table] + model.weights[orders + table]
-        mixed += weight * (odds if cell >= 0 else np.float32(0))
+        mixed += _weight(model, candidates, at, table) * (odds if cell >= 0 else np.float32(0))
     return np.float32(min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB)))
 
 
@@ -204,15 +222,12 @@ def learn(model, candidates, c, prob, is_hit, rate, memory):
     """Takes in whether a candidate of probability `prob` came true."""
     at = c * CANDIDATE
     hit = np.float32(is_hit)
-    known, orders = candidates[at + SETS], candidates[at + SETS + 1]
     change = np.float32(rate) * (hit - prob)
-    model.weights[known + _NUM_TABLES] += change * np.float32(_BIAS)
-    model.weights[orders + _NUM_TABLES] += change * np.float32(_BIAS)
+    _change_weight(model, candidates, at, _NUM_TABLES, change * np.float32(_BIAS))
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         if cell >= 0:
-            model.weights[known + table] += change * model.odds[cell]
-            model.weights[orders + table] += change * model.odds[cell]
+            _change_weight(model, candidates, at, table, change * model.odds[cell])
             number = model.cells[2 * cell + 1] + 1
             frequency = model.cells[2 * cell] + (hit - model.cells[2 * cell]) / number
             frequency = min(max(frequency, np.float32(_MIN_PROB)), np.float32(_MAX_PROB))
