@@ -41,7 +41,7 @@ from .places import (
     step,
     support,
 )
-from .pointer import NUM_POINTERS, POINTER, POSITION, RECORD, advance, run_of, set_pointer, state_of
+from .pointer import NUM_POINTERS, POINTER, POSITION, RECORD, advance, least_to_set, set_pointer, state_of
 from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces
@@ -49,7 +49,6 @@ MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
 MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
 MAX_CANDIDATES = 512
-_LEAST_TO_SET, _LEAST_TO_MOVE = 2, 9  # tokens that match where a pointer is set, or moved from elsewhere
 
 # Numbers of a source (`settings`)
 LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET = range(9)
@@ -172,8 +171,8 @@ def _newest(s, kids, last):
 @inner
 def _set_pointers(s, d, pointers, owners):
     """
-    Lets the pointers of a slot go where the longest contexts are followed, unless these are no longer than what came as
-    expected since the pointers' last miss, or are short.
+    Lets the pointers of a slot go where the longest contexts are followed, if these are long enough, and gives them to
+    the draft's root.
     """
     tree = -1
     for at in range(d.grown[PLACES], d.grown[PLACES_END], PLACE):
@@ -181,8 +180,7 @@ def _set_pointers(s, d, pointers, owners):
             continue  # not the tree's longest
         tree, depth = d.places[at + TREE], d.places[at + DEPTH]
         to = min(tree, 1) * POINTER
-        least = _LEAST_TO_SET if pointers[to + POSITION] < 0 else max(run_of(pointers[to + RECORD]) + 1, _LEAST_TO_MOVE)
-        if depth >= least:
+        if depth >= least_to_set(pointers, to):
             position = _newest_follower(s, np.int64(d.places[at + AT]), np.int64(d.places[at + NEXT]))
             if position >= 0 and (tree == 0 or owners[position >> BLOCK_BITS] > 0):  # not of an output that is gone
                 set_pointer(pointers, to, position, depth)

@@ -26,6 +26,9 @@ _FORGIVEN = 8  # tokens as expected, behind which earlier misses are forgotten
 _SHORT_RUN = 2  # tokens as expected between two misses, which leave what is known of the run before
 _BEHIND, _AHEAD = 4, 8  # how far a place is looked for anew
 
+_LEAST_TO_SET, _LEAST_TO_MOVE = 2, 9  # length of a context that sets a pointer, or moves one that followed long before
+_LONG_BEFORE = 4
+
 # What is told apart of how a pointer fared: the run of tokens as expected, misses before it, and the run before those
 RUNS, MISSES, BEFORE = 9, 3, 3
 NUM_STATES = RUNS * MISSES * BEFORE
@@ -52,7 +55,7 @@ def _before(record):
 def state_of(record):
     """How a pointer fared, 0 to `NUM_STATES` - 1; or -1, where it says no more than contexts do, or nothing at all."""
     run, before, misses = run_of(record), _before(record), record >> 2 * _BITS
-    if (before < 4 and run < 16) or (run == 0 and misses > 1):
+    if (before < _LONG_BEFORE and run < 16) or (run == 0 and misses > 1):
         return -1
     runs = run if run < 3 else 3 + (run > 4) + (run > 8) + (run > 15) + (run > 30) + (run > 60)
     return (runs * MISSES + (misses > 1) + (misses > 4)) * BEFORE + (before > 7) + (before > 15)
@@ -62,6 +65,15 @@ def state_of(record):
 def set_pointer(memory, at, position, run):
     """Points to the token at `position`, before which the last `run` tokens stand."""
     memory[at + POSITION], memory[at + RECORD] = position, _record(min(run, _LONGEST_RUN), 0, 0)
+
+
+@inner
+def least_to_set(memory, at):
+    """How long a context must be for the pointer to go where it is followed, in tokens."""
+    if memory[at + POSITION] < 0:
+        return np.int64(_LEAST_TO_SET)
+    run, before = run_of(memory[at + RECORD]), _before(memory[at + RECORD])
+    return np.int64(max(run + 1, _LEAST_TO_MOVE if before >= _LONG_BEFORE else _LEAST_TO_SET))
 
 
 @inner
