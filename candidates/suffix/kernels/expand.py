@@ -200,6 +200,14 @@ def _newest_follower(s, node, following):
     return edge_of(s, np.int64(s.rows[_newest(s, kids, last) + CHILD]))[0]
 
 
+@inner
+def _expected(s, d, g, kind):
+    """A pointer's state at a grown node and the token that it expects; -1 if it does not say."""
+    at = g + POINTERS + kind * POINTER
+    position, state = np.int64(d.grown[at + POSITION]), state_of(d.grown[at + RECORD])
+    return state, np.int64(s.text[position]) if position >= 0 and state >= 0 else np.int64(-1)
+
+
 # --- Candidates ------------------------------------------------------------------------------------------------------
 
 
@@ -218,10 +226,17 @@ def _candidate(d, g, first, end, token):
 def _find_candidates(s, d, model, before, g, min_share):
     """Lists what may follow a grown node, with what is known of each; `before` is the token before the node's."""
     _find_followers(s, d, g, min_share)
-    _find_expected(s, d, g)
+    for kind in range(NUM_POINTERS):
+        _, token = _expected(s, d, g, kind)
+        c = _candidate(d, g, d.grown[g + FIRST], d.grown[g + END_OF], token) if token >= 0 else MAX_CANDIDATES
+        d.grown[g + END_OF] += c == d.grown[g + END_OF] < MAX_CANDIDATES
     token = d.grown[g + HOLDS]
     _find_likely(d, g, model.likely, behind_one(model.likely, token), LIKELY)
     _find_likely(d, g, model.likely, behind_two(model.likely, before, token), LIKELY + 1)
+    for kind in range(NUM_POINTERS):
+        state, token = _expected(s, d, g, kind)
+        for c in range(d.grown[g + FIRST], d.grown[g + END_OF] if token >= 0 else 0):
+            point(d.candidates, c, kind, state, d.candidates[c * CANDIDATE + TOKEN] == token)
 
 
 @inner
@@ -271,22 +286,6 @@ def _find_followers(s, d, g, min_share):
                 end = max(end, c + 1)
                 describe(d.candidates, c, kind, gap, depth, count, total, entry == newest)
     d.grown[g + END_OF] = end
-
-
-@inner
-def _find_expected(s, d, g):
-    """Lists the tokens that the pointers of a grown node expect, and has them say so of all its candidates."""
-    first = d.grown[g + FIRST]
-    for kind in range(NUM_POINTERS):
-        at = g + POINTERS + kind * POINTER
-        position, state = np.int64(d.grown[at + POSITION]), state_of(d.grown[at + RECORD])
-        token = np.int64(s.text[position]) if position >= 0 and state >= 0 else np.int64(-1)
-        if token < 0:
-            continue
-        if _candidate(d, g, first, d.grown[g + END_OF], token) == d.grown[g + END_OF] < MAX_CANDIDATES:
-            d.grown[g + END_OF] += 1
-        for c in range(first, d.grown[g + END_OF]):
-            point(d.candidates, c, kind, state, d.candidates[c * CANDIDATE + TOKEN] == token)
 
 
 @inner

@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.committed import Likeliest
 from hf_smartspec.candidates.suffix.kernels import pointer
+from hf_smartspec.candidates.suffix.kernels.expand import END_OF
+from hf_smartspec.candidates.suffix.kernels.mix import CANDIDATE, CELLS, TOKEN
 from hf_smartspec.candidates.suffix.kernels.pointer import NUM_STATES, POSITION, RECORD
 from hf_smartspec.candidates.suffix.kernels.store import BLOCK, END, new_store
 from hf_smartspec.jit import compiled
@@ -152,3 +155,15 @@ def test_pointers_are_trusted_as_far_as_they_come_true():
         return dict(zip(tree.tokens.tolist(), tree.probs.tolist())).get(BEHIND[0], 0.0)
 
     assert trust(BEHIND[0]) > 0.8 > 0.2 > trust(2000)
+
+
+def test_pointers_tell_of_what_the_target_thought_likely_too():
+    source, _ = started([*EARLIER, 900])
+    drafted_behind(source, [*BEFORE, 600])
+    shown = map(np.array, ([600], [COMMON], [[BEHIND[0], 777]]))
+    source.observe_likeliest({"a": Likeliest(*shown, np.array([[0.5, 0.4]], np.float32))})
+    drafted_behind(source, [COMMON])
+    scratch, slot = source._slots._scratch, source._requests["a"].slot
+    candidates = scratch.candidates[slot].reshape(-1, CANDIDATE)[: scratch.grown[slot, END_OF]]
+    cells = {fields[TOKEN]: fields[CELLS + 9] for fields in candidates.tolist()}
+    assert cells[BEHIND[0]] == cells[777] + 1 > 0, "expected, and not"
