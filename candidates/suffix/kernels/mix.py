@@ -171,17 +171,23 @@ def _hashed(token):
 
 
 @inner
-def _weight(model, candidates, at, table):
-    """Of a table (or behind these, of the bias), for the candidate whose fields begin at `at`."""
-    weights, sets = model.weights, at + SETS
-    weight = weights[candidates[sets] + table] + weights[candidates[sets + 1] + table]
-    return weight + weights[candidates[sets + 2] + table]
+def _sets(candidates, at):
+    """Where the sets of weights begin, for the candidate whose fields begin at `at`."""
+    sets = at + SETS
+    return np.int64(candidates[sets]), np.int64(candidates[sets + 1]), np.int64(candidates[sets + 2])
 
 
 @inner
-def _change_weight(model, candidates, at, table, change):
-    for place in range(at + SETS, at + SETS + 3):
-        model.weights[candidates[place] + table] += change
+def _weight(model, sets, table):
+    """Of a table; behind these, of the bias."""
+    return model.weights[sets[0] + table] + model.weights[sets[1] + table] + model.weights[sets[2] + table]
+
+
+@inner
+def _change_weight(model, sets, table, change):
+    model.weights[sets[0] + table] += change
+    model.weights[sets[1] + table] += change
+    model.weights[sets[2] + table] += change
 
 
 @inner
@@ -209,11 +215,12 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     candidates[at + SETS + 1] = (_ORDER_SETS + own * 6 + others) * NUM_FEATURES
     ranks = (min(rank, 4) * 4 + occurrences) * 2 + (not is_first_node)
     candidates[at + SETS + 2] = (_RANK_SETS + ranks) * NUM_FEATURES
-    mixed = _weight(model, candidates, at, _NUM_TABLES) * np.float32(_BIAS)
+    sets = _sets(candidates, at)
+    mixed = _weight(model, sets, _NUM_TABLES) * np.float32(_BIAS)
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         odds = model.odds[max(cell, 0)]
-        mixed += _weight(model, candidates, at, table) * (odds if cell >= 0 else np.float32(0))
+        mixed += _weight(model, sets, table) * (odds if cell >= 0 else np.float32(0))
     return np.float32(min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB)))
 
 
@@ -223,11 +230,12 @@ def learn(model, candidates, c, prob, is_hit, rate, memory):
     at = c * CANDIDATE
     hit = np.float32(is_hit)
     change = np.float32(rate) * (hit - prob)
-    _change_weight(model, candidates, at, _NUM_TABLES, change * np.float32(_BIAS))
+    sets = _sets(candidates, at)
+    _change_weight(model, sets, _NUM_TABLES, change * np.float32(_BIAS))
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         if cell >= 0:
-            _change_weight(model, candidates, at, table, change * model.odds[cell])
+            _change_weight(model, sets, table, change * model.odds[cell])
             number = model.cells[2 * cell + 1] + 1
             frequency = model.cells[2 * cell] + (hit - model.cells[2 * cell]) / number
             frequency = min(max(frequency, np.float32(_MIN_PROB)), np.float32(_MAX_PROB))
