@@ -24,7 +24,7 @@ from .slots import SuffixSlots
 LEAST_PROBABILITY = 0.1
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
 _MOST_BYTES = 2**32
-_LEARNING = (0.01, 255)  # rate of the weights, observations that a frequency remembers
+_LEARNING = (0.0045, 255)  # rate of the weights, observations that a frequency remembers
 
 
 @dataclass

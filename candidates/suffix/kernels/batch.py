@@ -26,6 +26,7 @@ from .insert import extend
 from .likely import LINE, NUM_LINES
 from .mix import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
 from .places import FROM, MAX_MATCH, WALK
+from .pointer import NUM_POINTERS, POINTER, POSITION, advance
 from .score import draft_by_score
 from .store import REMOVALS, Store, set_clock
 
@@ -48,6 +49,8 @@ class Slots(NamedTuple):
         points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
         walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `suffix_places`.
         pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int32): The tokens that are not in the tree yet.
+        pointers (`np.ndarray` of shape `[slots, 4]`, int32): Into the request's own text and the others', see
+            `pointer`.
     """
 
     state: np.ndarray
@@ -55,6 +58,7 @@ class Slots(NamedTuple):
     points: np.ndarray
     walks: np.ndarray
     pending: np.ndarray
+    pointers: np.ndarray
 
 
 def new_slots(num_slots: int, max_depth: int) -> Slots:
@@ -64,6 +68,7 @@ def new_slots(num_slots: int, max_depth: int) -> Slots:
         points=np.zeros((num_slots, (max_depth + 1) * 2), np.int32),
         walks=np.zeros((num_slots, NUM_WALK_FIELDS), np.int32),
         pending=np.zeros((num_slots, MAX_PENDING), np.int32),
+        pointers=np.full((num_slots, NUM_POINTERS * POINTER), -1, np.int32),
     )
 
 
@@ -99,7 +104,7 @@ def new_batch(num_rows: int) -> Batch:
 
 # The table of addresses: the fields of `Store`, `Model`, `Slots`, `Scratch` and `Batch`, then settings, owners of text
 # blocks and when outputs were used.
-NUM_ADDRESSES = 27
+NUM_ADDRESSES = 28
 
 
 @inner
@@ -119,24 +124,25 @@ def _model(table, line):
 
 @inner
 def _slot(table, slot):
-    max_depth = int(float64_at(table[24])[DEPTH_LIMIT])
+    max_depth = int(float64_at(table[25])[DEPTH_LIMIT])
     return Slots(
         ahead(int64_at(table[8]), slot * STATE),
         ahead(int32_at(table[9]), slot * MAX_TREES),
         ahead(int32_at(table[10]), slot * (max_depth + 1) * 2),
         ahead(int32_at(table[11]), slot * NUM_WALK_FIELDS),
         ahead(int32_at(table[12]), slot * MAX_PENDING),
+        ahead(int32_at(table[13]), slot * NUM_POINTERS * POINTER),
     )
 
 
 @inner
 def _scratch(table, slot):
     return Scratch(
-        ahead(int32_at(table[13]), slot * NUM_PLACE_FIELDS),
-        ahead(int32_at(table[14]), slot * MAX_NODES * NODE_FIELDS),
-        ahead(int32_at(table[15]), slot * MAX_CANDIDATES * CANDIDATE),
-        ahead(float32_at(table[16]), slot * MAX_CANDIDATES),
+        ahead(int32_at(table[14]), slot * NUM_PLACE_FIELDS),
+        ahead(int32_at(table[15]), slot * MAX_NODES * NODE_FIELDS),
+        ahead(int32_at(table[16]), slot * MAX_CANDIDATES * CANDIDATE),
         ahead(float32_at(table[17]), slot * MAX_CANDIDATES),
+        ahead(float32_at(table[18]), slot * MAX_CANDIDATES),
     )
 
 
@@ -145,6 +151,8 @@ def _grow(s, slot, settings, tokens, num_tokens):
     """Appends committed tokens to a request's text and tree."""
     state, max_depth = slot.state, int(settings[DEPTH_LIMIT])
     for k in range(num_tokens):
+        for at in range(0, NUM_POINTERS * POINTER, POINTER):
+            advance(s, slot.pointers, at, slot.pointers, at, tokens[k])
         state[NUM_POINTS] = extend(s, slot.trees[0], slot.points, state[NUM_POINTS], max_depth, state[END], tokens[k])
         state[END] += 1
 
@@ -155,18 +163,18 @@ def begin(address, k, tokens):
     table = int64_at(address)
     s, slot = _store(table), _slot(table, k)
     set_clock(s, slot.trees[0], slot.state[START])
-    _grow(s, slot, float64_at(table[24]), int32_at(tokens.ctypes.data), len(tokens))
+    _grow(s, slot, float64_at(table[25]), int32_at(tokens.ctypes.data), len(tokens))
 
 
 @compiled
 def absorb(address, k, clock):
     """Learns from the tokens that were committed since the last draft of slot `k`, and appends them."""
     table = int64_at(address)
-    s, slot, settings = _store(table), _slot(table, k), float64_at(table[24])
+    s, slot, settings = _store(table), _slot(table, k), float64_at(table[25])
     state = slot.state
     if state[HAS_DRAFT]:
         model = _model(table, state[NAMESPACE])
-        owners, used = int32_at(table[25]), int64_at(table[26])
+        owners, used = int32_at(table[26]), int64_at(table[27])
         scratch = _scratch(table, k)
         learn_from(s, scratch, model, slot.pending, state[NUM_PENDING], settings, owners, used, clock)
         state[HAS_DRAFT] = 0
@@ -176,28 +184,29 @@ def absorb(address, k, clock):
 
 @inner
 def _forget_walks(s, slot):
-    """Texts were removed since the last draft: nodes may be gone."""
+    """Texts were removed since the last draft: nodes may be gone, and what was pointed to."""
     if slot.state[REMOVALS_SEEN] != s.heads[REMOVALS]:
         slot.state[REMOVALS_SEEN] = s.heads[REMOVALS]
         for walk in range(0, NUM_WALK_FIELDS, WALK):
             slot.walks[walk + FROM] = -1
+        slot.pointers[POINTER + POSITION] = -1  # that to others' texts
 
 
 @inner
 def _drafts(table, end):
     """Where `Batch` has its drafts from node `end` on: tokens, parents, probs."""
-    return ahead(int64_at(table[21]), end), ahead(int64_at(table[22]), end), ahead(float32_at(table[23]), end)
+    return ahead(int64_at(table[22]), end), ahead(int64_at(table[23]), end), ahead(float32_at(table[24]), end)
 
 
 @compiled
 def draft_batch(address, num_rows, clock):
     """Absorbs what was committed and drafts, for the slots that `Batch` names."""
     table = int64_at(address)
-    s, settings, slots = _store(table), float64_at(table[24]), int64_at(table[18])
-    limits, ends = int64_at(table[19]), int64_at(table[20])
+    s, settings, slots = _store(table), float64_at(table[25]), int64_at(table[19])
+    limits, ends = int64_at(table[20]), int64_at(table[21])
     for row in range(num_rows):
         absorb(address, slots[row], clock)
-    end = 0
+    end, owners = 0, int32_at(table[26])
     for row in range(num_rows):
         slot = _slot(table, slots[row])
         state = slot.state
@@ -205,8 +214,8 @@ def draft_batch(address, num_rows, clock):
         tokens, parents, probs = _drafts(table, end)
         end += make_draft(
             s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points, slot.walks,
-            state[NUM_POINTS], state[START], state[END], min(limits[row], MAX_NODES - 1), settings,
-            tokens, parents, probs,
+            slot.pointers, state[NUM_POINTS], state[START], state[END], min(limits[row], MAX_NODES - 1), settings,
+            owners, tokens, parents, probs,
         )  # fmt: skip
         state[HAS_DRAFT] = 1
         ends[row] = end
@@ -216,8 +225,8 @@ def draft_batch(address, num_rows, clock):
 def draft_batch_by_counts(address, num_rows, clock):
     """The same as published; apart, since it takes long to compile and few ask for it."""
     table = int64_at(address)
-    s, settings, slots = _store(table), float64_at(table[24]), int64_at(table[18])
-    limits, ends = int64_at(table[19]), int64_at(table[20])
+    s, settings, slots = _store(table), float64_at(table[25]), int64_at(table[19])
+    limits, ends = int64_at(table[20]), int64_at(table[21])
     for row in range(num_rows):
         absorb(address, slots[row], clock)
     end = 0

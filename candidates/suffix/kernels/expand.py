@@ -24,9 +24,25 @@ from .mix import (
     describe,
     estimate,
     learn,
+    point,
 )
-from .places import AT, DEPTH, MAX_MATCH, NEXT, PLACE, STOP, SUPPORT, TREE, place_of, position_of, step, support
-from .store import BLOCK_BITS, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
+from .places import (
+    AT,
+    DEPTH,
+    MAX_MATCH,
+    NEXT,
+    PLACE,
+    STOP,
+    SUPPORT,
+    TREE,
+    edge_of,
+    place_of,
+    position_of,
+    step,
+    support,
+)
+from .pointer import NUM_POINTERS, POINTER, POSITION, RECORD, advance, least_to_set, set_pointer, state_of
+from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
@@ -41,10 +57,10 @@ frequency remembers, depth limit of the trees, whether drafts are ranked by coun
 offset their size follows the match."""
 
 # Fields of a grown node
-PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS = range(6)
+PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS, POINTERS = range(7)
 """Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1; its
-token."""
-NODE_FIELDS = 8
+token; its pointers, in this field and the next ones."""
+NODE_FIELDS = POINTERS + NUM_POINTERS * POINTER
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
 NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
 
@@ -55,8 +71,8 @@ class Scratch(NamedTuple):
 
     Args:
         places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
-        grown (`np.ndarray` of shape `[slots, MAX_NODES * 8]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 20]`, int32): See `suffix_model`.
+        grown (`np.ndarray` of shape `[slots, MAX_NODES * 10]`, int32): See the fields above.
+        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 24]`, int32): See `suffix_model`.
         probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
             their parents, and of the paths to those that were not drafted (-1: drafted).
     """
@@ -139,9 +155,6 @@ def _child_places(s, d, parent, kept, token):
     return kept
 
 
-# --- Candidates ------------------------------------------------------------------------------------------------------
-
-
 @inner
 def _newest(s, kids, last):
     """Which of the entries was seen last."""
@@ -150,6 +163,52 @@ def _newest(s, kids, last):
         if is_later(s.rows[entry + SEEN], newest):
             newest, entry_of = s.rows[entry + SEEN], entry
     return entry_of
+
+
+# --- Pointers --------------------------------------------------------------------------------------------------------
+
+
+@inner
+def _set_pointers(s, d, pointers, owners):
+    """
+    Lets the pointers of a slot go where the longest contexts are followed, if these are long enough, and gives them to
+    the draft's root.
+    """
+    tree = -1
+    for at in range(d.grown[PLACES], d.grown[PLACES_END], PLACE):
+        if d.places[at + TREE] == tree:
+            continue  # not the tree's longest
+        tree, depth = d.places[at + TREE], d.places[at + DEPTH]
+        to = min(tree, 1) * POINTER
+        if depth >= least_to_set(pointers, to):
+            position = _newest_follower(s, np.int64(d.places[at + AT]), np.int64(d.places[at + NEXT]))
+            if position >= 0 and (tree == 0 or owners[position >> BLOCK_BITS] > 0):  # not of an output that is gone
+                set_pointer(pointers, to, position, depth)
+    for field in range(NUM_POINTERS * POINTER):
+        d.grown[POINTERS + field] = pointers[field]
+
+
+@inner
+def _newest_follower(s, node, following):
+    """Text position of the token that followed a place last; -1 if nothing did."""
+    if following >= 0:
+        return following
+    kids = s.nodes[node + KIDS]
+    last = kids + min(s.nodes[node + NUM], MAX_CHILDREN) * ROW
+    if kids == last or kids < 0:
+        return np.int64(-1)
+    return edge_of(s, np.int64(s.rows[_newest(s, kids, last) + CHILD]))[0]
+
+
+@inner
+def _expected(s, d, g, kind):
+    """A pointer's state at a grown node and the token that it expects; -1 if it does not say."""
+    at = g + POINTERS + kind * POINTER
+    position, state = np.int64(d.grown[at + POSITION]), state_of(d.grown[at + RECORD])
+    return state, np.int64(s.text[position]) if position >= 0 and state >= 0 else np.int64(-1)
+
+
+# --- Candidates ------------------------------------------------------------------------------------------------------
 
 
 @inner
@@ -167,9 +226,17 @@ def _candidate(d, g, first, end, token):
 def _find_candidates(s, d, model, before, g, min_share):
     """Lists what may follow a grown node, with what is known of each; `before` is the token before the node's."""
     _find_followers(s, d, g, min_share)
+    for kind in range(NUM_POINTERS):
+        _, token = _expected(s, d, g, kind)
+        c = _candidate(d, g, d.grown[g + FIRST], d.grown[g + END_OF], token) if token >= 0 else MAX_CANDIDATES
+        d.grown[g + END_OF] += c == d.grown[g + END_OF] < MAX_CANDIDATES
     token = d.grown[g + HOLDS]
     _find_likely(d, g, model.likely, behind_one(model.likely, token), LIKELY)
     _find_likely(d, g, model.likely, behind_two(model.likely, before, token), LIKELY + 1)
+    for kind in range(NUM_POINTERS):
+        state, token = _expected(s, d, g, kind)
+        for c in range(d.grown[g + FIRST], d.grown[g + END_OF] if token >= 0 else 0):
+            point(d.candidates, c, kind, state, d.candidates[c * CANDIDATE + TOKEN] == token)
 
 
 @inner
@@ -240,13 +307,16 @@ def _estimate(s, d, model, g, own_root, path):
 
 
 @inner
-def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
+def make_draft(
+    s, d, model, trees, points, walks, pointers, num_points, start, end, limit, settings, owners, tokens, parents, probs
+):
     """Drafts for one slot, best path first. Returns the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
     grown = d.grown
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
     grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
+    _set_pointers(s, d, pointers, owners)
     grown[HOLDS] = s.text[end - 1] if end > start else -1
     _find_candidates(s, d, model, s.text[end - 2] if end > start + 1 else -1, 0, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
@@ -269,6 +339,8 @@ def make_draft(s, d, model, trees, points, walks, num_points, start, end, limit,
         if is_chain:
             first = behind
         if n < limit:  # the last node's followers would not be drafted any more
+            for at in range(POINTERS, NODE_FIELDS, POINTER):
+                advance(s, grown, parent + at, grown, g + at, token)
             grown[g + PLACES_END] = _child_places(s, d, parent, kept, token)
             _find_candidates(s, d, model, grown[parent + HOLDS], g, min_share)
             _estimate(s, d, model, g, trees[0], best_path)

@@ -11,18 +11,19 @@ import numpy as np
 
 from ....jit import inner
 from .likely import MEAN_SHARES, NUM_BINS, new_lines
+from .pointer import BEFORE, MISSES, NUM_POINTERS, NUM_STATES
 
 # Fields of a candidate
 TOKEN, PARENT, GROWN = range(3)
 """The token; the grown node it follows; the grown node it became itself, or -1."""
-CELLS, MIX = 3, 12  # nine cells of the model's tables (-1: none); set of weights that mixes them
-OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(13, 19)
+CELLS, SETS = 3, 14  # eleven cells of the model's tables (-1: none); where the three sets of weights begin
+OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(17, 23)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
 follower of the context is more recent; what the target thought of it when it last stood behind the same token, and (in
 the next field) behind the same two: 0 if nothing is known of that, 1 and more for bins of its share, and for none."""
-CANDIDATE = 20
+CANDIDATE = 24
 
-_NUM_TABLES = 9
+_POINTERS, _NUM_TABLES = 9, 11  # number of the first pointer's table, and of all
 NUM_FEATURES = _NUM_TABLES + 1
 _ORDERS, _GAPS, _COUNTS, _SHARES = 8, 3, 7, 9
 _CONTEXT_CELLS = _ORDERS * _GAPS * _COUNTS * _SHARES  # per kind of tree: the request's own, or earlier outputs
@@ -33,8 +34,13 @@ _HASH_BITS = 13
 _LIKELY = _TOKENS + (1 << _HASH_BITS)  # what the target thought behind one token and two, for first nodes and others
 _THOUGHTS = NUM_BINS + 2
 _LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
-NUM_CELLS = _LIKELY_JOINT + _THOUGHTS * 6 * 6
-NUM_SETS = 32 * 2
+_POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # for both pointers: how they fared, and whether they expect it
+NUM_CELLS = _POINTED + NUM_POINTERS * NUM_STATES * 2
+# Sets of weights. Three are added up: by which evidence there is and whether the candidate is the first of its node, by
+# the order in both kinds, and by rank, occurrences in the request and whether the node is a first one.
+_ORDER_SETS = 32 * 2
+_RANK_SETS = _ORDER_SETS + 6 * 6
+NUM_SETS = _RANK_SETS + 5 * 4 * 2
 _BIAS = 0.3
 _MIN_PROB, _MAX_PROB = 0.001, 0.998
 
@@ -50,7 +56,7 @@ class Model(NamedTuple):
         cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
             observations behind it.
         odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
-        weights (`np.ndarray` of shape `[namespaces, sets, 10]`, float32): Mixing weights of the tables and a bias.
+        weights (`np.ndarray` of shape `[namespaces, sets, 12]`, float32): Mixing weights of the tables and a bias.
         likely (`np.ndarray` of shape `[namespaces, NUM_LINES, LINE]`, int32): What the target thought likely.
     """
 
@@ -73,18 +79,28 @@ def new_model(num_namespaces: int = 1) -> Model:
     thoughts = 0.8 * np.array([0.2, *MEAN_SHARES, 0.1])
     one, two = np.meshgrid(thoughts, thoughts, indexing="ij")
     two[:, 0], two[:, -1] = one[:, 0], 0.6 * one[:, 0]
-    probs = np.concatenate([contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36)])
+    probs = np.concatenate(
+        [contexts, contexts, joint, rough, hashed, two.ravel().repeat(2), thoughts.repeat(36), _pointed()]
+    )
     cells = np.empty((num_namespaces, NUM_CELLS, 2), np.float32)
     cells[:, :, 0] = np.clip(probs, 0.003, 0.98)
     cells[:, :, 1] = 2
     cells[:, _TOKENS:_LIKELY, 1] = 1
     weights = np.zeros((num_namespaces, NUM_SETS, NUM_FEATURES), np.float32)
-    for known in range(NUM_SETS // 2):
+    for known in range(_ORDER_SETS // 2):
         present = np.array([known >> kind & 1 for kind in range(5)])
         shares = 0.8 * present / max(present.sum(), 1)
         weights[:, 2 * known : 2 * known + 2, [0, 1, 2, 3, 7]] = shares
-    weights[:, :, 4:6], weights[:, :, 6] = 0.3, 0.1
+    weights[:, :_ORDER_SETS, 4:6] = 0.3
+    weights[:, :_ORDER_SETS, [6, _POINTERS, _POINTERS + 1]] = 0.1
     return Model(cells, log_odds(cells), weights, new_lines(num_namespaces))
+
+
+def _pointed() -> np.ndarray:
+    """Frequencies of what pointers expect and of other candidates: for longer runs of tokens that came as expected."""
+    after_run = np.array([0.12, 0.45, 0.7, 0.75, 0.82, 0.9, 0.95, 0.97, 0.98])
+    others = np.array([0.09, 0.07, 0.06, 0.05, 0.05, 0.05, 0.03, 0.03, 0.02])
+    return np.tile(np.stack([others, after_run], 1).repeat(MISSES * BEFORE, 0).ravel(), NUM_POINTERS)
 
 
 def log_odds(cells: np.ndarray) -> np.ndarray:
@@ -117,7 +133,7 @@ def begin_candidate(candidates, c, token, parent):
     """A candidate of which nothing is known yet."""
     at = c * CANDIDATE
     candidates[at + TOKEN], candidates[at + PARENT], candidates[at + GROWN] = token, parent, -1
-    for table in range(4):
+    for table in range(_NUM_TABLES):
         candidates[at + CELLS + table] = -1
     candidates[at + LIKELY] = candidates[at + LIKELY + 1] = 0
     candidates[at + OWN_DEPTH] = candidates[at + OTHERS_DEPTH] = candidates[at + NEWEST] = 0
@@ -142,9 +158,36 @@ def describe(candidates, c, kind, gap, depth, count, total, is_newest):
 
 
 @inner
+def point(candidates, c, kind, state, is_expected):
+    """Adds whether the pointer of this kind, which is in such a state, expects the candidate."""
+    cell = _POINTED + (kind * NUM_STATES + state) * 2 + is_expected
+    candidates[c * CANDIDATE + CELLS + _POINTERS + kind] = cell
+
+
+@inner
 def _hashed(token):
     """Fibonacci hashing."""
     return ((token * 2654435761) & 0xFFFFFFFF) >> (32 - _HASH_BITS)
+
+
+@inner
+def _sets(candidates, at):
+    """Where the sets of weights begin, for the candidate whose fields begin at `at`."""
+    sets = at + SETS
+    return np.int64(candidates[sets]), np.int64(candidates[sets + 1]), np.int64(candidates[sets + 2])
+
+
+@inner
+def _weight(model, sets, table):
+    """Of a table; behind these, of the bias."""
+    return model.weights[sets[0] + table] + model.weights[sets[1] + table] + model.weights[sets[2] + table]
+
+
+@inner
+def _change_weight(model, sets, table, change):
+    model.weights[sets[0] + table] += change
+    model.weights[sets[1] + table] += change
+    model.weights[sets[2] + table] += change
 
 
 @inner
@@ -168,14 +211,16 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     present = (thoughts > 0) << 4
     for table in range(4):
         present |= (candidates[at + CELLS + table] >= 0) << table
-    mix = 2 * present + (rank > 0)
-    candidates[at + MIX] = mix
-    weights = mix * NUM_FEATURES
-    mixed = model.weights[weights + _NUM_TABLES] * np.float32(_BIAS)
+    candidates[at + SETS] = (2 * present + (rank > 0)) * NUM_FEATURES
+    candidates[at + SETS + 1] = (_ORDER_SETS + own * 6 + others) * NUM_FEATURES
+    ranks = (min(rank, 4) * 4 + occurrences) * 2 + (not is_first_node)
+    candidates[at + SETS + 2] = (_RANK_SETS + ranks) * NUM_FEATURES
+    sets = _sets(candidates, at)
+    mixed = _weight(model, sets, _NUM_TABLES) * np.float32(_BIAS)
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         odds = model.odds[max(cell, 0)]
-        mixed += model.weights[weights + table] * (odds if cell >= 0 else np.float32(0))
+        mixed += _weight(model, sets, table) * (odds if cell >= 0 else np.float32(0))
     return np.float32(min(max(1 / (1 + np.exp(-mixed)), np.float32(_MIN_PROB)), np.float32(_MAX_PROB)))
 
 
@@ -184,13 +229,13 @@ def learn(model, candidates, c, prob, is_hit, rate, memory):
     """Takes in whether a candidate of probability `prob` came true."""
     at = c * CANDIDATE
     hit = np.float32(is_hit)
-    weights = candidates[at + MIX] * NUM_FEATURES
     change = np.float32(rate) * (hit - prob)
-    model.weights[weights + _NUM_TABLES] += change * np.float32(_BIAS)
+    sets = _sets(candidates, at)
+    _change_weight(model, sets, _NUM_TABLES, change * np.float32(_BIAS))
     for table in range(_NUM_TABLES):
         cell = candidates[at + CELLS + table]
         if cell >= 0:
-            model.weights[weights + table] += change * model.odds[cell]
+            _change_weight(model, sets, table, change * model.odds[cell])
             number = model.cells[2 * cell + 1] + 1
             frequency = model.cells[2 * cell] + (hit - model.cells[2 * cell]) / number
             frequency = min(max(frequency, np.float32(_MIN_PROB)), np.float32(_MAX_PROB))

@@ -91,6 +91,15 @@ def test_what_cannot_have_been_learnt_is_refused(tmp_path, lines, arrays, messag
         SuffixTreeCandidates.load(path, progress=False, **_OPTIONS)
 
 
+def test_what_a_model_of_another_shape_has_learnt_is_left_out_and_the_texts_are_kept(tmp_path):
+    model, path, source = new_model(1), tmp_path / "trees", saver(3)
+    learnt = {"cells": model.cells[:, 1:], "weights": model.weights[:, :64, :10]}
+    source._corpus.save(path, {"lines": [["", 0]], "fingerprint": None}, learnt)
+    loaded = SuffixTreeCandidates.load(path, progress=False, **_OPTIONS)
+    assert loaded.num_cached_tokens() == source.num_cached_tokens() > 0
+    assert not loaded.has_learnt and (loaded._slots.model.cells == model.cells).all()
+
+
 def test_lines_of_a_loaded_model_stay_apart(tmp_path):
     path, source = tmp_path / "trees", saver(3)
     for name in ("a", "b", "c"):
