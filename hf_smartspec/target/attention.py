@@ -14,7 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .folding import fold, unfold, unpad
 from .layout import PaddedPart, StepLayout
+from .shared_attention import shared_attention
 from .varlen import is_trusted, judge, kind_of, varlen_attention
 
 PREFIX = "smartspec_tree_"
@@ -94,6 +96,9 @@ def packed_attention(
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
     """
+    if layout.shared:
+        assert window is None and softcap is None and bias is None, "such models share nothing (`shares_prefixes`)"
+        return shared_attention(packed, key, value, layout, scaling, dropout)
     is_plain = softcap is None and bias is None and not dropout
     kind = kind_of(packed, key, layout, window) if is_plain else None
     if kind is None:
@@ -123,7 +128,7 @@ def _masked_attention(
     for part in layout.parts:
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
         added = None if bias is None else bias(part)
-        outputs.append(_unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
+        outputs.append(unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -144,14 +149,7 @@ def attend_part(
     """
     num_heads, kv_heads = packed.shape[1], key.shape[1]
     groups = num_heads // kv_heads
-    num_rows, width = part.num_rows, part.width
-    padded = _pad(packed, part)
-    if width == 1:
-        folded = padded.view(num_rows, kv_heads, groups, -1)
-    else:
-        # Grouped heads become further queries of their key/value head: nothing is repeated.
-        folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
-        folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
+    folded = fold(packed, part, kv_heads)
     keys, values = part.view(key), part.view(value)
     mask = part.mask(window, groups, packed.dtype)
     if bias is not None:
@@ -161,9 +159,7 @@ def attend_part(
         output = _attention(folded, keys, values, mask, dropout, scaling)
     else:
         output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
-    if width > 1:
-        output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
-    return output.reshape(num_rows * width, num_heads, -1)
+    return unfold(output, part, num_heads)
 
 
 def _attention(
@@ -192,16 +188,6 @@ def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     if not layer_types or not isinstance(layer_idx, int):
         return argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
-
-
-def _pad(packed: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[tokens, ...]` -> `[rows * width, ...]`"""
-    return packed if part.gather is None else packed.index_select(0, part.gather)
-
-
-def _unpad(padded: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[rows * width, ...]` -> `[tokens, ...]`"""
-    return padded if part.scatter is None else padded.index_select(0, part.scatter)
 
 
 def _softcapped_attention(

@@ -13,6 +13,7 @@ from .compat import shared_value
 from .layout import Rounding, StepLayout, build_layout, send
 from .row_groups import arrange, call_columns, head_size, padded_context
 from .rows import CacheRow, RowInput
+from .shared_prefix import find_leads
 from .slot_cache import SlotCache
 from .varlen import serves, spans_of
 
@@ -138,6 +139,7 @@ class RaggedForward(ABC):
         """The rows in the order of their tokens, and where these stand."""
         needs = [item.row.length + len(item.feed) + len(item.tree.tokens) for item in inputs]
         self.cache.reserve([item.row for item in inputs], needs)
+        find_leads([item.row for item in inputs])
         groups = arrange(inputs, self._call)
         layout = build_layout(groups, rounding)
         if self._takes_spans:
@@ -170,7 +172,7 @@ class RaggedForward(ABC):
         sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
         for item in inputs:
             size = sizes.setdefault(item.row.origin, [0, 0])
-            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.length + len(item.feed))
+            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.own + len(item.feed))
         columns = sum([rows * longest for rows, longest in sizes.values()])
         return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
 
