@@ -169,6 +169,7 @@ class RaggedForward(ABC):
 
     def _chunk(self, inputs: list[RowInput]) -> int:
         """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
+        find_leads([item.row for item in inputs])
         sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
         for item in inputs:
             size = sizes.setdefault(item.row.origin, [0, 0])
