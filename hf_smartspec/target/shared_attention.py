@@ -25,7 +25,8 @@ def shared_attention(
     """
     outputs, lses = [], []
     for part in layout.parts:
-        output, lse = _of_part(packed[part.tokens], key, value, part, scaling, dropout)
+        own = packed if len(layout.parts) == 1 else packed[part.tokens]
+        output, lse = _of_part(own, key, value, part, scaling, dropout)
         outputs.append(output)
         lses.append(lse)
     output, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
@@ -63,10 +64,15 @@ def _of_shared(
     num, num_heads, _ = queries.shape
     kv_heads = key.shape[1]
     groups = num_heads // kv_heads
-    folded = queries.view(num, kv_heads, groups, -1).transpose(0, 1).reshape(1, kv_heads, num * groups, -1)
+    if num == 1:
+        folded = queries.view(1, kv_heads, groups, -1)
+    else:
+        folded = queries.view(num, kv_heads, groups, -1).transpose(0, 1).reshape(1, kv_heads, num * groups, -1)
     results = attention_with_lse(folded, shared.view(key), shared.view(value), None, scaling, dropout)
-    output, lse = [item.view(kv_heads, num, groups, -1).transpose(0, 1).reshape(num, num_heads, -1) for item in results]
-    return output, lse
+    if num > 1:
+        results = results[0].view(kv_heads, num, groups, -1), results[1].view(kv_heads, num, groups, 1)
+        results = results[0].transpose(0, 1), results[1].transpose(0, 1)
+    return results[0].reshape(num, num_heads, -1), results[1].reshape(num, num_heads, 1)
 
 
 def _merge(

@@ -37,7 +37,9 @@ class SharedPart:
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """What the part reads of a layer's keys or values `[lines, heads, head_dim]`: `[1, heads, K, head_dim]`."""
-        return memory[self.first_line : self.first_line + self.num_columns].transpose(0, 1)[None]
+        line, head, item = memory.stride()
+        shape = 1, memory.shape[1], self.num_columns, memory.shape[2]
+        return memory.as_strided(shape, (0, head, line, item), memory.storage_offset() + self.first_line * line)
 
 
 def find_leads(rows: Sequence[CacheRow]) -> None:

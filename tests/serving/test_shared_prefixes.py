@@ -20,6 +20,7 @@ from .helpers import SETTINGS, TIMEOUT, Asked, check_all, suffix
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
 PREFIX = np.random.default_rng(5).integers(3, VOCAB_SIZE, 90).tolist()
+FIRST = [*PREFIX, 4, 9]
 LONG = {"max_new_tokens": 120, "eos_token_id": None}
 
 
@@ -32,6 +33,7 @@ def model():
 def together(monkeypatch):
     """Short beginnings are shared, too; what is shared in every call of attention: how many of columns and tokens."""
     monkeypatch.setattr(shared_base, "LEAST_SHARED", 24)
+    monkeypatch.setattr(shared_base, "LEAST_SAVED", 0)
     monkeypatch.setattr(shared_base, "_STEP", 8)
     seen, attend = [], attention.shared_attention
 
@@ -97,7 +99,7 @@ SOURCES = {
 @pytest.mark.parametrize("max_prefill_tokens", [7, 512])
 @pytest.mark.parametrize("source", SOURCES)
 def test_requests_that_join_one_that_runs(model, together, source, max_prefill_tokens):
-    base = Asked(PREFIX + [4, 9], LONG)
+    base = Asked(FIRST, LONG)
     with Engine(model, SOURCES[source](model), max_prefill_tokens=max_prefill_tokens) as engine:
         name = begin(engine, base)
         check_all(engine, model, alike(14))
@@ -110,7 +112,7 @@ def test_requests_that_join_one_that_runs(model, together, source, max_prefill_t
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "gpt_bigcode"])
 def test_architectures(together, architecture):
-    model, base = shared_model(architecture), Asked(PREFIX + [4, 9], LONG)
+    model, base = shared_model(architecture), Asked(FIRST, LONG)
     source = DraftModelCandidates(noisy_model(architecture, noise=0.01), num_nodes=6, width=2)
     with Engine(model, source) as engine:
         name = begin(engine, base)
@@ -121,7 +123,7 @@ def test_architectures(together, architecture):
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "mistral", "starcoder2"])
 def test_models_that_do_not_see_everything_alike_copy(together, architecture):
-    model, base = shared_model(architecture), Asked(PREFIX + [4, 9], LONG)
+    model, base = shared_model(architecture), Asked(FIRST, LONG)
     with Engine(model, suffix()) as engine:
         name = begin(engine, base)
         check_all(engine, model, alike(4))
@@ -131,7 +133,7 @@ def test_models_that_do_not_see_everything_alike_copy(together, architecture):
 
 
 def test_sources_that_keep_hidden_states_beside_copy(model, together):
-    watching, base = Watching(NoCandidates(), layers=(-1,)), Asked(PREFIX + [4, 9], LONG)
+    watching, base = Watching(NoCandidates(), layers=(-1,)), Asked(FIRST, LONG)
     with Engine(model, watching) as engine:
         name = begin(engine, base)
         check_all(engine, model, alike(3))
@@ -140,7 +142,7 @@ def test_sources_that_keep_hidden_states_beside_copy(model, together):
 
 
 def test_what_is_shared_lies_in_memory_once(model, monkeypatch):
-    base = Asked(PREFIX + [4, 9], {"max_new_tokens": 400, "eos_token_id": None})
+    base = Asked(FIRST, {"max_new_tokens": 400, "eos_token_id": None})
     others = [Asked(item.prompt, {"max_new_tokens": 30, "eos_token_id": None}) for item in alike(12, longest=4)]
     copied, copy_lines = [], slot_cache.SlotCache._copy_lines
 
@@ -168,7 +170,7 @@ def test_what_is_shared_lies_in_memory_once(model, monkeypatch):
 
 
 def test_more_requests_run_than_copies_would_fit(model):
-    base, others = Asked(PREFIX + [4, 9], LONG), alike(8, longest=4, max_new_tokens=30, eos_token_id=None)
+    base, others = Asked(FIRST, LONG), alike(8, longest=4, max_new_tokens=30, eos_token_id=None)
     need = slot_size(len(PREFIX) + 2 + 120) + 8 * slot_size(3 + 2 + 30)
     with Engine(model, "none", max_kv_bytes=need * BYTES_PER_TOKEN) as engine:
         name = begin(engine, base)
@@ -185,7 +187,7 @@ def test_more_requests_run_than_copies_would_fit(model):
 @pytest.mark.parametrize("max_tokens", [420, 700])
 def test_memory_that_is_full(model, together, max_tokens):
     """Rows move, are laid out afresh and give way, while others begin in them."""
-    base = Asked(PREFIX + [4, 9], LONG)
+    base = Asked(FIRST, LONG)
     rng = np.random.default_rng(1)
     strangers = [
         Asked(rng.integers(3, VOCAB_SIZE, n).tolist(), {"max_new_tokens": 9}) for n in rng.integers(5, 180, 20)
@@ -203,7 +205,7 @@ def test_memory_that_is_full(model, together, max_tokens):
 
 
 def test_a_base_that_ends_first_stays_as_long_as_it_is_needed(model, together):
-    base = Asked(PREFIX + [4, 9], {"max_new_tokens": 20, "eos_token_id": None})
+    base = Asked(FIRST, {"max_new_tokens": 20, "eos_token_id": None})
     longer = alike(3, max_new_tokens=100, eos_token_id=None)
     size = slot_size(len(PREFIX) + 2 + 20)
     with Engine(model, "none", max_kv_bytes=(size + 4 * 192 + 500) * BYTES_PER_TOKEN) as engine:
@@ -221,7 +223,7 @@ def test_a_base_that_ends_first_stays_as_long_as_it_is_needed(model, together):
 
 
 def test_requests_that_are_cancelled(model, together):
-    base, others = Asked(PREFIX + [4, 9], LONG), alike(6, max_new_tokens=100, eos_token_id=None)
+    base, others = Asked(FIRST, LONG), alike(6, max_new_tokens=100, eos_token_id=None)
     with Engine(model, suffix()) as engine:
         name = begin(engine, base)
         names = [begin(engine, asked) for asked in others]
@@ -237,14 +239,14 @@ def test_requests_that_are_cancelled(model, together):
 
 def test_prompts_that_share_much_and_little(model, together):
     """Of one that goes on like another but not like the first, what is not shared is copied."""
-    base, other = Asked(PREFIX + [4, 9], LONG), alike(1, longest=3, max_new_tokens=100, eos_token_id=None)[0]
+    base, other = Asked(FIRST, LONG), alike(1, longest=3, max_new_tokens=100, eos_token_id=None)[0]
     other.prompt += np.random.default_rng(8).integers(3, VOCAB_SIZE, 60).tolist()
     with Engine(model, suffix()) as engine:
         names = [begin(engine, base), begin(engine, other)]
         reused = engine._memory.num_reused
         asked = [
-            Asked(other.prompt + [5, 6, 7], {"max_new_tokens": 8}),
-            Asked(PREFIX[:50] + [8], {"max_new_tokens": 8}),
+            Asked([*other.prompt, 5, 6, 7], {"max_new_tokens": 8}),
+            Asked([*PREFIX[:50], 8], {"max_new_tokens": 8}),
         ]
         check_all(engine, model, asked)
         assert engine._memory.num_reused - reused == len(other.prompt) + 50
@@ -255,10 +257,10 @@ def test_prompts_that_share_much_and_little(model, together):
 
 
 def test_namespaces_do_not_share(model, together):
-    base = Asked(PREFIX + [4, 9], LONG)
+    base = Asked(FIRST, LONG)
     with Engine(model, suffix()) as engine:
         name = begin(engine, base)
-        asked = Asked(PREFIX + [6], {"max_new_tokens": 5})
+        asked = Asked([*PREFIX, 6], {"max_new_tokens": 5})
         mine = SmartSpecConfig(suffix(), namespace="mine")
         output = engine.get_result(engine.add_request(asked.prompt, assistant=mine, **asked.arguments), timeout=TIMEOUT)
         assert output.generated_tokens == asked.alone(model)
@@ -270,7 +272,7 @@ def test_namespaces_do_not_share(model, together):
 def test_weights_that_change_while_rows_share(model, together, base_runs):
     """What is shared is computed anew, before anything that sees it."""
     other = tiny_llama(seed=7)
-    base = Asked(PREFIX + [4, 9], {"max_new_tokens": 150 if base_runs else 30, "eos_token_id": None})
+    base = Asked(FIRST, {"max_new_tokens": 150 if base_runs else 30, "eos_token_id": None})
     others = alike(3, max_new_tokens=120, eos_token_id=None)
     others = [Asked(item.prompt, {"max_new_tokens": 120, "eos_token_id": None}) for item in others]
     with Engine(model, "none") as engine:
@@ -298,7 +300,7 @@ def test_weights_that_change_while_rows_share(model, together, base_runs):
 
 
 def test_what_is_shared_and_cannot_be_computed_anew(model, monkeypatch):
-    base, asked = Asked(PREFIX + [4, 9], LONG), alike(1, max_new_tokens=100, eos_token_id=None)[0]
+    base, asked = Asked(FIRST, LONG), alike(1, max_new_tokens=100, eos_token_id=None)[0]
     with Engine(model, "none") as engine:
         names = [begin(engine, base), begin(engine, asked)]
         forward = engine._memory.forward
