@@ -67,9 +67,9 @@ def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
 
 
 def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
-    """As `split`, for rows in the order of their lines: those of a slab by themselves."""
+    """As `split`, for rows in the order of their lines: those of a slab that start alike by themselves."""
     slots = [row.slot for row in rows]
-    if rows[0].origin == rows[-1].origin:
+    if rows[0].origin == rows[-1].origin and not any([row.lead for row in rows]):
         return split(slots, columns, widths, call)
     origins, runs = [row.origin for row in rows], []
     starts = [number for number in range(len(rows)) if not number or origins[number] != origins[number - 1]]
