@@ -81,18 +81,24 @@ class EngineMemory(RequestMemory):
         return len(request.prompt) + request.max_new_tokens + call.draft_room
 
     def next(self, running: list[Request]) -> Ticket | None:
-        """As the scheduler's, for what the request takes beside those that it shares its beginning with."""
-        first = self.scheduler.first
-        shared = 0 if first is None else self._base(first.request, running).length
-        return self.scheduler.next(shared, sum(row.stride for row in self._held(running)))
+        """
+        As the scheduler's, for what the request takes beside those that it shares its beginning with. If one of these
+        has not read that yet, the request waits until it has.
+        """
+        first, num_shared = self.scheduler.first, 0
+        if first is not None:
+            num_shared = self._base(first.request, running).length
+            if num_shared < self._base(first.request, running, is_read=False).length:
+                return None
+        return self.scheduler.next(num_shared, sum(row.stride for row in self._held(running)))
 
-    def _base(self, request: Request, running: list[Request]) -> SharedBase:
+    def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
         """What the request shares with a running one; nothing where sources keep something beside, which is copied."""
         if not self.forward.shares_prefixes or _keeper(request) is not None:
             return SharedBase()
         of_whom = _namespace(request)
         others = [other for other in running if _keeper(other) is None and _namespace(other) == of_whom]
-        return shared_base(request.prompt, others)
+        return shared_base(request.prompt, others, is_read)
 
     def _held(self, running: Sequence[Request]) -> set[CacheRow]:
         """Kept rows that running requests begin in."""

@@ -23,17 +23,18 @@ class SharedBase(NamedTuple):
     length: int = 0
 
 
-def shared_base(prompt: np.ndarray, running: Iterable[Request]) -> SharedBase:
+def shared_base(prompt: np.ndarray, running: Iterable[Request], is_read: bool = True) -> SharedBase:
     """
-    What a prompt shares with those of these requests: rather what others share already than the beginning of one more
-    row. At least the prompt's last token is left to be fed.
+    What a prompt shares with those of these requests, as far as these are through theirs, or (not `is_read`) will be:
+    rather what others share already than the beginning of one more row. At least the prompt's last token is left to be
+    fed.
     """
     if len(prompt) <= LEAST_SHARED:
         return SharedBase()
     best, most, lengths = SharedBase(), 0, []
     for request in running:
         row = request.cache_row
-        known = request.prompt[: row.length]
+        known = request.prompt[: row.length] if is_read else request.prompt
         if len(known) < LEAST_SHARED or known[LEAST_SHARED - 1] != prompt[LEAST_SHARED - 1]:
             continue
         lengths.append(length := min(num_shared(known, prompt), len(prompt) - 1))

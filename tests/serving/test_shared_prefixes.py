@@ -204,6 +204,24 @@ def test_memory_that_is_full(model, together, max_tokens):
     assert together
 
 
+@pytest.mark.parametrize("max_prefill_tokens", [20, 512])
+def test_what_requests_that_come_together_begin_with_is_read_once(model, together, max_prefill_tokens):
+    """By the first of them; the others wait that long, and no longer where it goes."""
+    asked = alike(9, max_new_tokens=40, eos_token_id=None)
+    with Engine(model, suffix(), max_prefill_tokens=max_prefill_tokens) as engine:
+        for is_cancelled in (False, True):
+            reused = engine._memory.num_reused
+            with all_at_once(engine):
+                names = [engine.add_request(item.prompt, **item.arguments) for item in asked]
+                if is_cancelled:
+                    engine.cancel_request(names[0])
+            for item, name in list(zip(asked, names))[is_cancelled:]:
+                end(engine, model, item, name)
+            assert engine._memory.num_reused - reused >= (8 - is_cancelled) * len(PREFIX)
+            check_rows(engine)
+    assert max(num for parts in together for _, num in parts) >= 9
+
+
 def test_a_base_that_ends_first_stays_as_long_as_it_is_needed(model, together):
     base = Asked(FIRST, {"max_new_tokens": 20, "eos_token_id": None})
     longer = alike(3, max_new_tokens=100, eos_token_id=None)
