@@ -102,7 +102,7 @@ class EngineMemory(RequestMemory):
 
     def _held(self, running: Sequence[Request]) -> set[CacheRow]:
         """Kept rows that running requests begin in."""
-        bases = {request.cache_row.base for request in running}
+        bases = {request.row.base for request in running if request.row is not None}
         return {row for row in bases if row is not None and row in self.prefixes}
 
     def place(self, request: Request, running: list[Request]) -> None:

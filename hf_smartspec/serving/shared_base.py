@@ -33,7 +33,8 @@ def shared_base(prompt: np.ndarray, running: Iterable[Request], is_read: bool = 
         return SharedBase()
     best, most, lengths = SharedBase(), 0, []
     for request in running:
-        row = request.cache_row
+        if (row := request.row) is None:  # it could not leave in order
+            continue
         known = request.prompt[: row.length] if is_read else request.prompt
         if len(known) < LEAST_SHARED or known[LEAST_SHARED - 1] != prompt[LEAST_SHARED - 1]:
             continue
