@@ -22,6 +22,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim,
 PREFIX = np.random.default_rng(5).integers(3, VOCAB_SIZE, 90).tolist()
 FIRST = [*PREFIX, 4, 9]
 LONG = {"max_new_tokens": 120, "eos_token_id": None}
+LONGER = {"max_new_tokens": 300, "eos_token_id": None}  # for what is to happen before they end
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_a_base_that_ends_first_stays_as_long_as_it_is_needed(model, together):
 
 
 def test_requests_that_are_cancelled(model, together):
-    base, others = Asked(FIRST, LONG), alike(6, max_new_tokens=100, eos_token_id=None)
+    base, others = Asked(FIRST, LONGER), alike(6, **LONGER)
     with Engine(model, suffix()) as engine:
         name = begin(engine, base)
         names = [begin(engine, asked) for asked in others]
@@ -290,9 +291,8 @@ def test_namespaces_do_not_share(model, together):
 def test_weights_that_change_while_rows_share(model, together, base_runs):
     """What is shared is computed anew, before anything that sees it."""
     other = tiny_llama(seed=7)
-    base = Asked(FIRST, {"max_new_tokens": 150 if base_runs else 30, "eos_token_id": None})
-    others = alike(3, max_new_tokens=120, eos_token_id=None)
-    others = [Asked(item.prompt, {"max_new_tokens": 120, "eos_token_id": None}) for item in others]
+    base = Asked(FIRST, {"max_new_tokens": 300 if base_runs else 30, "eos_token_id": None})
+    others = [Asked(item.prompt, {"max_new_tokens": 300, "eos_token_id": None}) for item in alike(3)]
     with Engine(model, "none") as engine:
         first = begin(engine, base)
         names = [begin(engine, asked) for asked in others]
@@ -318,7 +318,7 @@ def test_weights_that_change_while_rows_share(model, together, base_runs):
 
 
 def test_what_is_shared_and_cannot_be_computed_anew(model, monkeypatch):
-    base, asked = Asked(FIRST, LONG), alike(1, max_new_tokens=100, eos_token_id=None)[0]
+    base, asked = Asked(FIRST, LONGER), alike(1, **LONGER)[0]
     with Engine(model, "none") as engine:
         names = [begin(engine, base), begin(engine, asked)]
         forward = engine._memory.forward
