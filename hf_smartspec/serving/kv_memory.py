@@ -18,8 +18,10 @@ from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
 from .memory import RequestMemory, refuse
+from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import Scheduler
+from .shared_base import SharedBase, shared_base
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back
@@ -31,7 +33,8 @@ class EngineMemory(RequestMemory):
     The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
     stays there. Rows of requests that have ended are kept as long as they fit beside what runs, and no other holds
     their text; those that were unused for longest go first. A prompt that begins as one of them, or as that of a
-    running request, gets a copy of the beginning: running rows share no memory.
+    running request, gets a copy of the beginning; one that has a long beginning in common with a running request has it
+    in that one's slot (`shared_base`), where it stays until the last of those who share it is gone.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -77,6 +80,31 @@ class EngineMemory(RequestMemory):
         assert request.max_new_tokens is not None, "generate always limits the length"
         return len(request.prompt) + request.max_new_tokens + call.draft_room
 
+    def next(self, running: list[Request]) -> Ticket | None:
+        """
+        As the scheduler's, for what the request takes beside those that it shares its beginning with. If one of these
+        has not read that yet, the request waits until it has.
+        """
+        first, num_shared = self.scheduler.first, 0
+        if first is not None:
+            num_shared = self._base(first.request, running).length
+            if num_shared < self._base(first.request, running, is_read=False).length:
+                return None
+        return self.scheduler.next(num_shared, sum(row.stride for row in self._held(running)))
+
+    def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
+        """What the request shares with a running one; nothing where sources keep something beside, which is copied."""
+        if not self.forward.shares_prefixes or _keeper(request) is not None:
+            return SharedBase()
+        of_whom = _namespace(request)
+        others = [other for other in running if _keeper(other) is None and _namespace(other) == of_whom]
+        return shared_base(request.prompt, others, is_read)
+
+    def _held(self, running: Sequence[Request]) -> set[CacheRow]:
+        """Kept rows that running requests begin in."""
+        bases = {request.row.base for request in running if request.row is not None}
+        return {row for row in bases if row is not None and row in self.prefixes}
+
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its prompt as some row there holds already."""
         self._remove(self.prefixes.covered())
@@ -85,8 +113,8 @@ class EngineMemory(RequestMemory):
         shared = self.prefixes.longest(request.prompt, texts, _keeper(request), _namespace(request))
         if shared is not None and not self._agrees(shared, request):
             shared = None
-        row = self._new_row(self.size_of(request.call), shared)
-        if shared is not None:
+        row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
+        if shared is not None and shared.row in self.cache.rows:  # else it had to give way to what is not shared
             if shared.row is not row:
                 with self._removed_on_failure(row):
                     self.cache.copy(shared.row, row, shared.length)
@@ -115,24 +143,27 @@ class EngineMemory(RequestMemory):
         longest = max(shared.length, shared.row.least_length, len(request.prompt))
         return not self.forward.rotary or longest <= self.forward.rotary.border
 
-    def _new_row(self, num_tokens: int, shared: SharedPrefix | None) -> CacheRow:
-        """With a slot for so many tokens; rows that were kept give way. The last of them may be what is shared."""
-        capacity = self.cache.slot_size(num_tokens)
+    def _new_row(self, num_tokens: int, shared: SharedPrefix | None, base: SharedBase) -> CacheRow:
+        """
+        With a slot for so many tokens, without those of its base; rows that were kept give way. Where there is no base,
+        the last of them may be what is shared.
+        """
+        capacity = self.cache.slot_size(num_tokens - base.length)
         while (row := self._in_the_way(capacity)) is not None:
             self.prefixes.give_up([row])
-            if shared is not None and row is shared.row:
+            if shared is not None and row is shared.row and base.row is None:
                 row.length = shared.length
                 with self._removed_on_failure(row):
                     self.cache.resize(row, capacity)
                 return row
             self.cache.remove(row)
         try:
-            return self.cache.add(num_tokens)
+            return self.cache.add(num_tokens, base.row, base.length)
         except (MemoryError, RuntimeError):  # there is less memory than the bound allows
             if not (kept := self.prefixes.all_but(shared and shared.row)):
                 raise
             self._remove(kept)
-        return self.cache.add(num_tokens)
+        return self.cache.add(num_tokens, base.row, base.length)
 
     def _in_the_way(self, capacity: int) -> CacheRow | None:
         """The kept row to be given up next; None if there is a place. Full memory rather forgets than moves all."""
@@ -173,11 +204,28 @@ class EngineMemory(RequestMemory):
         self.prefixes.add(row, _cached(request))
 
     def _forget(self, running: Sequence[Request]) -> None:
-        for row in self.prefixes.clear():
-            self.cache.remove(row)
-        for request in running:
-            self.forward.cut(request.cache_row, 0)
+        held = self._held(running)
+        for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases behind those on them
+            if row not in held:
+                self.cache.remove(row)
         self.cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
+        for request in running:
+            self.forward.cut(request.cache_row, request.cache_row.shared)
+        self._renew_bases(running)
+
+    def _renew_bases(self, running: Sequence[Request]) -> None:
+        """What running requests share is computed anew at once: those who share it have no room for it."""
+        sharers = [request for request in running if request.cache_row.base is not None]
+        inputs = {}
+        for request in sorted(sharers, key=lambda request: request.cache_row.shared):  # the longest counts
+            base, text = request.cache_row.base, request.prompt[: request.cache_row.shared]
+            assert base is not None
+            self.forward.cut(base, 0)
+            inputs[base] = RowInput(base, text)
+            if all(base is not other.cache_row for other in running):
+                self.prefixes.add(base, CachedText(text, namespace=_namespace(request)))
+        if inputs:
+            self.forward.forward(list(inputs.values()))
 
     def reset(self) -> None:
         self.prefixes.clear()

@@ -20,7 +20,7 @@ class RequestMemory(ABC):
     Attributes:
         scheduler (`Scheduler`): Who waits and who runs.
         shares_forward (`bool`): Whether requests that run share one, whose cost depends on all of them.
-        num_reused (`int`): Prompt tokens whose keys and values were copied from another row.
+        num_reused (`int`): Prompt tokens whose keys and values another row had already.
     """
 
     scheduler: Scheduler[Ticket]
@@ -56,6 +56,10 @@ class RequestMemory(ABC):
     @abstractmethod
     def place(self, request: Request, running: list[Request]) -> None:
         """A request is about to begin."""
+
+    def next(self, running: list[Request]) -> Ticket | None:
+        """The next request that may begin beside these; it then counts as running, and is to be placed at once."""
+        return self.scheduler.next()
 
     def settle(self, request: Request) -> None:  # noqa: B027 (mostly nothing)
         """A request that was placed has begun."""

@@ -8,7 +8,7 @@ import numpy as np
 from ..candidates.base import TreeCandidateGenerator
 from ..target.rows import CacheRow
 
-_MIN_SHARED = 8  # tokens; below, copying is not worth the trouble
+_MIN_SHARED = 8  # tokens; below, copying is not worth the trouble (for sharing, see `shared_base`)
 
 
 class CachedText(NamedTuple):
@@ -33,7 +33,8 @@ class SharedPrefix(NamedTuple):
 
 class PrefixRows:
     """
-    Rows of a cache whose requests have ended, with the texts that they hold; those that were used last go last.
+    Rows of a cache whose requests have ended, with the texts that they hold; those that were used last go last. Those
+    in which others begin are not given up.
 
     Attributes:
         given_up (list of `CachedText`): Those that are gone, for whoever has to say so to their sources.
@@ -47,6 +48,9 @@ class PrefixRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __contains__(self, row: CacheRow) -> bool:
+        return row in self._rows
+
     @property
     def num_taken(self) -> int:
         """Tokens of the rows' slots."""
@@ -59,12 +63,13 @@ class PrefixRows:
 
     def covered(self) -> list[CacheRow]:
         """Rows whose texts are the beginnings of others'; each is named once."""
-        rows, self._covered = self._covered, set()
-        return [row for row in self._rows if row in rows]
+        rows = [row for row in self._rows if row in self._covered and not row.num_sharers]
+        self._covered = {row for row in self._covered if row.num_sharers}
+        return rows
 
-    def oldest(self) -> CacheRow:
-        """The row that has gone unused for longest."""
-        return next(iter(self._rows))
+    def oldest(self) -> CacheRow | None:
+        """The row that has gone unused for longest; None if others begin in all."""
+        return next((row for row in self._rows if not row.num_sharers), None)
 
     def of_sources(self) -> list[CacheRow]:
         """The rows beside which a source has kept something of its own, the oldest first."""
@@ -72,11 +77,12 @@ class PrefixRows:
 
     def old(self, num_young: int, num_tokens: int) -> list[CacheRow]:
         """The rows whose slots are for more than so many tokens, but for those that were used last."""
-        return [row for row in list(self._rows)[: max(len(self) - num_young, 0)] if row.stride > num_tokens]
+        rows = list(self._rows)[: max(len(self) - num_young, 0)]
+        return [row for row in rows if row.stride > num_tokens and not row.num_sharers]
 
     def all_but(self, row: CacheRow | None) -> list[CacheRow]:
         """The other rows; all if there is none such."""
-        return [other for other in self._rows if other is not row]
+        return [other for other in self._rows if other is not row and not other.num_sharers]
 
     def clear(self) -> list[CacheRow]:
         rows = list(self._rows)

@@ -49,13 +49,24 @@ class Scheduler(Generic[Item]):
         if self.running.pop(item, None) is None:
             self.waiting = deque(entry for entry in self.waiting if entry[0] is not item)
 
-    def next(self) -> Item | None:
-        """The next request if it can begin now; it then counts as running."""
-        if not self.waiting or len(self.running) == self.max_batch_size:
+    @property
+    def first(self) -> Item | None:
+        """The next request if it may begin now, as far as the number of requests goes."""
+        return self.waiting[0][0] if self.waiting and len(self.running) < self.max_batch_size else None
+
+    def next(self, num_shared: int = 0, num_held: int = 0) -> Item | None:
+        """
+        The next request if it can begin now; it then counts as running.
+
+        Args:
+            num_shared (`int`): Its first tokens that lie in the slot of another.
+            num_held (`int`): Tokens of slots of requests that run no more, in which running ones begin.
+        """
+        if self.first is None:
             return None
         item, num_tokens = self.waiting[0]
-        size = self.size(num_tokens)
-        if self.num_taken + size > self.max_tokens:
+        size = self.size(num_tokens - num_shared)
+        if self.num_taken + num_held + size > self.max_tokens:
             return None
         self.waiting.popleft()
         self.running[item] = size

@@ -211,8 +211,11 @@ class EngineRunner:
 
     def _admit(self) -> None:
         """Requests begin in the order in which they came, as long as there is room."""
-        self.memory.check_weights(self.loop.running)
-        while (ticket := self.memory.scheduler.next()) is not None:
+        try:
+            self.memory.check_weights(self.loop.running)
+        except Exception as error:
+            self._fail_running(error)
+        while (ticket := self.memory.next(self.loop.running)) is not None:
             now = time.perf_counter()
             ticket.output.lifespan, ticket.output.status = (now, -1), RequestStatus.PREFILLING
             self.seconds_waited += now - ticket.output.created_time
@@ -228,14 +231,8 @@ class EngineRunner:
     def _step(self) -> None:
         try:
             ended = self.loop.step()
-        except Exception as error:  # the forward failed, and nobody knows by whose fault
-            logger.warning(f"A step of the engine failed; the requests that ran in it end with an error: {error!r}")
-            for ticket in list(self.memory.scheduler.running):
-                if ticket.call.batch.is_reported:  # it had come to its end before
-                    self._finish(ticket)
-                else:
-                    self._on_failure(ticket.call, error)
-            self.memory.reset()
+        except Exception as error:
+            self._fail_running(error)
             return
         for call in ended:
             self._finish(self._tickets[call])
@@ -247,6 +244,16 @@ class EngineRunner:
                 ticket.output.first_token_time, ticket.output.status = now, RequestStatus.DECODING
             if ticket.is_streaming and ticket.request.num_generated:
                 self.results.put(self._snapshot(ticket))
+
+    def _fail_running(self, error: Exception) -> None:
+        """A forward has failed, and nobody knows by whose fault."""
+        logger.warning(f"A step of the engine failed; the requests that ran in it end with an error: {error!r}")
+        for ticket in list(self.memory.scheduler.running):
+            if ticket.call.batch.is_reported:  # it had come to its end before
+                self._finish(ticket)
+            else:
+                self._on_failure(ticket.call, error)
+        self.memory.reset()
 
     def _snapshot(self, ticket: Ticket) -> EngineOutput:
         """The output so far; what has been handed out does not change any more."""

@@ -48,6 +48,7 @@ class SimulatedForward:
 
     trees = True
     rotary = None  # texts of any length are reused: no embedding depends on it
+    shares_prefixes = False  # what is reused is copied
     taps = None  # there are no hidden states
 
     def __init__(self, cost: CostModel, clock: EventClock, end_id: int, call: int = TYPICAL_CALL):

@@ -1,22 +1,24 @@
 """Tree attention over the slot cache: packed queries in, padded `scaled_dot_product_attention`, packed output out."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .folding import fold, unfold, unpad
 from .layout import PaddedPart, StepLayout
-from .native.attention import MOST_WIDTH, SeenLines, can_attend, runs_of, thin_attention
+from .native.attention import can_attend, thin_attention
+from .seen_lines import is_thin, lines_of
+from .shared_attention import shared_attention
 from .varlen import is_trusted, judge, kind_of, varlen_attention
 
 PREFIX = "smartspec_tree_"
@@ -96,6 +98,9 @@ def packed_attention(
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
     """
+    if layout.shared:
+        assert window is None and softcap is None and bias is None, "such models share nothing (`shares_prefixes`)"
+        return shared_attention(packed, key, value, layout, scaling, dropout)
     is_plain = softcap is None and bias is None and not dropout
     kind = kind_of(packed, key, layout, window) if is_plain else None
     if kind is None:
@@ -122,43 +127,18 @@ def _masked_attention(
 ) -> torch.Tensor:
     """The same, by rectangles and masks."""
     is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value)
-    thin = [is_plain and _is_thin(part, window) for part in layout.parts]
+    thin = [is_plain and is_thin(part, window) for part in layout.parts]
     if all(thin):
-        return thin_attention(packed, key, value, _lines_of(layout, layout.parts, window), scaling)
+        return thin_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
     outputs = []
-    for part, is_thin in zip(layout.parts, thin):
+    for part, may_be_thin in zip(layout.parts, thin):
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
-        if is_thin:
-            outputs.append(thin_attention(own, key, value, _lines_of(layout, [part], window), scaling))
+        if may_be_thin:
+            outputs.append(thin_attention(own, key, value, lines_of(layout, [part], window), scaling))
             continue
         added = None if bias is None else bias(part)
-        outputs.append(_unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
+        outputs.append(unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _is_thin(part: PaddedPart, window: int | None) -> bool:
-    """Whether rows have few tokens, and what these see is told by columns: windows count positions."""
-    has_trees = part.tree_pairs is not None
-    told = not has_trees or (part.seen_nodes is not None and (window is None or window >= part.num_columns))
-    return told and part.width <= MOST_WIDTH
-
-
-def _lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:
-    """What the tokens of neighbouring parts see; found out once per step for every distinct window."""
-    first, last = parts[0].tokens.start, parts[-1].tokens.stop
-    key = first, last, window
-    if key not in layout.seen:
-        firsts, counts = layout.firsts[first:last], layout.columns[first:last] + 1
-        begins = np.zeros_like(counts) if window is None else np.maximum(counts - window, 0)
-        nodes = None
-        if any([part.seen_nodes is not None for part in parts]):
-            nodes = np.full((2, last - first), -1)
-            for part in parts:
-                if part.seen_nodes is not None:
-                    nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
-            nodes[0] += firsts
-        layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes)
-    return layout.seen[key]
 
 
 def attend_part(
@@ -178,14 +158,7 @@ def attend_part(
     """
     num_heads, kv_heads = packed.shape[1], key.shape[1]
     groups = num_heads // kv_heads
-    num_rows, width = part.num_rows, part.width
-    padded = _pad(packed, part)
-    if width == 1:
-        folded = padded.view(num_rows, kv_heads, groups, -1)
-    else:
-        # Grouped heads become further queries of their key/value head: nothing is repeated.
-        folded = padded.view(num_rows, width, kv_heads, groups, -1).transpose(1, 2)
-        folded = folded.reshape(num_rows, kv_heads, width * groups, -1)
+    folded = fold(packed, part, kv_heads)
     keys, values = part.view(key), part.view(value)
     mask = part.mask(window, groups, packed.dtype)
     if bias is not None:
@@ -195,9 +168,7 @@ def attend_part(
         output = _attention(folded, keys, values, mask, dropout, scaling)
     else:
         output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
-    if width > 1:
-        output = output.view(num_rows, kv_heads, width, groups, -1).transpose(1, 2)
-    return output.reshape(num_rows * width, num_heads, -1)
+    return unfold(output, part, num_heads)
 
 
 def _attention(
@@ -226,16 +197,6 @@ def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     if not layer_types or not isinstance(layer_idx, int):
         return argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
-
-
-def _pad(packed: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[tokens, ...]` -> `[rows * width, ...]`"""
-    return packed if part.gather is None else packed.index_select(0, part.gather)
-
-
-def _unpad(padded: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[rows * width, ...]` -> `[tokens, ...]`"""
-    return padded if part.scatter is None else padded.index_select(0, part.scatter)
 
 
 def _softcapped_attention(

@@ -36,6 +36,9 @@ TESTED_ENCODED_TYPES = frozenset("t5 mt5 umt5 t5gemma bart mbart whisper".split(
 # Likewise for those that run row by row. Models of other types are probed (`support.rowwise_obstacle`).
 TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm gpt_oss llama4_text t5 bart".split())
 
+# What configs call the reach of local attention.
+WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+
 
 def is_stateful(model: PreTrainedModel) -> bool:
     """

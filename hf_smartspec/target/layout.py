@@ -11,6 +11,7 @@ import torch
 from ..device import Wire
 from .kernels.trees import depths_of, lay_out
 from .rows import RowInput
+from .shared_prefix import SharedPart, shared_parts
 
 if TYPE_CHECKING:
     from .encoded.cross import CrossLayout
@@ -23,11 +24,11 @@ class StepLayout:
     """
     A packed forward of N tokens. It is laid out on the host, and then sent (`send`).
 
-    Token t of a row occupies column `row.length + t` of its slot.
+    Token t of a row occupies column `row.own + t` from its start: of its slot, where nothing is shared.
 
     Args:
         tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
-        firsts, columns (`np.ndarray` of shape `[N]`): The first line of each token's slot, and its column there.
+        firsts, columns (`np.ndarray` of shape `[N]`): Where each token's row starts, and its column from there.
         parts (list of `PaddedPart`): The rows as attention sees them, cut where padding would cost more than one more
             call of attention: between short contexts and long ones, and around prompts beside rows that decode.
         lines (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
@@ -35,6 +36,7 @@ class StepLayout:
         spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
         is_padded (`bool`): Behind its tokens, the last one comes again and again (`graphs.padding`).
         encoded (`EncodedStep`, *optional*): What the rows see of an encoder's outputs, where there is one.
+        shared (list of `SharedPart`): Beginnings that several rows see. Slots and columns are then those behind them.
     """
 
     sent: ClassVar = ("tokens", "positions", "lines", "kept")
@@ -49,10 +51,11 @@ class StepLayout:
     is_padded: bool = False
     encoded: "EncodedStep | None" = None
     seen: dict = field(default_factory=dict)  # what compiled attention has found out
+    shared: list[SharedPart] = field(default_factory=list)
 
-    def owners(self) -> "list[StepLayout | PaddedPart | Spans | CrossLayout]":
+    def owners(self) -> "list[StepLayout | PaddedPart | SharedPart | Spans | CrossLayout]":
         """All that has tensors to be sent."""
-        owners: list[StepLayout | PaddedPart | Spans | CrossLayout] = [self, *self.parts]
+        owners: list[StepLayout | PaddedPart | SharedPart | Spans | CrossLayout] = [self, *self.parts, *self.shared]
         if self.spans is not None:
             owners.append(self.spans)
         if self.encoded is not None:
@@ -211,8 +214,9 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
         parts.append(_build_part(group, slice(start, end), places, has_tree[first:last], rounding))
         start, first = end, last
     positions = places.positions
-    if any([item.row.position_offset for item in rows]):  # rotary positions only: windows and masks count tokens
-        positions = positions + np.repeat([item.row.position_offset for item in rows], counts)
+    offsets = [item.row.position_offset + item.row.lead for item in rows]
+    if any(offsets):  # embeddings only: windows and masks count columns
+        positions = positions + np.repeat(offsets, counts)
     return StepLayout(
         tokens=_tensor(tokens)[None],
         positions=_tensor(positions)[None],
@@ -220,6 +224,7 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
         columns=places.columns,
         lines=_tensor(places.firsts + places.columns),
         parts=parts,
+        shared=shared_parts(rows, counts) if any([item.row.lead for item in rows]) else [],
     )
 
 
@@ -230,8 +235,8 @@ def _tokens(item: RowInput) -> list[np.ndarray]:
 
 def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
     """Where every token stands if all drafts are chains: in the column of its position."""
-    firsts = np.array([item.row.line for item in rows])
-    columns = np.array([item.row.length + item.first_node for item in rows])
+    firsts = np.array([item.row.start for item in rows])
+    columns = np.array([item.row.own + item.first_node for item in rows])
     num = int(counts.sum())
     if num == len(rows):
         return _Tokens(firsts, np.zeros_like(firsts), columns, columns)
@@ -267,10 +272,10 @@ def _build_part(
     rounding: Rounding | None,
 ) -> PaddedPart:
     """One part, from where all tokens stand; corrects the positions of nodes of trees."""
-    first_line, stride = rows[0].row.line, rows[0].row.stride
+    first_line, stride = rows[0].row.start, rows[0].row.stride
     firsts, query, columns, positions = places.of(tokens)
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
-    num_columns = max([item.row.length + item.first_node + item.num_tokens for item in rows])
+    num_columns = max([item.row.own + item.first_node + item.num_tokens for item in rows])
     if rounding is not None:
         width, num_columns = rounding.tokens(width), min(rounding.columns(num_columns), stride)
     limits = columns + 1  # every token sees all columns up to its own
@@ -329,7 +334,7 @@ def _lay_out_trees(
     places = [
         (
             item.row.slot - first_slot,
-            item.row.length + len(item.feed),
+            item.row.own + len(item.feed),
             end - len(item.tree.tokens),
             len(item.feed) - item.first_node,
         )

@@ -18,6 +18,7 @@ from .layout import StepLayout
 from .ragged import ForwardSeries, PlannedForward, RaggedForward
 from .rotary import LengthwiseRotary, seen_lengths
 from .rows import RowInput
+from .shared_prefix import may_share
 
 if TYPE_CHECKING:
     from .written.decoder import WrittenDecoder
@@ -58,6 +59,14 @@ class PackedForward(RaggedForward):
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """
+        Whether rows may share their beginnings. On GPUs they do not: forwards are recorded and attend in other ways.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        return self.device.type == "cpu" and not self.rotary and may_share(config)
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)

@@ -14,6 +14,7 @@ from .layout import Rounding, StepLayout, build_layout, send
 from .native.attention import has_attention
 from .row_groups import arrange, call_columns, head_size, padded_context
 from .rows import CacheRow, RowInput
+from .shared_prefix import find_leads, leads_of
 from .slot_cache import SlotCache
 from .varlen import serves, spans_of
 
@@ -136,7 +137,8 @@ class RaggedForward(ABC):
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
         """The columns that attention reads in a step of one token a row; see `row_groups.padded_context`."""
         if self._takes_spans or self._is_thin:  # which read each row's own, in one call
-            return sum([row.length for row in rows])
+            find_leads(rows)
+            return sum([row.own for row in rows]) + sum([length for _, length in leads_of(rows)])
         return padded_context(rows, self._call)
 
     @property
@@ -170,6 +172,7 @@ class RaggedForward(ABC):
         """The rows in the order of their tokens, and where these stand."""
         needs = [item.row.length + len(item.feed) + len(item.tree.tokens) for item in inputs]
         self.cache.reserve([item.row for item in inputs], needs)
+        find_leads([item.row for item in inputs])
         groups = arrange(inputs, self._call)
         layout = build_layout(groups, rounding)
         if self._takes_spans:
@@ -199,10 +202,11 @@ class RaggedForward(ABC):
 
     def _chunk(self, inputs: list[RowInput]) -> int:
         """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
+        find_leads([item.row for item in inputs])
         sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
         for item in inputs:
             size = sizes.setdefault(item.row.origin, [0, 0])
-            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.length + len(item.feed))
+            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.own + len(item.feed))
         columns = sum([rows * longest for rows, longest in sizes.values()])
         return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from .compat import shared_value
 from .kernels.groups import cheapest_split
+from .shared_prefix import find_leads, leads_of
 
 if TYPE_CHECKING:
     from .rows import CacheRow, RowInput
@@ -42,7 +43,7 @@ def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
     if len(rows) == 1:
         return [list(rows)]
     rows = sorted(rows, key=_line_of_row)
-    columns = [item.row.length + item.first_node + item.num_tokens for item in rows]
+    columns = [item.row.own + item.first_node + item.num_tokens for item in rows]
     runs = runs_of([item.row for item in rows], columns, [item.num_tokens for item in rows], call)
     return [rows[run] for run in runs]
 
@@ -50,23 +51,25 @@ def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
 def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
     """
     N_context of a step in which each row brings one token: the committed tokens that its parts read, padding included,
-    and `call` for every part but the first.
+    and `call` for every part but the first. What several rows share is read once, by a call of its own.
     """
     if not rows:
         return 0
-    if len(rows) == 1:
+    if len(rows) == 1 and rows[0].base is None:
         return rows[0].length
+    find_leads(rows)
     rows = sorted(rows, key=_line)
-    lengths = [row.length for row in rows]
+    lengths = [row.own for row in rows]
     runs = runs_of(rows, [length + 1 for length in lengths], [1] * len(rows), call)
     context = sum([(rows[run.stop - 1].slot - rows[run.start].slot + 1) * max(lengths[run]) for run in runs])
-    return context + call * (len(runs) - 1)
+    leads = leads_of(rows)
+    return context + sum(length for _, length in leads) + call * (len(runs) + len(leads) - 1)
 
 
 def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
-    """As `split`, for rows in the order of their lines: those of a slab by themselves."""
+    """As `split`, for rows in the order of their lines: those of a slab that start alike by themselves."""
     slots = [row.slot for row in rows]
-    if rows[0].origin == rows[-1].origin:
+    if rows[0].origin == rows[-1].origin and not any([row.lead for row in rows]):
         return split(slots, columns, widths, call)
     origins, runs = [row.origin for row in rows], []
     starts = [number for number in range(len(rows)) if not number or origins[number] != origins[number - 1]]

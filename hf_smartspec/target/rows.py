@@ -20,6 +20,9 @@ class CacheRow:
     The lengths are for rotary embeddings that depend on that of the text: plain decoding takes the longest row's
     (`rotary.seen_lengths`).
 
+    A row may share its beginning with others: its first `shared` tokens then lie in the slot of its `base`, and its own
+    slot holds those behind them (`shared_prefix`).
+
     Args:
         ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
         least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
@@ -28,6 +31,9 @@ class CacheRow:
         in_one_piece (`bool`): Its prompt must not be spread over several forwards.
         line, stride (`int`): The first line of the slot in the cache's memory, and the lines of each of its slab's.
             Where not given, the slots are in one slab, and of any length.
+        base (`CacheRow`, *optional*), shared (`int`): Whose first tokens are this row's, and how many.
+        num_sharers (`int`): Rows whose base this one is: it must not go, nor be cut below what they share.
+        lead (`int`): The first tokens, which the step that is laid out reads for several rows at once.
     """
 
     slot: int
@@ -40,15 +46,34 @@ class CacheRow:
     in_one_piece: bool = False
     line: int = -1
     stride: int = 2**32
+    base: "CacheRow | None" = None
+    shared: int = 0
+    num_sharers: int = 0
+    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.line < 0:
             self.line = self.slot * self.stride
 
     @property
+    def num_held(self) -> int:
+        """Tokens in the row's own slot, draft nodes included."""
+        return self.length - self.shared + self.num_nodes
+
+    @property
+    def start(self) -> int:
+        """The line of the first token that the row's attention reads for itself."""
+        return self.line + self.lead - self.shared
+
+    @property
+    def own(self) -> int:
+        """Committed tokens from there on."""
+        return self.length - self.lead
+
+    @property
     def origin(self) -> int:
-        """The first line of the slab."""
-        return self.line - self.slot * self.stride
+        """Where the slab would begin if all of its rows began as this one does, in lines."""
+        return self.start - self.slot * self.stride
 
     def is_due(self, length: int) -> bool:
         """Whether the row's keys and values must be computed anew before those of a text of so many tokens."""

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..device import to_device
 from .layout import StepLayout
 from .rows import CacheRow
+from .shared_prefix import pieces_of
 from .slabs import Slabs, slot_size
 
 
@@ -81,7 +82,7 @@ class SlotCache(Cache):
     A cache of ragged rows. Each has a slot of its own, as long as it needs, in one range of lines; rows with slots of
     one size are neighbours (`slabs`), so that attention reads them as one view of memory. A row that outgrows its slot
     moves alone. Only when no free range is long enough, all rows are laid out afresh: within the memory that is there,
-    as long as they take up little of it or it may not grow, else in larger memory.
+    as long as they take up little of it or it may not grow, else in larger memory. Rows may begin in another's slot.
 
     Args:
         num_slots, capacity (`int`): Room to begin with: so many slots of so many lines, for rows of which no length is
@@ -165,19 +166,26 @@ class SlotCache(Cache):
 
     # Rows
 
-    def add(self, num_tokens: int | None = None) -> CacheRow:
+    def add(self, num_tokens: int | None = None, base: CacheRow | None = None, shared: int = 0) -> CacheRow:
         """
-        A new empty row, with a slot for as many tokens as it will have, if that is known.
+        A new row, with a slot for as many tokens as it will have, if that is known.
+
+        Args:
+            base (`CacheRow`, *optional*), shared (`int`): Whose first tokens are the row's, too, and how many. They
+                stay where they are: the slot is for those behind them. A row that has a base itself cannot be one.
 
         Raises:
             MemoryError: if there is no room for it beside the others within `most_lines`.
         """
-        capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens)
+        capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - shared)
         if not self.has_room(capacity):
             raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.most_lines}.")
-        row = CacheRow(0, line=0, stride=capacity)
+        row = CacheRow(0, shared, line=0, stride=capacity, base=base, shared=shared, lead=shared)
         if not self.slabs.add(row, capacity):
             self._lay_out({row: capacity})
+        if base is not None:
+            assert base.base is None and shared <= base.length, "bases hold what is shared"
+            base.num_sharers += 1
         return row
 
     def slot_size(self, num_tokens: int) -> int:
@@ -198,16 +206,23 @@ class SlotCache(Cache):
         return self.most_lines is None or self.num_lines < self.most_lines
 
     def remove(self, row: CacheRow) -> None:
-        """Gives up a row; another of its size takes its place."""
+        """Gives up a row, which nobody shares; another of its size takes its place."""
+        assert not row.num_sharers, "others begin in its slot"
+        self._leave(row)
+        if row.base is not None:
+            row.base.num_sharers -= 1
+
+    def _leave(self, row: CacheRow) -> None:
+        """The row's slot is free."""
         successor = self.slabs.successor(row)
         if successor is not row:
-            self.copy(successor, row, successor.length + successor.num_nodes)
+            self._copy_lines(successor.line, row.line, successor.num_held)
         self.slabs.remove(row, successor)
 
     def swap(self, row: CacheRow, other: CacheRow) -> None:
         """Exchanges two rows' slots, which are equally long, content included."""
         assert row.stride == other.stride, "slots of one size"
-        length = max(row.length + row.num_nodes, other.length + other.num_nodes)
+        length = max(row.num_held, other.num_held)
         for memory in self._memories():
             first, second = memory[row.line : row.line + length], memory[other.line : other.line + length]
             saved = first.clone()
@@ -229,8 +244,9 @@ class SlotCache(Cache):
 
     def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:
         """Makes room for rows of so many tokens each: those that have too little move."""
-        self._most_columns = max([self._most_columns, *num_tokens])
-        outgrown = [(row, need) for row, need in zip(rows, num_tokens) if need > row.stride]
+        needs = [num - row.shared for row, num in zip(rows, num_tokens)]
+        self._most_columns = max([self._most_columns, *needs])
+        outgrown = [(row, need) for row, need in zip(rows, needs) if need > row.stride]
         if outgrown:
             self._enlarge({row: max(need, self.slot_size(need)) for row, need in outgrown})
 
@@ -245,17 +261,21 @@ class SlotCache(Cache):
             place = CacheRow(0, line=0, stride=capacity)
             if not self.slabs.add(place, capacity):
                 return self._lay_out(capacities)
-            self.copy(row, place, row.length + row.num_nodes)
-            self.remove(row)
+            self._copy_lines(row.line, place.line, row.num_held)
+            self._leave(row)
             self.slabs.of(place).put(place.slot, row)
             del capacities[row]
         return None
 
     def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
-        """Copies the first `length` tokens of one row to another."""
-        if length:
+        """Copies the first `length` tokens of one row to another, which has those of its base already."""
+        for first, end, line in pieces_of(source, target.shared, length):
+            self._copy_lines(line, target.line + first - target.shared, end - first)
+
+    def _copy_lines(self, source: int, target: int, number: int) -> None:
+        if number:
             for memory in self._memories():
-                memory[target.line : target.line + length] = memory[source.line : source.line + length]
+                memory[target : target + number] = memory[source : source + number]
 
     # Memory
 
@@ -272,7 +292,7 @@ class SlotCache(Cache):
         capacities = {row: row.stride for row in self.rows} | capacities
         slabs = Slabs.laid_out(capacities, num_lines or self._enough(sum(capacities.values())))
         moves = [
-            (row.line, slab.start + slot * slab.capacity, row.length + row.num_nodes)
+            (row.line, slab.start + slot * slab.capacity, row.num_held)
             for slab in slabs.items
             for slot, row in enumerate(slab.rows)
         ]
@@ -329,10 +349,11 @@ class SlotCache(Cache):
         """
         sources, targets = [], []
         for row, path in zip(rows, paths):
+            end = row.line + row.length - row.shared
             for target, node in enumerate(path):
                 if node != target:
-                    sources.append(row.line + row.length + node)
-                    targets.append(row.line + row.length + target)
+                    sources.append(end + node)
+                    targets.append(end + target)
             row.length, row.num_nodes = row.length + len(path), 0
         if sources:
             device = self.layers[0].keys.device
@@ -354,7 +375,8 @@ class SlotCache(Cache):
                 padded = memory.new_zeros(len(rows), memory.shape[1], total_length, memory.shape[2])
                 for number, (row, targets) in enumerate(zip(rows, columns)):
                     length = min(row.length, len(targets))
-                    padded[number, :, targets[:length]] = memory[row.line : row.line + length].transpose(0, 1)
+                    for first, end, line in pieces_of(row, 0, length):
+                        padded[number, :, targets[first:end]] = memory[line : line + end - first].transpose(0, 1)
                 states.append(padded)
             cache.update(states[0], states[1], index)
         return cache

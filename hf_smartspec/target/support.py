@@ -13,9 +13,6 @@ from .twin import TWIN_REACH, borders, small_twin
 
 Way = type[PackedForward] | type[RowwiseForward]
 
-# What configs call the reach of local attention.
-WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
-
 _SMALL = 5_000_000  # parameters of models that are probed behind their own borders, where these are near
 _NEAR = 32  # tokens
 _SHORT = 6  # tokens behind the prompts of short texts

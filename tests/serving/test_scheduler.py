@@ -63,3 +63,16 @@ def test_a_long_request_takes_no_more_room_than_it_needs():
     while scheduler.next() is not None:
         pass
     assert list(scheduler.running.values()) == [8192, *[256] * 31]
+
+
+def test_what_is_shared_counts_with_whom_it_lies():
+    """And goes on to count when that one has ended, as long as it is held."""
+    scheduler = Scheduler(4, 1024 + 64)
+    for item, size in (("base", 1000), ("sharer", 1010), ("other", 60)):
+        scheduler.add(item, size)
+    assert scheduler.next() == "base" and scheduler.running["base"] == 1024
+    assert scheduler.first == "sharer" and scheduler.next() is None
+    assert scheduler.next(num_shared=960) == "sharer" and scheduler.running["sharer"] == 64
+    scheduler.remove("base")
+    assert scheduler.next(num_held=1024) is None
+    assert scheduler.next() == "other" and scheduler.first is None

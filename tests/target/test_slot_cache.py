@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from hf_smartspec.target.layout import build_layout
 from hf_smartspec.target.rows import CacheRow, RowInput
+from hf_smartspec.target.shared_prefix import find_leads
 from hf_smartspec.target.slot_cache import SlotCache
 
 from ..strategies import path_to, trees
@@ -23,8 +24,11 @@ def lay_out(cache: SlotCache, rows: list[RowInput]) -> None:
 
 
 def held(memory: torch.Tensor, row: CacheRow, length: int) -> torch.Tensor:
-    """The first tokens of a row, `[heads, length, head_dim]`."""
-    return memory[row.line : row.line + length].transpose(0, 1)
+    """The first tokens of a row, `[heads, length, head_dim]`: those of its base, and those in its own slot."""
+    lines = [row.line + token - row.shared for token in range(length)]
+    if row.base is not None:
+        lines[: row.shared] = [row.base.line + token for token in range(min(row.shared, length))]
+    return memory[lines].transpose(0, 1)
 
 
 def states(stamps: list[int], dim: int, layer: int) -> torch.Tensor:
@@ -57,10 +61,28 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         self.texts[row] = []
         assert row.stride >= (num_tokens or 4)
 
+    @rule(data=st.data(), num_tokens=st.none() | st.integers(40, 200))
+    @precondition(lambda self: len(self.texts) < 6 and any(self.texts.values()))
+    def begin_alike(self, data, num_tokens):
+        """A row that shares another's beginning, or has a copy of it, or shares some and has a copy of more."""
+        base = self._pick(data, [row for row, text in self.texts.items() if text and row.base is None])
+        text = self.texts[base]
+        shared = data.draw(st.integers(0, len(text)), label="shared")
+        alike = [row for row in self.texts if self.texts[row][:shared] == text[:shared] and self.texts[row]]
+        source = self._pick(data, alike)
+        length = data.draw(st.integers(shared, len(self.texts[source])), label="length")
+        num_taken, num_tokens = self.cache.num_taken, num_tokens and max(num_tokens, length)
+        row = self.cache.add(num_tokens, base, shared) if shared else self.cache.add(num_tokens)
+        assert self.cache.num_taken - num_taken == row.stride >= (num_tokens or 0) - shared
+        self.cache.reserve([row], [length])
+        self.cache.copy(source, row, length)
+        row.length, self.texts[row] = length, self.texts[source][:length]
+
     @rule(data=st.data())
     @precondition(lambda self: self.texts)
     def remove(self, data):
-        row = self._pick(data, self.texts)
+        """Rows that nobody shares; there is one, since bases have none themselves."""
+        row = self._pick(data, [row for row in self.texts if all(other.base is not row for other in self.texts)])
         self.cache.remove(row)
         del self.texts[row]
         self.trees.pop(row, None)
@@ -99,6 +121,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
             self.texts[row] += feed
             self.trees[row] = (tree, nodes)
         self.cache.reserve(chosen, [row.length + 4 + 5 for row in chosen])
+        find_leads(chosen)
         inputs.sort(key=lambda item: item.row.line)
         stamps = [stamp for item in inputs for stamp in self._brought(item)]
         lay_out(self.cache, inputs)
@@ -135,13 +158,14 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         row = self._pick(data, self.texts)
         before = row.stride
         self.cache.reserve([row], [num_tokens])
-        assert row.stride >= num_tokens and (row.stride == before or num_tokens > before)
+        num_own = num_tokens - row.shared
+        assert row.stride >= num_own and (row.stride == before or num_own > before)
 
     @rule(data=st.data(), more=st.integers(0, 40))
     @precondition(lambda self: self.texts)
     def resize(self, data, more):
         row = self._pick(data, self.texts)
-        self.cache.resize(row, max(row.length + row.num_nodes, 1) + more)
+        self.cache.resize(row, max(row.length - row.shared + row.num_nodes, 1) + more)
 
     @rule(num_lines=st.integers(0, 200))
     @precondition(lambda self: self.texts)
@@ -156,7 +180,8 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         for row, text in self.texts.items():
             assert row.length == len(text)
             expected = text + (self.trees[row][1] if row in self.trees else [])
-            assert len(expected) <= row.stride
+            assert len(expected) - row.shared <= row.stride
+            assert row.num_sharers == sum(other.base is row for other in self.texts)
             for index, layer in enumerate(self.cache.layers):
                 for memory, dim in ((layer.keys, KEY_DIM), (layer.values, VALUE_DIM)):
                     assert len(memory) == self.cache.num_lines
@@ -194,8 +219,8 @@ def test_a_row_that_outgrows_its_slot_moves_alone():
     cache.reserve(rows, [30, 96])
     assert [row.stride for row in rows] == [100, 100]
     copied = []
-    copy = cache.copy
-    cache.copy = lambda *args: copied.append(args[2]) or copy(*args)
+    copy = cache._copy_lines
+    cache._copy_lines = lambda *args: copied.append(args[2]) or copy(*args)
     first = rows[0].line
     cache.resize(rows[1], 64)
     assert copied == [7] and rows[0].line == first

@@ -62,7 +62,12 @@ def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) 
 
 
 def thin_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lines: SeenLines, scale: float | None = None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lines: SeenLines,
+    scale: float | None = None,
+    lses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention of tokens, each over neighbouring lines, where `can_attend` says so.
@@ -72,6 +77,7 @@ def thin_attention(
         keys, values (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Of all rows.
         lines (`SeenLines`): What the tokens see.
         scale (`float`, *optional*): Of scores, above 0; `head_dim ** -0.5` where not given.
+        lses (`torch.Tensor` of shape `[N, heads]`, float32, *optional*): Gets the log-sum-exps of scores.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
@@ -89,7 +95,7 @@ def thin_attention(
     arguments = _Arguments(
         0, 0, len(runs) - 1, runs.ctypes.data, parts, kv_heads, heads // kv_heads, size, firsts.ctypes.data,
         counts.ctypes.data, *bits, queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
-        scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
+        0 if lses is None else lses.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
     )  # fmt: skip
     run(_CODE[queries.dtype].address, ctypes.addressof(arguments), num_threads)
     return outputs

@@ -9,12 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_smartspec
 from hf_smartspec.target import attention as attention_module
-from hf_smartspec.target.attention import _lines_of, _masked_attention
+from hf_smartspec.target.attention import _masked_attention
 from hf_smartspec.target.layout import build_layout
 from hf_smartspec.target.native import attention
 from hf_smartspec.target.native.attention import SeenLines, can_attend, has_attention, runs_of, thin_attention
 from hf_smartspec.target.row_groups import arrange
 from hf_smartspec.target.rows import CacheRow, RowInput
+from hf_smartspec.target.seen_lines import lines_of
 
 from ...models import new_model
 from ...strategies import trees
@@ -57,9 +58,14 @@ def test_results_are_those_of_torch(kv_heads, groups, size, dtype):
     keys, values = (numbers(5 * _STRIDE + shift, kv_heads, size).to(dtype)[shift:] for shift in (0, 1))
     queries = numbers(6, kv_heads * groups, size).to(dtype)
     for scale in (None, 0.3):
-        found = thin_attention(queries, keys, values, lines, scale)
+        lses = torch.empty(6, kv_heads * groups)
+        found = thin_attention(queries, keys, values, lines, scale, lses)
         assert found.dtype == dtype
         assert_close(found, by_masks(queries, keys, values, lines, scale), dtype)
+        for token, (first, count) in enumerate(zip(lines.firsts, counts)):
+            own = keys[first : first + count].double().repeat_interleave(groups, 1)
+            scores = torch.einsum("hd,lhd->hl", queries[token].double(), own) * (scale or size**-0.5)
+            assert_close(lses[token], scores.logsumexp(dim=1), dtype)
 
 
 @st.composite
@@ -91,7 +97,7 @@ def test_a_steps_rows_see_what_masks_let_them_see(rows, window, dtype):
 def test_a_tokens_result_does_not_depend_on_the_others(dtype):
     """Bit by bit: neither on who is computed with it, nor on the number of threads."""
     layout = build_layout([[RowInput(CacheRow(0, length=70, stride=_STRIDE), np.zeros(14, np.int64))]])
-    lines = _lines_of(layout, layout.parts, None)
+    lines = lines_of(layout, layout.parts, None)
     assert np.diff(lines.runs).tolist() == [7, 7]
     queries = numbers(14, 6, 64).to(dtype)
     keys, values = (numbers(_STRIDE + shift, 2, 64).to(dtype)[shift:] for shift in (0, 1))

@@ -1,5 +1,7 @@
 """Attention of a few tokens, each over neighbouring lines of keys and values."""
 
+from math import log
+
 import numpy as np
 
 from ....jit import callback, inner
@@ -15,15 +17,16 @@ from .tiles import MOST_SUMS, add_weighted, num_lanes, tile
 # firsts, counts: addresses of int64 `[tokens]`, the first line that each token sees and how many there are to its own.
 # nodes, bits: 0, or addresses of int64 `[tokens]`: a line from which on a token sees those of its bits only.
 # queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
+# lses: 0, or the address of float32 `[tokens, heads]`, which get log-sum-exps.
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits queries keys values outputs "
-    "scratch scratch_size scale".split()
+    "lses scratch scratch_size scale".split()
 )
 (
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _QUERIES,
-    _KEYS, _VALUES, _OUTPUTS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
-) = range(19)  # fmt: skip
+    _KEYS, _VALUES, _OUTPUTS, _LSES, _SCRATCH, _SCRATCH_SIZE, _SCALE,
+) = range(20)  # fmt: skip
 MOST_TOKENS = 8  # of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
 _ROWS, _MOST_QUERIES = (4, 6) if num_lanes() == 16 else (3, 4)  # of a tile
@@ -115,13 +118,17 @@ def _attend(a, run, begin, end, scale, queries, keys, values, results):
                 _score(a, token, head, low, high, last, num, queries, keys, own)
     for token in range(first_token, last_token):
         start = (token - first_token) * (end - begin) * groups
-        for query in range(start, start + (end - begin) * groups):
-            own = ahead(scores, query * num + firsts[token] - first)
+        for query in range((end - begin) * groups):
+            own = ahead(scores, (start + query) * num + firsts[token] - first)
             _hide(a, token, own, _UNLIKELY)
-            share = _exponentiate(own, counts[token], scale)
+            highest, total = _exponentiate(own, counts[token], scale)
+            share = _ONE / np.float32(total)
             for line in range(counts[token]):
                 own[line] *= share
             _hide(a, token, own, _ZERO)
+            if a[_LSES]:
+                place = (token * a[_KV_HEADS] + begin) * groups + query
+                float32_at(a[_LSES])[place] = np.float32(highest * scale + log(total))
     for index in range(num_queries * size):
         results[index] = _ZERO
     for block in range(first, last, _BLOCK):
@@ -176,7 +183,7 @@ def _add(a, head, low, high, num, weights, values, sums):
 
 @inner
 def _exponentiate(scores, num, scale):
-    """Scores become exponentials of what they are less than the highest, scaled; returns one by their sum."""
+    """Scores become exponentials of what they are less than the highest, scaled; returns that and their sum."""
     highest = scores[0]
     for line in range(1, num):
         highest = max(highest, scores[line])
@@ -185,7 +192,7 @@ def _exponentiate(scores, num, scale):
     total = 0.0
     for line in range(num):
         total += scores[line]
-    return _ONE / np.float32(total)
+    return highest, total
 
 
 @inner
