@@ -10,7 +10,7 @@ from ..target.rows import CacheRow
 from .prefix_cache import num_shared
 
 # Measured on CPUs: two more calls in every layer take as long as it takes to read so many columns.
-LEAST_SAVED = 1024  # columns that need not be read, since they are for other running requests
+LEAST_SAVED = 3072  # columns that need not be read, since they are for other running requests
 LEAST_SHARED = 256  # tokens
 _STEP = 64  # so that prompts that go on alike by chance share as much as others do
 _JOINED = 2  # what others share already is worth so many times as much

@@ -19,10 +19,10 @@ from ..strategies import path_to, trees
 
 TEXT = np.random.default_rng(0).integers(3, VOCAB_SIZE, 60)
 MODELS = {  # a decoder that is written out, its own forward, and one that counts positions by itself
-    "written out": (shared_model("llama", dtype=torch.float64), packed_forward, 1e-9),
-    "llama": (shared_model("llama", dtype=torch.float64), PackedForward, 1e-9),
-    "opt": (shared_model("opt", dtype=torch.float64), PackedForward, 1e-9),
-    "compiled attention": (new_model("llama", head_dim=16), packed_forward, 1e-5),  # float32
+    "written out": (lambda: shared_model("llama", dtype=torch.float64), packed_forward, 1e-9),
+    "llama": (lambda: shared_model("llama", dtype=torch.float64), PackedForward, 1e-9),
+    "opt": (lambda: shared_model("opt", dtype=torch.float64), PackedForward, 1e-9),
+    "compiled attention": (lambda: new_model("llama", head_dim=16), packed_forward, 1e-5),  # float32
 }
 
 
@@ -44,7 +44,8 @@ def logits_of(forward: PackedForward, rows: list[CacheRow], fed: list, drafts: l
 @given(data=st.data())
 def test_rows_that_share_compute_what_whole_rows_do(name, data):
     """Of one base or two, of which they share more or less, with prompts and trees; the bases run with them or not."""
-    model, make, error = MODELS[name]
+    build, make, error = MODELS[name]
+    model = build()
     with torch.no_grad():
         forward, plain = make(model), make(model)
         lengths = data.draw(st.lists(st.integers(5, 60), min_size=1, max_size=2), label="bases")
