@@ -205,7 +205,7 @@ def test_a_fatal_error_is_shown(model, manager, monkeypatch):
     def fail(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(manager.engine._memory, "check_weights", fail)
+    monkeypatch.setattr(manager.engine._memory, "next", fail)
     output = manager.get_result(manager.add_request(PROMPT), timeout=TIMEOUT)
     assert "no room" in output.error
     manager.join(0.0)
