@@ -29,7 +29,8 @@ class Forest:
         self.probs = np.empty(self.num_nodes, np.float32)
         if self.num_nodes:
             np.concatenate([tree.parents for tree in self.trees], out=self.parents, casting="same_kind")
-            np.concatenate([tree.probs for tree in self.trees], out=self.probs, casting="same_kind")
+            with np.errstate(over="ignore"):  # whatever is above 1 is 1
+                np.concatenate([tree.probs for tree in self.trees], out=self.probs, casting="same_kind")
             if not flatten(self.sizes, self.row, self.parents, self.depths, self.probs):
                 raise ValueError("Every parent must stand before its child.")
 
