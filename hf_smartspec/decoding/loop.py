@@ -68,8 +68,8 @@ class DecodingLoop:
 
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""
-        self.drafting.learn()
         self.calls.append(call)
+        self.drafting.learn()
         self.drafting.sources.choose(call)
         if call.encoder_inputs is not None:
             self.drafting.sources.encode(call)

@@ -88,7 +88,8 @@ class EngineMemory(RequestMemory):
         first, num_shared = self.scheduler.first, 0
         if first is not None:
             num_shared = self._base(first.request, running).length
-            if num_shared < self._base(first.request, running, is_read=False).length:
+            reading = any([not request.tokens for request in running])
+            if reading and num_shared < self._base(first.request, running, is_read=False).length:
                 return None
         return self.scheduler.next(num_shared, sum(row.stride for row in self._held(running)))
 
@@ -114,12 +115,20 @@ class EngineMemory(RequestMemory):
         if shared is not None and not self._agrees(shared, request):
             shared = None
         row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
-        if shared is not None and shared.row in self.cache.rows:  # else it had to give way to what is not shared
+        shared = self._left_of(shared)
+        if shared is not None:
             if shared.row is not row:
                 with self._removed_on_failure(row):
                     self.cache.copy(shared.row, row, shared.length)
             row.length, request.shares_with = shared.length, shared.request_id
         request.row = row
+
+    def _left_of(self, shared: SharedPrefix | None) -> SharedPrefix | None:
+        """If the row had to give way, what is still there of the one that it began in."""
+        if shared is None or shared.row in (rows := self.cache.rows):
+            return shared
+        base = shared.row.base
+        return SharedPrefix(base, min(shared.length, shared.row.shared)) if base is not None and base in rows else None
 
     @contextmanager
     def _removed_on_failure(self, row: CacheRow) -> Iterator[None]:
@@ -151,7 +160,8 @@ class EngineMemory(RequestMemory):
         capacity = self.cache.slot_size(num_tokens - base.length)
         while (row := self._in_the_way(capacity)) is not None:
             self.prefixes.give_up([row])
-            if shared is not None and row is shared.row and base.row is None:
+            # A row that begins in another's slot says nothing of a beginning that is not this.
+            if shared is not None and row is shared.row and base.row is row.base is None:
                 row.length = shared.length
                 with self._removed_on_failure(row):
                     self.cache.resize(row, capacity)

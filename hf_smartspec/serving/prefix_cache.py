@@ -64,8 +64,9 @@ class PrefixRows:
     def covered(self) -> list[CacheRow]:
         """Rows whose texts are the beginnings of others'; each is named once."""
         rows = [row for row in self._rows if row in self._covered and not row.num_sharers]
-        self._covered = {row for row in self._covered if row.num_sharers}
-        return rows
+        self._covered = {row for row in self._covered if row.num_sharers and row in self._rows}
+        kept = {row: text for row, text in self._rows.items() if row not in rows}  # what covered them may be gone
+        return [row for row in rows if any(_is_covered(self._rows[row], text) for text in kept.values())]
 
     def oldest(self) -> CacheRow | None:
         """The row that has gone unused for longest; None if others begin in all."""

@@ -277,7 +277,8 @@ def _build_part(
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
     num_columns = max([item.row.own + item.first_node + item.num_tokens for item in rows])
     if rounding is not None:
-        width, num_columns = rounding.tokens(width), min(rounding.columns(num_columns), stride)
+        width = rounding.tokens(width)
+        num_columns = min(rounding.columns(num_columns), stride - (rows[0].row.lead - rows[0].row.shared))
     limits = columns + 1  # every token sees all columns up to its own
     lines = (firsts - first_line) // stride * width + query  # of the padded batch
     is_padded = len(lines) != num_rows * width

@@ -131,7 +131,8 @@ class RaggedForward(ABC):
         self.cache.compact(rows)
 
     def cut(self, row: CacheRow, length: int) -> None:
-        """Takes a row back to its first `length` tokens."""
+        """Takes a row back to its first `length` tokens, what it shares with others among them."""
+        assert length >= row.shared, "what is shared lies in another row"
         row.length, row.num_nodes = length, 0
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:

@@ -180,11 +180,11 @@ class SlotCache(Cache):
         capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - shared)
         if not self.has_room(capacity):
             raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.most_lines}.")
+        assert base is None or (base.base is None and shared <= base.length), "bases hold what is shared"
         row = CacheRow(0, shared, line=0, stride=capacity, base=base, shared=shared, lead=shared)
         if not self.slabs.add(row, capacity):
             self._lay_out({row: capacity})
         if base is not None:
-            assert base.base is None and shared <= base.length, "bases hold what is shared"
             base.num_sharers += 1
         return row
 

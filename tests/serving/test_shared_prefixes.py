@@ -9,6 +9,7 @@ import torch
 
 from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, SmartSpecConfig
 from hf_smartspec.candidates.base import NoCandidates
+from hf_smartspec.goodput import FixedLength
 from hf_smartspec.serving import shared_base
 from hf_smartspec.target import attention, shared_attention, slot_cache
 from hf_smartspec.target.native.attention import has_attention
@@ -234,6 +235,52 @@ def test_what_requests_that_come_together_begin_with_is_read_once(model, togethe
             assert engine._memory.num_reused - reused >= (8 - is_cancelled) * len(PREFIX)
             check_rows(engine)
     assert max(num for parts in together for _, num in parts) >= 9
+
+
+@pytest.mark.parametrize("num_alike", [12, 20, 60, 89])
+def test_a_kept_sharer_is_no_place_for_a_prompt_that_begins_otherwise(model, together, num_alike):
+    """Memory is full when it comes, and the row that has least of it in common with others begins in another's."""
+    rng = np.random.default_rng(num_alike)
+
+    def others(num: int) -> list[int]:
+        return rng.integers(3, VOCAB_SIZE, num).tolist()
+
+    base, stranger = Asked(FIRST, LONG | {"max_new_tokens": 80}), Asked(others(140), LONG | {"max_new_tokens": 40})
+    kept = Asked(PREFIX + others(210), LONG | {"max_new_tokens": 1})
+    last = Asked(PREFIX[:num_alike] + others(190), LONG | {"max_new_tokens": 20})
+    with Engine(model, "none", max_kv_bytes=640 * BYTES_PER_TOKEN) as engine:
+        names = [begin(engine, base)]
+        names += [engine.add_request(asked.prompt, **asked.arguments) for asked in (kept, stranger, last)]
+        for asked, name in zip((base, kept, stranger, last), names):
+            end(engine, model, asked, name)
+        check_rows(engine)
+    assert any(together)
+
+
+def test_memory_stays_within_its_bound_where_a_kept_sharer_would_be_used_again(model, together):
+    runs = Asked(np.random.default_rng(1).integers(3, VOCAB_SIZE, 60).tolist(), LONG | {"max_new_tokens": 600})
+    base, kept = Asked(FIRST, LONG | {"max_new_tokens": 80}), Asked([*PREFIX, 7, 7], LONG | {"max_new_tokens": 4})
+    again = Asked([*PREFIX, 7, 7, 5, 9, 4], LONG | {"max_new_tokens": 80})
+    with Engine(model, "none", max_kv_bytes=1000 * BYTES_PER_TOKEN) as engine:
+        first, name = begin(engine, runs), begin(engine, base)
+        end(engine, model, kept, engine.add_request(kept.prompt, **kept.arguments))
+        end(engine, model, base, name)
+        end(engine, model, again, engine.add_request(again.prompt, **again.arguments))
+        assert engine._memory.cache.num_lines <= 1000
+        engine.cancel_request(first)
+    assert any(together)
+
+
+def test_early_exit_drafts_for_rows_that_begin_in_others(model, together):
+    base, sharer = Asked(FIRST, LONG), Asked([*PREFIX, 7, 7], LONG | {"max_new_tokens": 40})
+    source = SmartSpecConfig(EarlyExitCandidates(model, num_layers=1, num_nodes=4), policy=FixedLength(4))
+    with Engine(model, source) as engine:
+        name = begin(engine, base)
+        output = engine.get_result(engine.add_request(sharer.prompt, **sharer.arguments), timeout=TIMEOUT)
+        assert output.generated_tokens == sharer.alone(model)
+        assert output.statistics.drafted_tokens > 40
+        end(engine, model, base, name)
+    assert any(together)
 
 
 def test_a_base_that_ends_first_stays_as_long_as_it_is_needed(model, together):
