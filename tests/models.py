@@ -38,12 +38,12 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 # Architectures that run packed: model type -> (configuration class, its arguments).
 PACKED = {
     "llama": ("LlamaConfig", _LLAMA),
-    "mistral": ("MistralConfig", _LLAMA | {"sliding_window": WINDOW}),
+    "mistral": ("MistralConfig", _LLAMA | {"sliding_window": WINDOW, "head_dim": 16}),
     "qwen2": ("Qwen2Config", _LLAMA),
-    "qwen3": ("Qwen3Config", _LLAMA | {"head_dim": 8}),
-    "qwen3_moe": ("Qwen3MoeConfig", _LLAMA | _EXPERTS | {"moe_intermediate_size": 32, "head_dim": 8}),
+    "qwen3": ("Qwen3Config", _LLAMA | {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", _LLAMA | _EXPERTS | {"moe_intermediate_size": 32, "head_dim": 16}),
     "gemma2": ("Gemma2Config", _LLAMA | {"head_dim": 8, "sliding_window": WINDOW}),
-    "gemma3_text": ("Gemma3TextConfig", _LLAMA | _WINDOWED | {"head_dim": 8}),
+    "gemma3_text": ("Gemma3TextConfig", _LLAMA | _WINDOWED | {"head_dim": 16}),
     "gpt2": ("GPT2Config", _GPT),
     "opt": ("OPTConfig", _BART | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "phi3": ("Phi3Config", _LLAMA),
@@ -60,7 +60,7 @@ PACKED = {
     "olmo": ("OlmoConfig", _LLAMA),
     "olmo3": ("Olmo3Config", _LLAMA | _WINDOWED),
     "glm": ("GlmConfig", _LLAMA | {"head_dim": 8}),
-    "glm4": ("Glm4Config", _LLAMA | {"head_dim": 8}),
+    "glm4": ("Glm4Config", _LLAMA | {"head_dim": 16}),
     "gpt_bigcode": ("GPTBigCodeConfig", _GPT),
     "helium": ("HeliumConfig", _LLAMA | {"head_dim": 8}),
     "qwen2_moe": (
@@ -72,7 +72,7 @@ PACKED = {
     "nemotron": ("NemotronConfig", _LLAMA),
     "persimmon": ("PersimmonConfig", _LLAMA),
     "exaone4": ("Exaone4Config", _LLAMA | _WINDOWED),
-    "ernie4_5": ("Ernie4_5Config", _LLAMA | {"head_dim": 8}),
+    "ernie4_5": ("Ernie4_5Config", _LLAMA | {"head_dim": 16}),
     "seed_oss": ("SeedOssConfig", _LLAMA | {"head_dim": 8}),
     "biogpt": ("BioGptConfig", _BART | {"intermediate_size": 64}),
     # Windows that are off by default.

@@ -48,6 +48,8 @@ def accepted_paths(trees: Sequence[DraftTree], picks: Sequence[Sequence[int]]) -
     if num_nodes <= _FEW_NODES:
         return [accepted_path(tree, row) if size else [] for tree, row, size in zip(trees, picks, sizes)]
     parents, tokens = (_end_to_end([getattr(tree, name) for tree in trees]) for name in ("parents", "tokens"))
+    if not len(parents) == len(tokens) == num_nodes:  # compiled code relies on it
+        raise ValueError(f"A draft must have as many parents as tokens, got {len(parents)} and {num_nodes} in all.")
     numbers = np.fromiter(chain.from_iterable(picks), np.int64, num_nodes + len(sizes))
     path, counts = np.empty(num_nodes, np.int64), np.empty(len(sizes), np.int64)
     walk(np.array(sizes), parents, tokens, numbers, path, counts)

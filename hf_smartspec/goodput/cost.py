@@ -79,6 +79,7 @@ class CostModel:
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
+            setattr(self, name, float(value))
         if len(self.knots) != len(self.curve) or len(self.knots) == 1:
             raise ValueError(
                 f"`knots` and `curve` must have one length, 0 or at least 2, got {len(self.knots)} and "

@@ -126,7 +126,7 @@ def _masked_attention(
     bias: Callable[[PaddedPart], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The same, by rectangles and masks."""
-    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value)
+    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling)
     thin = [is_plain and is_thin(part, window) for part in layout.parts]
     if all(thin):
         return thin_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)

@@ -331,6 +331,8 @@ def _lay_out_trees(
     sizes = np.array([len(item.tree.tokens) for item, _ in trees])
     firsts = np.array([item.first_node for item, _ in trees])
     parents = np.concatenate([item.tree.parents for item, _ in trees], dtype=np.int64, casting="same_kind")
+    if len(parents) != sizes.sum():  # compiled code relies on it
+        raise ValueError(f"A draft must have as many parents as tokens, got {len(parents)} and {sizes.sum()} in all.")
     # Of every tree: its row, its first column, and the first of its nodes in the part and in its row, run or not.
     places = [
         (
@@ -343,7 +345,8 @@ def _lay_out_trees(
     ]
     depths, nodes = np.empty_like(parents), np.empty((2, len(parents)), np.int64)
     num_pairs = depths_of(sizes, parents, firsts, depths)
-    assert num_pairs >= 0, "drafts are checked before they are run"
+    if num_pairs < 0:
+        raise ValueError("Every parent of a draft's nodes must stand before its child.")
     pairs, seen = np.empty(num_pairs, np.int64), np.full((2, len(positions)), -1)
     own = np.array(places), width, num_columns, positions, limits
     lay_out(sizes, parents, firsts, depths, *own, pairs, nodes, seen, np.empty_like(parents))

@@ -30,6 +30,7 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
                 if part.seen_nodes is not None:
                     nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
             nodes[0] += firsts
+        assert counts.min() > 0, "every token sees its own line"
         layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes)
     return layout.seen[key]
 

@@ -25,7 +25,7 @@ def shared_attention(
     """
     Args and output as those of `attention.packed_attention`, for layers that have neither window, soft cap nor bias.
     """
-    if not dropout and can_attend(packed, key, value) and all([is_thin(part, None) for part in layout.parts]):
+    if not dropout and can_attend(packed, key, value, scaling) and all([is_thin(part, None) for part in layout.parts]):
         return _thin_attention(packed, key, value, layout, scaling)
     outputs, lses = [], []
     for part in layout.parts:

@@ -40,7 +40,7 @@ class EncodedForward(PackedForward):
         self._prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._hidden_size = encoder_size(model)
         if _has_position_biases(model):
-            self._takes_spans = False  # flash attention knows no biases
+            self._takes_spans = self._may_be_thin = False  # neither knows of biases
 
     def add(self, num_tokens: int | None = None) -> CacheRow:
         """A new row that sees one encoder output, of zeros."""

@@ -27,11 +27,11 @@ _GROUPS = {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts"
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 TARGETS = {
     "deepseek_v3": ("DeepseekV3Config", _SIZES | _GROUPS | _LATENT),
-    "glm4_moe": ("Glm4MoeConfig", _SIZES | _GROUPS | {"num_key_value_heads": 2, "head_dim": 8}),
+    "glm4_moe": ("Glm4MoeConfig", _SIZES | _GROUPS | {"num_key_value_heads": 2, "head_dim": 16}),
     "mellum": (  # whose MTP layer looks through a window
         "MellumConfig",
         _SIZES
-        | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "sliding_window": WINDOW}
+        | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "sliding_window": WINDOW}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
 }

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_smartspec
 from hf_smartspec.target import attention as attention_module
 from hf_smartspec.target.attention import _masked_attention
+from hf_smartspec.target.behind import behind
 from hf_smartspec.target.layout import build_layout
 from hf_smartspec.target.native import attention
 from hf_smartspec.target.native.attention import SeenLines, can_attend, has_attention, runs_of, thin_attention
@@ -23,7 +24,7 @@ from ...strategies import trees
 pytestmark = pytest.mark.skipif(not has_attention(torch.float32), reason="there is no compiled attention for this CPU")
 
 DTYPES = (torch.float32, torch.bfloat16)
-_STRIDE = 90
+_STRIDE = 130
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -73,16 +74,19 @@ def steps(draw) -> list[RowInput]:
     """Rows with a text, and a chain or tree, or the rest of one, behind it."""
     rows = []
     for slot in sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))):
-        tree, feed_length = draw(trees(max_size=9)), draw(st.integers(1, 3))
-        row = CacheRow(slot, length=draw(st.integers(0, 60)), stride=_STRIDE)
-        rows.append(RowInput(row, np.zeros(feed_length, np.int64), tree))
+        tree = draw(trees(max_size=9))
+        feed_length = draw(st.sampled_from([0, 1, 3, 70] if len(tree) else [1, 3, 70]))  # of 70 tokens: torch's
+        first_node = draw(st.integers(0, len(tree) - 1)) if not feed_length else 0
+        row = CacheRow(slot, length=draw(st.integers(1, 40)), stride=_STRIDE)
+        rows.append(RowInput(row, np.zeros(feed_length, np.int64), tree, first_node))
     return rows
 
 
 @settings(deadline=None)
-@given(steps(), st.sampled_from([None, 5, 40]), st.sampled_from(DTYPES))
-def test_a_steps_rows_see_what_masks_let_them_see(rows, window, dtype):
-    layout = build_layout(arrange(rows, 100))
+@given(steps(), st.sampled_from([None, 5, 40]), st.integers(0, 2), st.sampled_from(DTYPES))
+def test_a_steps_rows_see_what_masks_let_them_see(rows, window, num_behind, dtype):
+    """Those that know nothing of rows' first tokens, too."""
+    layout = behind(build_layout(arrange(rows, 100)), num_behind)
     queries = numbers(layout.tokens.shape[1], 4, 16).to(dtype)
     keys, values = (numbers(4 * _STRIDE + shift, 2, 16).to(dtype)[shift:] for shift in (0, 1))
     with pytest.MonkeyPatch.context() as patch:
@@ -139,8 +143,15 @@ def test_scores_far_apart_overflow_nowhere():
         lambda q, k, v: (q, k[::2], v[::2]),
         lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta")),
         lambda q, k, v: (q.clone().requires_grad_(), k, v),
+        lambda q, k, v: (q, k.clone().requires_grad_(), v),
+        lambda q, k, v: (q, k, v.clone().requires_grad_()),
+        lambda q, k, v: (q[:, :3], k, v),
+        lambda q, k, v: (q, k, v, 0.0),
     ],
-    ids="float64, two dtypes, no whole vectors, smaller heads, gaps, elsewhere, gradient".split(", "),
+    ids=(
+        "float64, two dtypes, no whole vectors, smaller heads, gaps, elsewhere, gradient of queries, of keys, "
+        "of values, heads that cannot be shared, no scale"
+    ).split(", "),
 )
 def test_anything_else_is_torchs(change):
     q, k, v = numbers(3, 4, 32), numbers(10, 2, 32), numbers(10, 2, 32)
@@ -163,13 +174,19 @@ def test_models_attend_by_it(architecture, assistant, monkeypatch):
     assert torch.equal(model.generate(ids, **arguments), found)
 
 
-def test_where_there_is_no_right_code_torch_serves(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no such instruction")
+def fail(*_):
+    raise RuntimeError("no such instruction")
 
+
+def a_little_wrong(queries, *_):
+    return 1.001 * numbers(*queries.shape)
+
+
+@pytest.mark.parametrize(("name", "replacement"), [("run", fail), ("thin_attention", a_little_wrong)])
+def test_where_there_is_no_right_code_torch_serves(monkeypatch, name, replacement):
     has_attention.cache_clear()
     try:
-        monkeypatch.setattr(attention, "run", fail)
+        monkeypatch.setattr(attention, name, replacement)
         assert not can_attend(numbers(3, 4, 32), numbers(10, 2, 32), numbers(10, 2, 32))
     finally:
         has_attention.cache_clear()

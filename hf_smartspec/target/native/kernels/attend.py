@@ -41,8 +41,8 @@ _ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
 def scratch_size(heads: int, size: int, most_lines: int) -> int:
-    """Numbers of float32 that a thread needs for so many heads: results, and scores."""
-    return MOST_TOKENS * heads * (size + most_lines)
+    """Numbers of float32 that a thread needs for a token with so many heads: results, and scores."""
+    return heads * (size + most_lines)
 
 
 @callback
