@@ -44,6 +44,19 @@ def ahead(typing_context, pointer, distance):
 
 
 @intrinsic
+def put(typing_context, pointer, index, number):
+    """Writes a float32, rounded to the nearest bfloat16 where these are stored."""
+
+    def generate(context, builder, signature, args):
+        pointer, index, number = args
+        value = bfloat16_of(builder, number) if signature.args[0].dtype == types.uint16 else number
+        builder.store(value, builder.gep(pointer, [index]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.float32), generate
+
+
+@intrinsic
 def prefetch(typing_context, pointer, distance):
     """Fetches the cache line of entry `distance`, while other work goes on. Any address will do, even a foreign one."""
 

@@ -5,7 +5,7 @@ from math import log
 import numpy as np
 
 from ....jit import callback, inner
-from ....jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, narrowed, power_of_two, take
+from ....jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, power_of_two, put, take
 from .tiles import MOST_SUMS, add_weighted, num_lanes, tile
 
 # What compiled code is called with: the address of numbers, int64 each but for `scale`, which is float64.
@@ -49,33 +49,29 @@ def scratch_size(heads: int, size: int, most_lines: int) -> int:
 def attend_float32(address):
     """Takes the next run, or part of one, until there are none left."""
     a = int64_at(address)
-    queries, keys, values = float32_at(a[_QUERIES]), float32_at(a[_KEYS]), float32_at(a[_VALUES])
-    outputs, scratch, scale = float32_at(a[_OUTPUTS]), _scratch(a), np.float32(float64_at(address)[_SCALE])
-    number = take(ahead(a, _NEXT))
-    while number < a[_NUM_RUNS] * a[_PARTS]:
-        run, begin, end = _share(a, number)
-        _attend(a, run, begin, end, scale, queries, keys, values, scratch)
-        for token in range(int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]):
-            results, place, num = _results(a, run, token, begin, end)
-            for index in range(num):
-                outputs[place + index] = scratch[results + index]
-        number = take(ahead(a, _NEXT))
+    keys, values = float32_at(a[_KEYS]), float32_at(a[_VALUES])
+    _attend_all(a, float32_at(a[_QUERIES]), keys, values, float32_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
 
 
 @callback
 def attend_bfloat16(address):
     """The same in another dtype."""
     a = int64_at(address)
-    queries, keys, values = bfloat16_at(a[_QUERIES]), bfloat16_at(a[_KEYS]), bfloat16_at(a[_VALUES])
-    outputs, scratch, scale = bfloat16_at(a[_OUTPUTS]), _scratch(a), np.float32(float64_at(address)[_SCALE])
+    keys, values = bfloat16_at(a[_KEYS]), bfloat16_at(a[_VALUES])
+    _attend_all(a, bfloat16_at(a[_QUERIES]), keys, values, bfloat16_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
+
+
+@inner
+def _attend_all(a, queries, keys, values, outputs, scale):
+    scratch, scale, runs = _scratch(a), np.float32(scale), int64_at(a[_RUNS])
     number = take(ahead(a, _NEXT))
     while number < a[_NUM_RUNS] * a[_PARTS]:
         run, begin, end = _share(a, number)
         _attend(a, run, begin, end, scale, queries, keys, values, scratch)
-        for token in range(int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]):
+        for token in range(runs[run], runs[run + 1]):
             results, place, num = _results(a, run, token, begin, end)
             for index in range(num):
-                outputs[place + index] = narrowed(scratch[results + index])
+                put(outputs, place + index, scratch[results + index])
         number = take(ahead(a, _NEXT))
 
 
