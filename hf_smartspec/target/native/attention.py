@@ -4,8 +4,8 @@ not worth.
 """
 
 import ctypes
+from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ class _Arguments(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_double if name == "scale" else ctypes.c_int64) for name in ATTEND_FIELDS)
 
 
-class SeenLines(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SeenLines:
     """
     What tokens see of the keys and values of their rows.
 
@@ -42,6 +43,21 @@ class SeenLines(NamedTuple):
     counts: np.ndarray
     runs: np.ndarray
     nodes: np.ndarray | None = None
+    # Found out once, not in every layer:
+    addresses: list[int] = field(init=False)
+    most_tokens: int = field(init=False)
+    num_seen: int = field(init=False)
+    most_lines: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        nodes = (None, None) if self.nodes is None else self.nodes
+        arrays = self.runs, self.firsts, self.counts, *nodes
+        own = vars(self)  # of a frozen class
+        own["addresses"] = [0 if array is None else array.ctypes.data for array in arrays]
+        own["most_tokens"] = int(np.diff(self.runs).max())  # of a run
+        own["num_seen"] = int(self.counts.sum())
+        # Windows of a run's tokens begin one after the other.
+        own["most_lines"] = int(self.counts.max()) + self.most_tokens
 
 
 def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None) -> bool:
@@ -84,20 +100,17 @@ def thin_attention(
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
     """
-    firsts, counts, runs, nodes = lines
     queries = queries.contiguous()
     heads, size = queries.shape[1:]
-    kv_heads, outputs = keys.shape[1], torch.empty_like(queries)
-    in_run = int(np.diff(runs).max())
-    most = int(counts.max()) + in_run  # windows of a run's tokens begin one after the other
-    num_threads = 1 if int(counts.sum()) * kv_heads * size <= _SMALL else torch.get_num_threads()
-    parts = min(-(-2 * num_threads // (len(runs) - 1)), kv_heads) if num_threads > 1 else 1
-    own = in_run * scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, most)
+    kv_heads, outputs, num_runs = keys.shape[1], torch.empty_like(queries), len(lines.runs) - 1
+    num_threads = 1 if lines.num_seen * kv_heads * size <= _SMALL else torch.get_num_threads()
+    parts = min(-(-2 * num_threads // num_runs), kv_heads) if num_threads > 1 else 1
+    own = lines.most_tokens * scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, lines.most_lines)
     scratch = queries.new_empty(num_threads * own, dtype=torch.float32)
-    bits = (0, 0) if nodes is None else (nodes[0].ctypes.data, nodes[1].ctypes.data)
+    runs, firsts, counts, nodes, bits = lines.addresses
     arguments = _Arguments(
-        0, 0, len(runs) - 1, runs.ctypes.data, parts, kv_heads, heads // kv_heads, size, firsts.ctypes.data,
-        counts.ctypes.data, *bits, queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
+        0, 0, num_runs, runs, parts, kv_heads, heads // kv_heads, size, firsts, counts, nodes, bits,
+        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
         0 if lses is None else lses.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
     )  # fmt: skip
     run(_CODE[queries.dtype].address, ctypes.addressof(arguments), num_threads)

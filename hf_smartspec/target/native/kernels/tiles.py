@@ -24,6 +24,7 @@ from ....jit.writing import (
 
 _FIRST_LLVM = 16  # whose function for pairs takes vectors of bfloat16
 MOST_SUMS, _TOGETHER = 4, 4  # of rows, and vectors of a row, that are added up side by side
+_FEW_SUMS = 8  # that leave registers enough for all that is read
 _SHIFT = 8  # bits, more than numbers of tokens take
 
 
@@ -70,8 +71,8 @@ def tile(
     Products of rows of `length` numbers, a multiple of 16, which lie `row_stride` from one another, with neighbouring
     tokens of as many become `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There
     are few sizes of tiles;
-    another one does nothing. Meanwhile weights at this distance from rows `first` to `last`, in numbers, are sent for;
-    they should exist. The last row is not among them.
+    another one does nothing. Meanwhile weights at this distance from the rows, in numbers, are sent for; they should
+    exist. Where several tiles of tokens meet the same rows, `first` and `last` name those that are this one's part.
 
     Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, outputs rounded once.
     Every product is summed in the same order, whatever the tile: a token's result does not depend on the others.
@@ -181,10 +182,7 @@ def _write_tile(
     weights, numbers, results = kinds
     builder = weights.builder
     sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
-    distances = []
-    for row in range(num_rows):
-        is_sent_for = builder.and_(builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed(">", last, I64(row)))
-        distances.append(builder.select(is_sent_for, distance, I64(0)))
+    distances = weights.distances(num_rows, distance, first, last)
     for begin, is_whole in weights.parts(length):
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
@@ -194,7 +192,8 @@ def _write_tile(
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
             for row in range(num_rows):
                 weights.add_products(sums[row][token], factors[row], own)
-            weights.hold()
+            if num_rows * num_tokens > _FEW_SUMS:
+                weights.hold()
     for row in range(num_rows):
         more = results.load_one(bias, I64(row))
         for token in range(num_tokens):
@@ -262,6 +261,11 @@ class _Lanes:
         more = call(self.builder, name, self.floats, factors, numbers, self.builder.load(sums))
         self.builder.store(more, sums)
 
+    def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
+        """How far each row looks ahead: the first tile for all, since a number for each would cost registers."""
+        is_first = self.builder.icmp_signed("==", first, I64(0))
+        return num_rows * [self.builder.select(is_first, distance, I64(0))]
+
     def hold(self) -> None:
         """Behind the products of a token."""
 
@@ -307,6 +311,14 @@ class _Pairs(_Lanes):
         halves = [self.builder.bitcast(vector, ir.VectorType(BFLOAT, 2 * self.number)) for vector in (factors, numbers)]
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         self.builder.store(call(self.builder, name, self.floats, self.builder.load(sums), *halves), sums)
+
+    def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
+        """Rows from `first` to `last` alone: several tiles of tokens share what is to be sent for."""
+        builder, found = self.builder, []
+        for row in range(num_rows):
+            begun, over = builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed("<=", last, I64(row))
+            found.append(builder.select(builder.and_(begun, builder.not_(over)), distance, I64(0)))
+        return found
 
     def hold(self) -> None:
         hold_order(self.builder)
