@@ -16,8 +16,9 @@ def behind(layout: StepLayout, num: int) -> StepLayout:
     if num == 0:
         return layout
     parts = [_behind(part, num) for part in layout.parts]
-    columns = np.maximum(layout.columns - num, 0)
-    return replace(layout, parts=parts, firsts=layout.firsts + num, columns=columns, spans=None, seen={})
+    shift = np.minimum(layout.columns, num)  # tokens in the first columns see themselves
+    firsts, columns = layout.firsts + shift, layout.columns - shift
+    return replace(layout, parts=parts, firsts=firsts, columns=columns, spans=None, seen={})
 
 
 def _behind(part: PaddedPart, num: int) -> PaddedPart:
