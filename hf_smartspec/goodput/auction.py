@@ -24,7 +24,7 @@ _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
-_NUM_WIDE = 4  # of these, which are tried at any rate
+_NUM_NARROW = 4  # of these, which are tried at any rate
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _TYPICAL_NODES = 4  # of a row, for what a further one costs
 _DEPTHS = 8  # of a draft, for what a further level costs
@@ -313,7 +313,7 @@ class GoodputAuction(LengthPolicy):
             [len(rows), self._least_profit(rows), self._price(rows), fixed, per_width, cost.host, plan.prefill_seconds]
         )
         counts = np.empty(len(rows), np.int64)
-        won = Won(*best_prefix(order, forest.row, gains, _WIDTHS, _NUM_WIDE, costs, seconds, factors, counts, mask))
+        won = Won(*best_prefix(order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs, seconds, factors, counts, mask))
         return won if won.num_nodes else Won(0, float(len(rows)), plan.plain_seconds)
 
     def _least_profit(self, rows: StepRows) -> float:

@@ -6,7 +6,7 @@ from ...jit import compiled
 
 
 @compiled
-def best_prefix(order, row, gains, widths, num_wide, costs, seconds, factors, counts, mask):
+def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, counts, mask):
     """
     For every bound on the nodes of one row, takes the nodes (`order`, int64 `[n]`) one after the other while their rows
     are within it, and stops where the profit, tokens - price * seconds, is highest. Of all bounds, the best one's nodes
@@ -15,7 +15,7 @@ def best_prefix(order, row, gains, widths, num_wide, costs, seconds, factors, co
     Args:
         row, gains: Of all nodes, int64 and float64: whose they are, and their path probabilities.
         widths (int64): The bounds, ascending, below the most nodes that a row of `order` has, which is tried last.
-            Behind the first `num_wide` of them, a bound that does worse than a lower one is the last.
+            Behind the first `num_narrow` of them, a bound that does worse than a lower one is the last.
         costs (float64 `[7]`): Tokens and profit of the step without drafts, the latter with what speculation must
             promise more; the price; of the forward: seconds without tokens, per token of the widest row, at least; and
             seconds that are left out.
@@ -53,7 +53,7 @@ def best_prefix(order, row, gains, widths, num_wide, costs, seconds, factors, co
         if profit_there > best_profit:
             best_profit, num_best, best_width = profit_there, reached, width
             best_tokens, best_seconds = tokens_there, seconds_there
-        if profit_there < highest and number >= num_wide:
+        if profit_there < highest and number >= num_narrow:
             break  # wider rows cost ever more
         highest = max(highest, profit_there)
     counts[:] = 0

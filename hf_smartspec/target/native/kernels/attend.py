@@ -6,7 +6,8 @@ import numpy as np
 
 from ....jit import callback, inner
 from ....jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, power_of_two, put, take
-from .tiles import MOST_SUMS, add_weighted, num_lanes, tile
+from .multiply import largest_tile
+from .tiles import MOST_SUMS, add_weighted, tile
 
 # What compiled code is called with: the address of numbers, int64 each but for `scale`, which is float64.
 # next: counted up by whoever takes the next share of the work; threads: counted up by each of them.
@@ -29,7 +30,6 @@ ATTEND_FIELDS = tuple(
 ) = range(20)  # fmt: skip
 MOST_TOKENS = 8  # of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
-_ROWS, _MOST_QUERIES = (4, 6) if num_lanes() == 16 else (3, 4)  # of a tile
 
 _LEAST = np.float32(-87.0)  # whose exponential is a normal number
 _PER_LOG2, _HALF = np.float32(1.4426950408889634), np.float32(0.5)
@@ -153,12 +153,13 @@ def _score(a, token, head, low, high, last, num, queries, keys, scores):
     groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     query = (token * a[_KV_HEADS] + head) * groups * size
     line, none = low, float32_at(0)
+    most_rows, most_queries = largest_tile(groups)
     while line < high:
-        rows = _ROWS if line + _ROWS <= high else 1
+        rows = most_rows if line + most_rows <= high else 1
         key, group = ahead(keys, line * stride + head * size), 0
         distance = stride * _BLOCK if line + _BLOCK + rows <= last else 0
         while group < groups:
-            some = min(_MOST_QUERIES, groups - group) if rows > 1 else 1
+            some = min(most_queries, groups - group) if rows > 1 else 1
             own, found = ahead(queries, query + group * size), ahead(scores, group * num + line)
             tile(rows, some, key, own, none, found, size, stride, num, distance, 0, rows)
             group += some

@@ -90,7 +90,7 @@ def _widen(numbers, length, wide):
 def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide):
     """Some rows times some tokens: a tile's rows come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
-    num_rows, most = _largest_tile(num_tokens)
+    num_rows, most = largest_tile(num_tokens)
     while row < end:
         if row + num_rows > end:
             num_rows, most = 1, 1
@@ -109,7 +109,7 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide)
 
 
 @inner
-def _largest_tile(num_tokens):
+def largest_tile(num_tokens):
     """Rows and tokens."""
     if lanes() == 8:
         return _NARROW_ROWS, NARROW_TOKENS
