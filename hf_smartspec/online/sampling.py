@@ -10,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Log
 
 from ..candidates.committed import LAST
 from ..sampling.top import likeliest_tokens
+from ..target.compat import cache_name
 from .samples import Sample
 
 
@@ -27,6 +28,7 @@ class MixedWithTarget(LogitsProcessor):
     def __init__(self, target: PreTrainedModel, attention_mask: torch.Tensor, share: float):
         self.target, self.share, self._mask = target, share, attention_mask
         self._cache, self._num_seen = DynamicCache(config=target.config), 0
+        self._cache_name = cache_name(target.forward)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         p, q = self._logits(input_ids).float().softmax(-1), scores.float().softmax(-1)
@@ -44,7 +46,7 @@ class MixedWithTarget(LogitsProcessor):
             input_ids=input_ids[:, self._num_seen :],
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
+            **{self._cache_name: self._cache},
         )
         self._num_seen = input_ids.shape[1]
         logits: torch.Tensor = output.logits[:, -1]
@@ -73,7 +75,7 @@ class MixedWithEncodedTarget(MixedWithTarget):
             encoder_outputs=self._read,
             attention_mask=self._mask,
             decoder_input_ids=input_ids[:, self._num_seen :],
-            past_key_values=self._both,
+            **{self._cache_name: self._both},
         )
         self._num_seen = input_ids.shape[1]
         logits: torch.Tensor = output.logits[:, -1]

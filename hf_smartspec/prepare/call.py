@@ -18,7 +18,7 @@ from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
-from ..target.compat import num_positions, renewal_length
+from ..target.compat import CACHE, is_stateful, num_positions, renewal_length
 from ..target.encoded import EncodedForward, masks_encoder
 from ..target.kept_memory import lend
 from ..target.packed import PackedForward
@@ -101,8 +101,7 @@ def prepare_call(
     check_token_ids(model, input_ids)
     if not model.config.is_encoder_decoder:
         # With a cache, or embeddings in their place, `input_ids` need not hold the whole text.
-        is_whole = model_kwargs.get("past_key_values") is None or model_kwargs["past_key_values"].get_seq_length() == 0
-        is_whole = is_whole and model_kwargs.get("inputs_embeds") is None
+        is_whole = _is_empty(model, model_kwargs.get(CACHE)) and model_kwargs.get("inputs_embeds") is None
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     if generation_config.max_time is not None and is_sharded(model):
@@ -116,6 +115,14 @@ def prepare_call(
         model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, tags, streamer,
         model_kwargs, arguments,
     )  # fmt: skip
+
+
+def _is_empty(model: PreTrainedModel, cache: Any) -> bool:
+    if cache is None:
+        return True
+    if is_stateful(model):  # some caches of states do not count tokens
+        return not getattr(cache, "_is_user_defined", False)
+    return bool(cache.get_seq_length() == 0)
 
 
 def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -> DecodingCall:
@@ -210,7 +217,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     if prepared.route.reads_media:
         read_media(forward, requests, prepared)
         return forward
-    cache: Any = model_kwargs.get("past_key_values")
+    cache: Any = model_kwargs.get(CACHE)
     length = 0 if cache is None else cache.get_seq_length()
     renewal = renewal_length(model)
     is_due = renewal is not None and length <= renewal < input_ids.shape[1]  # then the model leaves the cache aside

@@ -28,7 +28,7 @@ from ..decoding.trace import TracedRequest
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
-from ..target.compat import is_synchronized, takes_outputs_apart
+from ..target.compat import CACHE, is_synchronized, takes_outputs_apart
 from ..target.encoded import EncodedForward
 from ..target.kept_memory import take_back
 from ..target.packed import PackedForward
@@ -111,7 +111,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
             f"{type(model).__name__} {mixing}: tokens depend on what they are batched with, in plain decoding too, "
             "and outputs may differ from it.",
         )
-    given_cache: Any = prepared.model_kwargs.get("past_key_values")
+    given_cache: Any = prepared.model_kwargs.get(CACHE)
     gives_back = getattr(given_cache, "_is_user_defined", False)
     call = decoding_call(prepared)
     call.keeps_cache = config.return_dict_in_generate or gives_back
@@ -231,7 +231,7 @@ def _output(
         "sequences": sequences,
         "scores": tuple(batch.column_of("scores", step) for step in steps) if batch.records_scores else None,
         "logits": tuple(batch.column_of("raw_logits", step) for step in steps) if batch.records_logits else None,
-        "past_key_values": cache,
+        CACHE: cache,
     }
     plain = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
     return _with_statistics(model, plain(**fields), statistics)

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..decoding.request import Request
-from ..target.compat import MEDIA_KWARGS
+from ..target.compat import CACHE, MEDIA_KWARGS
 from ..target.packed import PackedForward
 
 # Which tokens stand for images: 0 for text.
@@ -67,7 +67,7 @@ def read_media(forward: PackedForward, requests: Sequence[Request], prepared: An
     """
     model, ids = forward.model, prepared.input_ids[:, :-1]
     kwargs = {key: _before_last(key, value) for key, value in prepared.model_kwargs.items()}
-    kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    kwargs[CACHE] = DynamicCache(config=model.config.get_text_config(decoder=True))
     model._prefill(ids, prepared.generation_config, kwargs)  # type: ignore[operator]
     offsets = position_offsets(prepared.input_ids, prepared.model_kwargs)
     assert offsets is not None, "the route has seen that there are some"
@@ -75,7 +75,7 @@ def read_media(forward: PackedForward, requests: Sequence[Request], prepared: An
         request.row = forward.add()
         request.row.position_offset = offset
     masks = [request.mask[:-1] for request in requests]
-    forward.cache.load(kwargs["past_key_values"], [request.cache_row for request in requests], masks)
+    forward.cache.load(kwargs[CACHE], [request.cache_row for request in requests], masks)
 
 
 def _before_last(key: str, value: Any) -> Any:

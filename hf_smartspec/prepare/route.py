@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..target.compat import WINDOWS, is_checkpointing, is_stateful, renewal_length
+from ..target.compat import CACHE, WINDOWS, is_checkpointing, is_stateful, renewal_length
 from ..target.dropout import is_random
 from ..target.encoded import masks_encoder
 from ..target.rotary import border, lengthwise_modules
@@ -15,7 +15,7 @@ from ..target.wrappers import has_adapters_by_row
 from .media import ends_in_text, media_kwargs, position_offsets, without_empty_media
 
 # Arguments of the prepared call that the packed forward replaces or passes on.
-_PACKED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_PACKED_KWARGS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 
 # Likewise in decoders behind an encoder.
 _ENCODED_KWARGS = {"encoder_outputs", "decoder_attention_mask"}
@@ -61,10 +61,10 @@ def route_of(
     reason = _length_reason(model, input_ids, config, kwargs, is_packed=obstacle is None)
     if reason is not None:
         return Route("plain", reason)
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     cannot_load = obstacle is not None or media or model.config.is_encoder_decoder
     if _is_given(cache) and (cannot_load or not _can_load(cache, input_ids, config, kwargs)):
-        return Route("plain", f"the given `past_key_values` ({type(cache).__name__}) cannot be taken over")
+        return Route("plain", f"the given `{CACHE}` ({type(cache).__name__}) cannot be taken over")
     if obstacle is None:
         return Route("packed", reads_media=bool(media))
     extra = _extra_kwargs(kwargs)

@@ -38,7 +38,8 @@ from .prompts import check_prompts, prompt_ids
 from .ways import memory_of
 from .worker import EngineRunner
 
-_OF_ENGINE = ("attention_mask", "past_key_values", "inputs_embeds", "encoder_outputs")  # which sees to these itself
+# Which the engine sees to itself.
+_OF_ENGINE = ("attention_mask", "cache", "past_key_values", "inputs_embeds", "encoder_outputs")
 _OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
 
 

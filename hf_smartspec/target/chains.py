@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from .compat import CACHE
 from .rows import CacheRow, RowInput
 
 
@@ -46,7 +47,7 @@ class ChainForward:
         self.model._prepare_cache_for_generation(  # type: ignore[operator]
             GenerationConfig(), kwargs, GenerationMode.GREEDY_SEARCH, 1, 0
         )
-        row.cache, row.tokens, row.length, row.num_nodes = kwargs["past_key_values"], [], 0, 0
+        row.cache, row.tokens, row.length, row.num_nodes = kwargs[CACHE], [], 0, 0
         row.cache.activate_past_recording()
 
     def remove(self, row: CacheRow) -> None:
@@ -74,7 +75,7 @@ class ChainForward:
         is_first = not row.tokens
         row.tokens += [*item.feed.tolist(), *item.tree.tokens[item.first_node :].tolist()]
         ids = torch.tensor([row.tokens], device=self.model.device)
-        kwargs: dict[str, Any] = {"past_key_values": row.cache, "attention_mask": torch.ones_like(ids)}
+        kwargs: dict[str, Any] = {CACHE: row.cache, "attention_mask": torch.ones_like(ids)}
         if "position_ids" in self._parameters:
             kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
         if "logits_to_keep" in self._parameters:
@@ -83,7 +84,7 @@ class ChainForward:
             ids, next_sequence_length=item.num_tokens, is_first_iteration=is_first, use_cache=True, **kwargs
         )
         output = self.model(**model_inputs, return_dict=True)
-        row.cache = output.past_key_values
+        row.cache = output[CACHE]
         row.length, row.num_nodes = row.length + len(item.feed), len(item.tree)
         return output.logits[0, -num_lines:]
 

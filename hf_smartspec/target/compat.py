@@ -1,5 +1,7 @@
 """Everything that depends on a version of transformers or torch."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,22 @@ TRANSFORMERS = Version(transformers.__version__)
 
 if not Version("5.17") <= TRANSFORMERS < Version("6"):
     raise ImportError(f"hf-smartspec needs transformers >=5.17,<6; {transformers.__version__} is installed.")
+
+
+def cache_name(function: Callable[..., Any]) -> str:
+    """
+    Name the argument that takes the cache in a model's forward, a layer's or the like: "cache" from 5.24 on,
+    "past_key_values" before, and in models of others' that have kept it. `CACHE` where the signature shows neither.
+    """
+    parameters = inspect.signature(function).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    return CACHE
+
+
+# What the cache is called by `generate`: among the arguments that it prepares, and in outputs, also of models.
+CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation)
 
 # Architectures whose packed forward is compared with the plain one by this project's tests. Models of other types are
 # probed on first use (`support.can_pack`).

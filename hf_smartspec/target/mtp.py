@@ -8,6 +8,7 @@ from transformers.modeling_layers import MtpModel
 
 from .attention import attention_configs, tree_attention_step
 from .behind import behind
+from .compat import cache_name
 from .features import FeatureStep, Layers
 from .layout import StepLayout
 from .slot_cache import SlotCache
@@ -86,7 +87,7 @@ class PackedMtp:
                 position_embeddings=rotary,
                 attention_mask=positions.new_zeros(1, 1, 1, 1),  # tree attention reads the layout instead
                 position_ids=positions,
-                past_key_values=cache,
+                **{cache_name(self.model.layers[number].forward): cache},
             )
         if self.model.use_shared_post_norm:
             output = self.model.shared_post_norm(output)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..sampling.top import Top, argmax, best_of
 from .attention import attention_configs, tree_attention_step
+from .compat import cache_name
 from .graphs import recordings_for
 from .graphs.padding import MOST_TOKENS, ROUNDING, pad
 from .hidden_states import HiddenStateTaps
@@ -54,6 +55,7 @@ class PackedForward(RaggedForward):
         self.rotary = LengthwiseRotary(model)
         is_own = choose is None or bool(self.rotary)  # whose lengths the host sees to
         self.recordings = None if is_own else recordings_for(self.device)
+        self._cache_name = cache_name(model.forward)
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -109,13 +111,14 @@ class PackedForward(RaggedForward):
 
     def _compute(self, layout: StepLayout) -> torch.Tensor:
         """The model's own forward."""
-        kwargs = {"logits_to_keep": 0 if layout.kept is None else layout.kept} if self._selects_logits else {}
+        kwargs: dict[str, Any] = {self._cache_name: self.cache}
+        if self._selects_logits:
+            kwargs["logits_to_keep"] = 0 if layout.kept is None else layout.kept
         # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
         output = self.model(
             input_ids=layout.tokens,
             position_ids=layout.positions,
             attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
             **kwargs,

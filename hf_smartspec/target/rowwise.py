@@ -19,6 +19,7 @@ from transformers.generation.candidate_generator import (
 from transformers.utils import ModelOutput
 
 from ..sampling.top import Top, argmax, best_of
+from .compat import CACHE
 from .hidden_states import HiddenStateTaps
 from .rotary import LengthwiseRotary
 from .rows import CacheRow, RowInput
@@ -58,7 +59,7 @@ class RowwiseForward:
         self.model, self.generation_config = model, generation_config
         self.taps = HiddenStateTaps(model)
         self._inputs = input_ids
-        self._kwargs = {key: value for key, value in model_kwargs.items() if key != "past_key_values"}
+        self._kwargs = {key: value for key, value in model_kwargs.items() if key != CACHE}
         self.rows: list[ModelRow] = []
         self._rotary = LengthwiseRotary(model)
 
@@ -82,7 +83,7 @@ class RowwiseForward:
         self.model._prepare_cache_for_generation(  # type: ignore[operator]
             config, kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
         )
-        kwargs["past_key_values"].activate_past_recording()
+        kwargs[CACHE].activate_past_recording()
         row.ids, row.length, row.kwargs = None, 0, kwargs
 
     def set_encoder_outputs(self, outputs: ModelOutput) -> None:
@@ -162,7 +163,7 @@ class RowwiseForward:
             model_inputs["logits_to_keep"] = num_nodes + 1
         with self._lengths_step(row, model_inputs), self.taps.installed():
             output = self.model(**model_inputs, return_dict=True)
-        row.kwargs["past_key_values"] = output.past_key_values
+        row.kwargs[CACHE] = output[CACHE]
         self.taps.note([item], self._first_lines(row, length) if is_first else None)
         row.length += len(item.feed)
         row.drafted = item.tree.tokens
@@ -207,14 +208,14 @@ class RowwiseForward:
         """Crops every row's cache to its accepted path, which is the head of its chain."""
         for row, path in zip(rows, paths):
             assert isinstance(row, ModelRow) and row.ids is not None and row.drafted is not None
-            row.kwargs["past_key_values"].crop(len(path) - len(row.drafted))
+            row.kwargs[CACHE].crop(len(path) - len(row.drafted))
             row.length += len(path)
             accepted = row.drafted[: len(path)]
             row.ids = extended(row.ids, accepted)
 
     def export(self, rows: Sequence[CacheRow]) -> DynamicCache | EncoderDecoderCache | None:
         """All rows' caches, which must be of one length, as one; None if they hold more than keys and values."""
-        caches = [row.kwargs["past_key_values"] for row in rows if isinstance(row, ModelRow)]
+        caches = [row.kwargs[CACHE] for row in rows if isinstance(row, ModelRow)]
         if not all(isinstance(cache, EncoderDecoderCache) for cache in caches):
             return _stack(caches)
         own = _stack([cache.self_attention_cache for cache in caches])

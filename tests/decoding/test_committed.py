@@ -8,6 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from hf_smartspec.decoding.loop import DecodingLoop
+from hf_smartspec.target.compat import CACHE
 
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
@@ -246,10 +247,10 @@ def test_a_cache_that_is_passed_in_has_no_hidden_states():
     expected = plain(model, inputs)
 
     def cache():
-        return model(input_ids=inputs["input_ids"][:, :6], use_cache=True).past_key_values
+        return model(input_ids=inputs["input_ids"][:, :6], use_cache=True)[CACHE]
 
     looking_back = Watching(Oracle(expected.tolist()))
-    assert torch.equal(decoded(model, looking_back, inputs, past_key_values=cache()), expected)
+    assert torch.equal(decoded(model, looking_back, inputs, **{CACHE: cache()}), expected)
     assert not looking_back.steps and looking_back.reused == [0]
 
     class Careless(NearestStates):
@@ -261,7 +262,7 @@ def test_a_cache_that_is_passed_in_has_no_hidden_states():
             starts.append((step.start, len(step.hidden_states[-1])))
 
     starts = []
-    assert torch.equal(decoded(model, Careless(), inputs, past_key_values=cache()), expected)
+    assert torch.equal(decoded(model, Careless(), inputs, **{CACHE: cache()}), expected)
     assert starts[0] == (6, 5) and starts[1][0] == 11
 
 

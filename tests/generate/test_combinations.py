@@ -8,6 +8,7 @@ from transformers import StoppingCriteria
 
 import hf_smartspec
 from hf_smartspec import SeededGumbelLogitsProcessor
+from hf_smartspec.target.compat import CACHE
 
 from ..covering import IS_EXHAUSTIVE
 from .helpers import VOCAB_SIZE, Oracle, Spy, draft_source, prompts, tiny_llama
@@ -134,7 +135,7 @@ def test_any_combination(models, seed):
     if not isinstance(output, torch.Tensor):
         check_records(output, expected, is_sampled=seeds is not None)
         columns = torch.nn.functional.pad(drafting["mask"], (0, new - 1), value=1).bool()
-        check_caches(output.past_key_values, expected.past_key_values, columns)
+        check_caches(output[CACHE], expected[CACHE], columns)
 
 
 def check_records(output, expected, is_sampled):

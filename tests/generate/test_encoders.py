@@ -11,6 +11,7 @@ from transformers.generation import BaseStreamer
 import hf_smartspec
 from hf_smartspec import RoutedCandidates, SmartSpecConfig
 from hf_smartspec.decoding.loop import DecodingLoop
+from hf_smartspec.target.compat import CACHE
 from hf_smartspec.target.encoded import EncodedForward
 
 from ..models import ENCODER_DECODER, SPEECH, VOCAB_SIZE, new_model, noisy_model, shared_model
@@ -119,7 +120,7 @@ def test_dictionaries_hold_what_plain_decoding_returns(architecture):
     assert torch.equal(plain.sequences, output.sequences)
     for name in ("logits", "scores"):
         torch.testing.assert_close(output[name], plain[name], atol=1e-4, rtol=1e-4)
-    ours, theirs = output.past_key_values, plain.past_key_values
+    ours, theirs = output[CACHE], plain[CACHE]
     assert type(ours) is type(theirs)
     for name in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(ours, name).layers, getattr(theirs, name).layers

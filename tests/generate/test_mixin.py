@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 import hf_smartspec
+from hf_smartspec.target.compat import CACHE
 
 from .helpers import BOS, prompts
 from .mixin import (
@@ -133,9 +134,9 @@ def test_left_padding(model, routed):
 def test_cache_shapes(name):
     model = build(name)
     kwargs = BATCH | {"max_new_tokens": NEW, "return_dict_in_generate": True}
-    expected = model.generate(**kwargs).past_key_values
+    expected = model.generate(**kwargs)[CACHE]
     with hf_smartspec.enabled():
-        cache = model.generate(**kwargs, assistant="prompt_lookup").past_key_values
+        cache = model.generate(**kwargs, assistant="prompt_lookup")[CACHE]
     assert type(cache) is type(expected) is (EncoderDecoderCache if name == "t5" else DynamicCache)
     length = prompt_length(model, BATCH) + NEW - 1
     assert cache.get_seq_length() == expected.get_seq_length() == length

@@ -8,6 +8,7 @@ import torch
 from transformers.generation import StoppingCriteria
 
 import hf_smartspec
+from hf_smartspec.target.compat import CACHE
 
 from .helpers import EOS, PAD, Oracle, Spy, prompts, set_special_tokens
 from .mixin import (
@@ -35,7 +36,7 @@ def routed(model):
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("lengths", [[9, 9], [5, 9]], ids=["full", "padded"])
 @pytest.mark.parametrize("pattern", ["ours,ours,ours", "plain,ours,plain", "ours,plain,ours"])
-def test_continue_from_past_key_values(name, lengths, pattern):
+def test_continue_from_cache(name, lengths, pattern):
     model = build(name)
     batch = prompts(lengths, seed=2)
     whole = model.generate(**batch, max_new_tokens=3 * NEW, return_dict_in_generate=True)
@@ -46,7 +47,7 @@ def test_continue_from_past_key_values(name, lengths, pattern):
             kwargs = {"assistant": spy} if kind == "ours" else {}
             output = model.generate(**inputs, max_new_tokens=NEW, return_dict_in_generate=True, **kwargs)
             accepted.append(spy.accepted)
-            inputs["past_key_values"] = output.past_key_values
+            inputs[CACHE] = output[CACHE]
             if name == "t5":
                 inputs["decoder_input_ids"] = output.sequences
                 inputs["decoder_attention_mask"] = torch.ones_like(output.sequences)
@@ -58,7 +59,7 @@ def test_continue_from_past_key_values(name, lengths, pattern):
     for index, kind in enumerate(pattern.split(",")):
         # given caches of models that are not packed are continued plainly
         assert (accepted[index] > 0) == (kind == "ours" and (name not in ("t5", "bloom") or index == 0))
-    assert output.past_key_values.get_seq_length() == whole.past_key_values.get_seq_length()
+    assert output[CACHE].get_seq_length() == whole[CACHE].get_seq_length()
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -81,7 +82,7 @@ def test_rows_that_end_early(name):
         for field in extra:
             for ours, theirs in zip(getattr(output, field[7:]), getattr(plain, field[7:]), strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        ours, theirs = output.past_key_values, plain.past_key_values
+        ours, theirs = output[CACHE], plain[CACHE]
         if name == "t5":
             ours, theirs = ours.self_attention_cache, theirs.self_attention_cache
         for layer, reference in zip(ours.layers, theirs.layers, strict=True):
@@ -105,7 +106,7 @@ def test_masks_with_holes(name):
             output = model.generate(**rows, max_new_tokens=NEW, return_dict_in_generate=True, assistant=spy)
         assert torch.equal(output.sequences, expected[:num_rows])
         assert spy.accepted > 0
-        layers = zip(output.past_key_values.layers, plain.past_key_values.layers, strict=True)
+        layers = zip(output[CACHE].layers, plain[CACHE].layers, strict=True)
         for index, (ours, theirs) in enumerate(layers):
             assert type(ours) is type(theirs) and ours.get_seq_length() == theirs.get_seq_length()
             columns = torch.nn.functional.pad(rows["attention_mask"], (0, NEW - 1), value=1).bool()
@@ -204,7 +205,7 @@ def test_the_cache_of_rows_that_ran_ahead_of_a_criterion(name, eos):
         output = model.generate(**settings, assistant=spy)
     assert spy.accepted > 0
     assert torch.equal(output.sequences, plain.sequences)
-    ours, theirs = output.past_key_values, plain.past_key_values
+    ours, theirs = output[CACHE], plain[CACHE]
     if name == "t5":
         ours, theirs = ours.self_attention_cache, theirs.self_attention_cache
     for layer, reference in zip(ours.layers, theirs.layers, strict=True):

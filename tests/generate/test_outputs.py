@@ -8,6 +8,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria
 
 import hf_smartspec
+from hf_smartspec.target.compat import CACHE
 
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts
 
@@ -199,8 +200,8 @@ def test_the_cache_is_one_shorter_than_the_sequence(model, eos, records):
     settings |= {"output_scores": records}
     plain = model.generate(**settings)
     output, _ = check_same(model, settings)
-    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
-    check_cache(output.past_key_values, plain.past_key_values, MASK)
+    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
+    check_cache(output[CACHE], plain[CACHE], MASK)
 
 
 def test_the_cache_of_rows_that_a_criterion_stops(model):
@@ -210,7 +211,7 @@ def test_the_cache_of_rows_that_a_criterion_stops(model):
         settings |= {"stopping_criteria": [Ends()]}
         plain = model.generate(**settings)
         output, _ = check_same(model, settings, source=Oracle(known, MASK))
-        check_cache(output.past_key_values, plain.past_key_values, MASK)
+        check_cache(output[CACHE], plain[CACHE], MASK)
 
 
 def continued(model, output, num_tokens, **kwargs):
@@ -220,7 +221,7 @@ def continued(model, output, num_tokens, **kwargs):
     return model.generate(
         output.sequences,
         attention_mask=mask,
-        past_key_values=output.past_key_values,
+        **{CACHE: output[CACHE]},
         max_new_tokens=num_tokens,
         return_dict_in_generate=True,
         eos_token_id=None,
@@ -243,7 +244,7 @@ def test_continuing_from_the_cache(model, first, second):
     output = continued(model, output, 8, **assistant(second, spies[1]))
     output = continued(model, output, 7, **assistant(first, spies[2]))
     assert torch.equal(output.sequences, whole.sequences)
-    check_cache(output.past_key_values, whole.past_key_values, MASK)
+    check_cache(output[CACHE], whole[CACHE], MASK)
     for spy, kind in zip(spies, (first, second, first)):
         assert (spy.accepted > 0) == (kind == "ours")
 
@@ -257,34 +258,36 @@ def test_continuing_behind_finished_rows(model):
     output, _ = check_same(model, settings)
     assert (output.sequences[:, -1] == EOS).any()
     for first in (plain, output):
-        first.past_key_values = copy.deepcopy(first.past_key_values)
+        first[CACHE] = copy.deepcopy(first[CACHE])
     follow = {"max_new_tokens": 6, "eos_token_id": None}
-    expected = model.generate(plain.sequences, past_key_values=plain.past_key_values, **follow)
-    actual = model.generate(output.sequences, past_key_values=output.past_key_values, **follow)
+    expected = model.generate(plain.sequences, **{CACHE: plain[CACHE]}, **follow)
+    actual = model.generate(output.sequences, **{CACHE: output[CACHE]}, **follow)
     assert torch.equal(actual, expected)
 
 
 def test_an_empty_cache_is_filled_in_place(model):
     ours, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    expected = model.generate(**BATCH, max_new_tokens=12, past_key_values=plain)
+    expected = model.generate(**BATCH, max_new_tokens=12, **{CACHE: plain})
     spy = Spy(draft_source(model))
     with hf_smartspec.enabled(model):
-        output = model.generate(**BATCH, max_new_tokens=12, past_key_values=ours, assistant=spy)
+        output = model.generate(**BATCH, max_new_tokens=12, **{CACHE: ours}, assistant=spy)
     assert isinstance(output, torch.Tensor) and torch.equal(output, expected)
     assert spy.accepted > 0
     check_cache(ours, plain, MASK)
 
 
-def test_a_given_cache_is_continued_in_place(model):
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # from 5.24 on; until 5.40 it works
+@pytest.mark.parametrize("name", dict.fromkeys([CACHE, "past_key_values"]))
+def test_a_given_cache_is_continued_in_place(model, name):
     hf_smartspec.enable(model)
     settings = BATCH | {"eos_token_id": None}
     whole = model.generate(**settings, max_new_tokens=20)
     cache = DynamicCache()
-    first = model.generate(**settings, max_new_tokens=8, past_key_values=cache)
+    first = model.generate(**settings, max_new_tokens=8, **{name: cache})
     spy = Spy(draft_source(model))
     mask = torch.nn.functional.pad(MASK, (0, 8), value=1)
     second = model.generate(
-        first, attention_mask=mask, max_new_tokens=12, past_key_values=cache, eos_token_id=None, assistant=spy
+        first, attention_mask=mask, max_new_tokens=12, **{name: cache}, eos_token_id=None, assistant=spy
     )
     assert torch.equal(second, whole) and spy.accepted > 0
     assert cache.get_seq_length() == whole.shape[1] - 1
@@ -292,7 +295,7 @@ def test_a_given_cache_is_continued_in_place(model):
         whole[:, :-3],
         attention_mask=torch.nn.functional.pad(MASK, (0, 17), value=1),
         max_new_tokens=3,
-        past_key_values=cut(cache, 5),
+        **{name: cut(cache, 5)},
         eos_token_id=None,
         return_dict_in_generate=True,
         assistant=spy,
@@ -313,10 +316,8 @@ def test_new_tokens_alone_behind_a_cache(model):
     turn = prompts([3, 3, 3, 3], seed=4)["input_ids"]
     mask = torch.nn.functional.pad(MASK, (0, 7 + 3), value=1)
     kwargs = {"attention_mask": mask, "max_new_tokens": 6, "eos_token_id": None}
-    expected = model.generate(turn, past_key_values=copy.deepcopy(first.past_key_values), **kwargs)
-    actual = model.generate(
-        turn, past_key_values=copy.deepcopy(first.past_key_values), assistant="prompt_lookup", **kwargs
-    )
+    expected = model.generate(turn, **{CACHE: copy.deepcopy(first[CACHE])}, **kwargs)
+    actual = model.generate(turn, **{CACHE: copy.deepcopy(first[CACHE])}, assistant="prompt_lookup", **kwargs)
     assert torch.equal(actual, expected)
 
 
@@ -324,9 +325,7 @@ def test_caches_of_another_kind_are_served_as_before(model):
     hf_smartspec.enable(model)
     expected = model.generate(**BATCH, max_new_tokens=8)
     cache = StaticCache(config=model.config, max_cache_len=40)
-    assert torch.equal(
-        model.generate(**BATCH, max_new_tokens=8, past_key_values=cache, assistant="prompt_lookup"), expected
-    )
+    assert torch.equal(model.generate(**BATCH, max_new_tokens=8, **{CACHE: cache}, assistant="prompt_lookup"), expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
     for implementation in ("dynamic", "static"):
         kwargs = {"max_new_tokens": 8, "cache_implementation": implementation, "assistant": "prompt_lookup"}
@@ -335,20 +334,20 @@ def test_caches_of_another_kind_are_served_as_before(model):
 
 def test_a_cache_for_another_batch_fails_as_in_plain_decoding(model):
     hf_smartspec.enable(model)
-    cache = model.generate(IDS[1:2], max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    cache = model.generate(IDS[1:2], max_new_tokens=4, return_dict_in_generate=True)[CACHE]
     ids = torch.cat([IDS, IDS[:, :6]], dim=1)
     for assistant in ({}, {"assistant": "prompt_lookup"}):
         with pytest.raises((RuntimeError, IndexError, ValueError)):
-            model.generate(ids[:2], max_new_tokens=4, past_key_values=copy.deepcopy(cache), **assistant)
+            model.generate(ids[:2], max_new_tokens=4, **{CACHE: copy.deepcopy(cache)}, **assistant)
 
 
 @pytest.mark.parametrize("eos", [None, [EOS, 8, 12]], ids=["no_eos", "eos"])
 def test_static_caches_are_returned_as_such(model, eos):
     settings = BATCH | {"max_new_tokens": 16, "return_dict_in_generate": True, "cache_implementation": "static"}
     settings |= {"eos_token_id": eos}
-    plain = model.generate(**settings).past_key_values
+    plain = model.generate(**settings)[CACHE]
     output, _ = check_same(model, settings)
-    ours = output.past_key_values
+    ours = output[CACHE]
     assert type(ours) is type(plain) is StaticCache
     assert int(ours.get_seq_length()) == int(plain.get_seq_length()) == output.sequences.shape[1] - 1
     length = output.sequences.shape[1] - 1

@@ -6,6 +6,7 @@ from transformers import GenerationConfig, GenerationMixin, pipeline
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
+from hf_smartspec.target.compat import CACHE
 
 from .helpers import EOS, Spy, draft_source, noisy_copy, prompts, tiny_llama
 
@@ -101,11 +102,11 @@ class PromptTuned(torch.nn.Module):
     def get_base_model(self):
         return self.base_model
 
-    def prepare_inputs_for_generation(self, input_ids, *args, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, *args, attention_mask=None, **kwargs):
         prepare = type(self.base_model).prepare_inputs_for_generation
-        inputs = prepare(self.base_model, input_ids, *args, past_key_values=past_key_values, **kwargs)
-        inputs = {name: inputs[name] for name in ("input_ids", "past_key_values", "use_cache") if name in inputs}
-        if past_key_values.get_seq_length() == 0:
+        inputs = prepare(self.base_model, input_ids, *args, **kwargs)
+        inputs = {name: inputs[name] for name in ("input_ids", CACHE, "use_cache") if name in inputs}
+        if kwargs[CACHE].get_seq_length() == 0:
             embeds = self.base_model.get_input_embeddings()(inputs.pop("input_ids"))
             inputs["inputs_embeds"] = torch.cat([self.soft_prompt.expand(len(embeds), -1, -1), embeds], dim=1)
         return inputs

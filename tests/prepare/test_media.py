@@ -10,6 +10,7 @@ from hf_smartspec.prepare import call as call_module
 from hf_smartspec.prepare.media import without_empty_media
 from hf_smartspec.prepare.route import Route, route_of
 from hf_smartspec.target import support
+from hf_smartspec.target.compat import CACHE
 from hf_smartspec.target.packed import PackedForward
 
 from ..generate.helpers import Oracle, Spy
@@ -83,9 +84,9 @@ def test_caches_and_scores_behind_images(name):
     assert actual.statistics.accepted_tokens > 0
     for logits, reference in zip(actual.logits, expected.logits, strict=True):
         torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
-    lengths = {output.past_key_values.get_seq_length() for output in (actual, expected)}
+    lengths = {output[CACHE].get_seq_length() for output in (actual, expected)}
     assert len(lengths) == 1
-    for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for ours, theirs in zip(actual[CACHE].layers, expected[CACHE].layers, strict=True):
         shown = (batch["attention_mask"].shape[1] + NEW - 1) - theirs.keys.shape[2]
         mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW - 1), value=1)[:, shown:].bool()
         for name in ("keys", "values"):

@@ -9,6 +9,7 @@ import hf_smartspec
 from hf_smartspec import Engine
 from hf_smartspec.prepare import call as call_module
 from hf_smartspec.prepare.route import Route, route_of
+from hf_smartspec.target.compat import CACHE
 
 from ..generate.helpers import Oracle, check_same, prompts, set_special_tokens, tiny_llama
 from ..models import new_model
@@ -91,7 +92,7 @@ def test_padding_in_returned_caches_is_that_of_plain_decoding(architecture):
     with hf_smartspec.enabled(model):
         actual = model.generate(**arguments, assistant=source)
     assert actual.statistics.accepted_tokens > 0
-    for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for ours, theirs in zip(actual[CACHE].layers, expected[CACHE].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
 

@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, SmartSpecConfig
 from hf_smartspec.target import kept_memory
+from hf_smartspec.target.compat import CACHE
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.written import packed_forward
 
@@ -173,9 +174,9 @@ def test_a_call_that_fails_leaves_nothing(model):
 
 def test_returned_caches_are_not_what_is_kept(model):
     first = generate(model, return_dict_in_generate=True)
-    copies = [layer.keys.clone() for layer in first.past_key_values.layers]
+    copies = [layer.keys.clone() for layer in first[CACHE].layers]
     generate(model, seed=1)
-    assert all(torch.equal(layer.keys, copy) for layer, copy in zip(first.past_key_values.layers, copies))
+    assert all(torch.equal(layer.keys, copy) for layer, copy in zip(first[CACHE].layers, copies))
 
 
 def test_calls_in_inference_mode_and_outside(model):

@@ -7,6 +7,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import hf_smartspec
 from hf_smartspec import Engine, PromptLookupCandidates, SeededGumbelLogitsProcessor
+from hf_smartspec.target.compat import CACHE
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.rotary import forget_lengths, lengthwise_modules
 from hf_smartspec.target.rowwise import RowwiseForward
@@ -125,7 +126,7 @@ def test_scores_and_cache_of_finished_rows(name):
     for one, other in zip(actual.logits, expected.logits):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     if not name.startswith("falcon"):
-        for one, other in zip(actual.past_key_values.layers, expected.past_key_values.layers):
+        for one, other in zip(actual[CACHE].layers, expected[CACHE].layers):
             width = min(one.keys.shape[2], other.keys.shape[2])
             rows = inputs["attention_mask"].bool().all(dim=1)  # padding is not kept
             torch.testing.assert_close(one.keys[rows, :, -width:], other.keys[rows, :, -width:], atol=1e-4, rtol=1e-4)
@@ -140,7 +141,7 @@ def test_going_on_from_a_cache(name, length):
         forget_lengths(model)
         begun = model.generate(torch.tensor([prompt]), max_new_tokens=8, return_dict_in_generate=True)
         inputs = {"input_ids": torch.cat([begun.sequences, torch.tensor([[5, 6, 7]])], dim=1)}
-        inputs["past_key_values"] = begun.past_key_values
+        inputs[CACHE] = begun[CACHE]
         forget_lengths(model)
         if source is None:
             texts.append(model.generate(**inputs, max_new_tokens=20))

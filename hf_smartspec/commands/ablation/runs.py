@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...candidates import DraftModelCandidates, StagedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
+from ...target.compat import CACHE, cache_name
 from ..common.models import UsageError, encode, left_padded, load_draft, load_model, load_tokenizer
 from ..common.progress import track
 from ..common.recordings import Recording
@@ -168,11 +169,11 @@ def _until_end(tokens: np.ndarray, end_ids: list[int]) -> np.ndarray:
 def _step_seconds(target: PreTrainedModel, recording: Recording, num_steps: int = 32) -> float:
     """Median seconds of a forward over one token, behind a prompt."""
     ids = torch.tensor(recording.prompt[None], device=target.device)
-    cache = target(ids, use_cache=True).past_key_values
+    cache = {cache_name(target.forward): target(ids, use_cache=True)[CACHE]}
     seconds = []
     for _ in range(num_steps):
         start = perf_counter()
-        target(ids[:, -1:], past_key_values=cache, use_cache=True)
+        target(ids[:, -1:], **cache, use_cache=True)
         seconds.append(perf_counter() - start)
     return float(np.median(seconds))
 

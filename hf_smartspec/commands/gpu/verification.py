@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...drafts.tree import DraftTree
+from ...target.compat import cache_name
 from ...target.graphs import RUNS_UNTIL_RECORDED, records
 from ...target.rows import RowInput
 from ...target.written import packed_forward, written_decoder
@@ -93,10 +95,11 @@ def _plain_forward(model: PreTrainedModel, tokens: np.ndarray):
     """Of one token behind the others."""
     ids = torch.from_numpy(tokens).to(model.device)
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    given: dict[str, Any] = {cache_name(model.forward): cache}
+    model(input_ids=ids[:, :-1], **given, logits_to_keep=1)
 
     def forward():
-        output = model(input_ids=ids[:, -1:], past_key_values=cache)
+        output = model(input_ids=ids[:, -1:], **given)
         output.logits.argmax(dim=-1).tolist()
         cache.crop(-1)
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from ...drafts.tree import DraftTree
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
+from ...target.compat import cache_name
 from ...target.rows import RowInput
 from ...target.written import packed_forward
 from ..common.arguments import add_device_argument, add_json_argument, number, positive, use_machine
@@ -134,10 +135,11 @@ def forward_overhead(
 
 def _plain_forward(model, ids, width):
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
+    given = {cache_name(model.forward): cache}
+    model(input_ids=ids[:, :CONTEXT], **given, logits_to_keep=1)
 
     def forward():
-        model(input_ids=ids[:, CONTEXT:], past_key_values=cache)
+        model(input_ids=ids[:, CONTEXT:], **given)
         cache.crop(-width)
 
     return forward

@@ -42,8 +42,10 @@ class ServedModels(ModelManager):
             status = {"status": "error", "model": model_id_and_revision, "message": error.message}
         yield f"data: {json.dumps(status)}\n\n"
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
+    def list_models(self, cache_dir: str | None = None) -> list[dict]:
         return [model_card(served) for served in self._models.values()]
+
+    get_gen_models = list_models  # as transformers calls it before 5.24
 
     def shutdown(self) -> None:
         """Models stay as long as the server: engines hold them."""

@@ -98,9 +98,8 @@ class EncodedForward(PackedForward):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         ids = torch.zeros(len(outputs[0]), 1, dtype=torch.long, device=self.device)
         self.model(
-            **{self._prefix + "input_ids": ids},
+            **{self._prefix + "input_ids": ids, self._cache_name: cache},
             encoder_outputs=outputs,
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
         )
@@ -137,8 +136,8 @@ class EncodedForward(PackedForward):
         inputs: dict[str, Any] = {"input_ids": layout.tokens, "attention_mask": layout.tokens.new_zeros(1, 1, 1, 1)}
         output = self.model(
             **{self._prefix + name: value for name, value in inputs.items()},
+            **{self._cache_name: StepCache(self.cache, self.cross, layout.positions[0])},
             encoder_outputs=BaseModelOutput(self._zeros()),  # all is known of them that matters
-            past_key_values=StepCache(self.cache, self.cross, layout.positions[0]),
             use_cache=True,
             return_dict=True,
         )

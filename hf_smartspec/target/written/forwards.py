@@ -17,7 +17,7 @@ _ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
 _MENTIONS = frozenset(
     "_attn_implementation _bidirectional_window_overlay act act_fn activation_fn ALL_ATTENTION_FUNCTIONS "
     "apply_rotary_pos_emb arange attention_dropout attentions attn_logit_softcapping BaseModelOutputWithPast "
-    "block_sparse_moe bool c_fc c_proj cache_position cat chunk clamp_ clip_qkv config contiguous copy "
+    "block_sparse_moe bool c_fc c_proj cache cache_position cat chunk clamp_ clip_qkv config contiguous copy "
     "create_causal_mask create_sliding_window_causal_mask dense device dict down_proj dropout dtype DynamicCache "
     "eager_attention_forward embed_dropout embed_tokens embedding_dropout embedding_multiplier enumerate fc1 fc2 "
     "final_layernorm float float32 functional gate_proj gate_up_proj get_interface get_seq_length getattr "

@@ -9,6 +9,7 @@ import torch
 from hf_smartspec.commands.common.cost_matched import enlarge, find_sizes
 from hf_smartspec.commands.common.demo import find_demo
 from hf_smartspec.commands.common.models import load_model
+from hf_smartspec.target.compat import CACHE
 from tests.models import new_model, shared_model
 
 
@@ -77,8 +78,8 @@ def test_added_parts_cost_but_do_not_speak():
         math.sqrt(width / large.config.hidden_size), rel=1e-6
     )
     output = large(torch.tensor([[1, 2, 3]]), use_cache=True)
-    assert len(output.past_key_values.layers) == large.config.num_hidden_layers
-    assert output.past_key_values.layers[-1].keys.shape[1] == large.config.num_key_value_heads
+    assert len(output[CACHE].layers) == large.config.num_hidden_layers
+    assert output[CACHE].layers[-1].keys.shape[1] == large.config.num_key_value_heads
 
 
 def test_leaves_the_model_and_the_generators_and_repeats_with_its_seed():
