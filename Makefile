@@ -1,8 +1,8 @@
 # Everything runs in .venv, which the first target that needs it sets up. `rm -rf .venv` starts over.
 
-# Any Python from 3.10 on that can make virtual environments; `make PYTHON=...` chooses another.
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
-	$$python -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue; \
+# Any Python from 3.11 on that can make virtual environments; `make PYTHON=...` chooses another.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$python -c 'import ensurepip, venv, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue; \
 	echo $$python; break; done)
 # Test processes; each computes with one thread.
 WORKERS ?= 2
@@ -70,7 +70,7 @@ clean:  ## remove build results and caches; .venv stays
 
 # torch alone and first: nothing that follows may choose another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer with venv was found: make PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with venv was found: make PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || { echo "== creating $(VENV) ($$($(PYTHON) --version))"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing $(TORCH)"
 	@$(PIP) setuptools $(TORCH)

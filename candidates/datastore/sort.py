@@ -119,7 +119,7 @@ def _sort_bucket(tokens: np.ndarray, bucket: np.ndarray, keys: np.ndarray, bits:
 
 
 @inner
-def _key(tokens: np.ndarray, position: int, width: int, bits: int) -> int:
+def _key(tokens: np.ndarray, position: int, width: int, bits: int) -> np.int64:
     """The next `width` tokens as one number that sorts as they do; zeros from the document's end on."""
     key = np.int64(0)
     for index in range(position, position + width):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -323,7 +323,7 @@ def _add_continuations(
     for index in range(picked):
         # The middle of each of `picked` equal intervals.
         offset = index if settings.first_n else (2 * index + 1) * matches // (2 * picked)
-        begin = np.int64(text.suffixes[low + offset]) + length
+        begin: Any = np.int64(text.suffixes[low + offset]) + length
         trie[0, _COUNT] += 1
         node = 0
         for position in range(max(begin, 0), min(begin + settings.branch_len, len(tokens))):
@@ -337,7 +337,7 @@ def _add_continuations(
 
 
 @inner
-def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) -> tuple[int, int]:
+def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) -> tuple[Any, int]:
     """The node of the token below its parent, made if need be, and the trie's size."""
     # The newest child comes first: what is sorted finds it there.
     node = trie[parent, _CHILD]

@@ -21,8 +21,8 @@ MEDIA_KWARGS: tuple[str, ...] = getattr(
 
 TRANSFORMERS = Version(transformers.__version__)
 
-if not Version("5.17") <= TRANSFORMERS < Version("6"):
-    raise ImportError(f"hf-smartspec needs transformers >=5.17,<6; {transformers.__version__} is installed.")
+if not Version("5.20") <= TRANSFORMERS < Version("6"):
+    raise ImportError(f"hf-smartspec needs transformers >=5.20,<6; {transformers.__version__} is installed.")
 
 
 def cache_name(function: Callable[..., Any]) -> str:
@@ -117,11 +117,9 @@ def run_encoder(
     model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], config: GenerationConfig
 ) -> ModelOutput:
     """What the model's encoder makes of a prompt, as `generate` runs it."""
-    prepare = getattr(model, "_prepare_text_encoder_decoder_kwargs_for_generation", None)
-    if prepare is None:  # before 5.20
-        prepare = model._prepare_encoder_decoder_kwargs_for_generation
+    prepare: Any = model._prepare_text_encoder_decoder_kwargs_for_generation
     kwargs = {key: value for key, value in model_kwargs.items() if key not in ("encoder_outputs", "logits_to_keep")}
-    return prepare(input_ids, kwargs, "input_ids", config)["encoder_outputs"]  # type: ignore[operator]
+    return prepare(input_ids, kwargs, "input_ids", config)["encoder_outputs"]
 
 
 def renewal_length(model: PreTrainedModel) -> int | None:

@@ -1,7 +1,6 @@
 """transformers' continuous batching, as the benches call it."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,8 @@ from transformers import ContinuousBatchingConfig
 
 def continuous_config(num_rows: int, longest: int, page: int = 32, **options: Any) -> ContinuousBatchingConfig:
     """Of a cache with room for so many rows of the longest text, in tokens, and steps of up to 512 tokens."""
-    known = {item.name for item in fields(ContinuousBatchingConfig)}
-    size: dict[str, Any] = {"page_size" if "page_size" in known else "block_size": page}  # up to transformers 5.17
     num_pages = num_rows * -(-longest // page)
-    return ContinuousBatchingConfig(**size, num_blocks=num_pages, max_batch_tokens=512, **options)
+    return ContinuousBatchingConfig(page_size=page, num_blocks=num_pages, max_batch_tokens=512, **options)
 
 
 def serve_lengths(manager: Any, prompts: Sequence[np.ndarray], lengths: Sequence[int]) -> dict[str, Any]:

@@ -58,9 +58,7 @@ def num_cached_tokens(options: ContinuousBatchingConfig) -> int | None:
     """Tokens that the memory of keys and values is to hold, if a number of blocks says so."""
     if options.num_blocks is None:
         return None
-    page = getattr(options, "page_size", None) or options.block_size  # its name up to transformers 5.17
-    assert page is not None, "one of them has a default"
-    return options.num_blocks * page
+    return options.num_blocks * options.page_size
 
 
 def _say_what_has_no_effect(options: ContinuousBatchingConfig) -> None:

@@ -1,6 +1,5 @@
 """transformers' continuous batching, as the benches call it."""
 
-from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,13 +8,9 @@ import pytest
 from hf_smartspec.commands.common import continuous
 
 
-@pytest.mark.parametrize("name", ["block_size", "page_size"])
-def test_pages_have_the_name_of_the_version(monkeypatch, name):
-    """`block_size` up to transformers 5.17."""
-    kind = make_dataclass("Config", [name, "num_blocks", "max_batch_tokens", "use_cuda_graph"])
-    monkeypatch.setattr(continuous, "ContinuousBatchingConfig", kind)
+def test_there_are_pages_for_the_longest_text_of_every_row():
     config = continuous.continuous_config(3, 65, use_cuda_graph=True)
-    assert getattr(config, name) == 32 and config.num_blocks == 9 and config.use_cuda_graph
+    assert config.page_size == 32 and config.num_blocks == 9 and config.use_cuda_graph
     assert continuous.continuous_config(3, 257, page=256, use_cuda_graph=False).num_blocks == 6
 
 

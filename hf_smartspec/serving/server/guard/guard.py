@@ -41,7 +41,7 @@ class Guard:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        except asyncio.TimeoutError:
+        except TimeoutError:
             await ApiError(408, "The body did not come").response()(scope, receive, send)
             return
         if body is not None:
