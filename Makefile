@@ -14,18 +14,22 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-# Models and data of tests and demo come with the repository: nothing is fetched.
+# Models and data come with the repository, all but a real model for tests: see `real` below.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup demo docs test test-all tests check lint types imports format clean
+.PHONY: help setup real demo docs test test-all tests check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
-setup: $(INSTALLED)  ## create .venv with everything in it; the other targets do so by themselves
+setup: $(INSTALLED) real  ## create .venv with everything in it; the other targets do so by themselves
+
+# Once per user. Without a network, the tests that need it are skipped.
+real: $(INSTALLED)
+	@$(BIN)/python tests/real_model.py
 
 demo: $(INSTALLED)  ## speculative decoding beside plain decoding, on models in this repository
 	@$(BIN)/python demos/demo.py
@@ -38,11 +42,11 @@ docs: $(INSTALLED)  ## the pages of docs/ as a site, in site/; broken links fail
 test: lint  ## style, types, architecture and the tests
 	@$(MAKE) --no-print-directory --jobs=3 types imports tests
 
-tests: $(INSTALLED)
+tests: real
 	@echo "== tests"
 	@$(PYTEST) -q
 
-test-all: check  ## the same with every combination of every option: long
+test-all: check real  ## the same with every combination of every option: long
 	@echo "== all tests"
 	@HF_SMARTSPEC_EXHAUSTIVE=1 $(PYTEST) -q
 

@@ -5,6 +5,7 @@ several workers needs nothing of it.
 
 import logging
 from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import settings
@@ -54,6 +55,36 @@ def _strict_session():
     logging.getLogger("transformers").addHandler(handler)
     yield
     logging.getLogger("transformers").removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def real_folder():
+    """Folder of a real model, SmolLM2-135M-Instruct in float32, and its tokenizer. Skips where it was not fetched."""
+    from .real_model import FOLDER, MISSING, convert
+
+    if not convert():
+        pytest.skip(MISSING)
+    return FOLDER
+
+
+@pytest.fixture(scope="session")
+def real_model(real_folder):
+    """Function that returns that model in a `torch.dtype`: one for the whole session, which tests leave as it is."""
+    from transformers import AutoModelForCausalLM
+
+    @cache
+    def load(dtype):
+        return AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype).eval().requires_grad_(False)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(real_folder):
+    """Tokenizer of that model, which pads on the left."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(real_folder, padding_side="left")
 
 
 @pytest.fixture
