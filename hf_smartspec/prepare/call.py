@@ -1,5 +1,6 @@
 """What `generate` has prepared, made ready for the decoding loop."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -188,8 +189,8 @@ def _requests(prepared: PreparedCall) -> list[Request]:
         mask = torch.ones_like(input_ids)
     ids, mask = input_ids.cpu(), mask.bool().cpu()
     limits = [item.max_length for item in prepared.stopping_criteria if type(item) is MaxLengthCriteria]
-    # Plain decoding checks the length after a token, so that one is always generated.
-    max_new_tokens = max(1, min(limits) - ids.shape[1]) if limits else None
+    # Plain decoding checks the length after a token, so that one is always generated; a limit may be a float.
+    max_new_tokens = max(1, math.ceil(min(limits)) - ids.shape[1]) if limits else None
     return [
         # Names are unique, since a source may serve several calls at once.
         Request(object(), row, ids[row], mask[row], max_new_tokens, prepared.seeds[row], prepared.tags[row])

@@ -44,6 +44,8 @@ def check_settings(config: GenerationConfig, synced_gpus: bool | None = None) ->
         )
     if config.assistant_ensemble_weight is not None:
         raise ValueError("`assistant_ensemble_weight` changes the output and is not supported. Leave it out.")
+    if config.prefill_chunk_size is not None and config.prefill_chunk_size < 1:
+        raise ValueError(f"`prefill_chunk_size` must be at least 1, got {config.prefill_chunk_size}.")
     if config.token_healing:
         raise ValueError(
             "`token_healing=True` cannot be served. Heal the prompt first, with `model.heal_tokens(input_ids, "

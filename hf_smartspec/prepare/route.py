@@ -80,6 +80,8 @@ def _plain_reason(
     """Why this call must be left to plain decoding, whatever the model's attention; None if it need not be."""
     if is_stateful(model):
         return _stateful_reason(model)
+    if input_ids.shape[1] == 0:  # without a last token there are no logits: transformers raises, in its own words
+        return "the prompt is empty"
     if has_adapters_by_row(model):
         return "every row has an adapter of its own (`adapter_names`)"
     if "prepare_inputs_for_generation" in vars(model) and prepares_own_inputs(model):
@@ -96,8 +98,15 @@ def _plain_reason(
     if mask is not None and not model.config.is_encoder_decoder:
         if empty := (mask == 0).all(dim=1).nonzero().flatten().tolist():
             return f"`attention_mask` masks the rows {empty} wholly"
+        if not bool(((mask == 0) | (mask == 1)).all()):  # transformers counts positions by the mask's sums
+            return "`attention_mask` has other values than 0 and 1"
         if bool((mask[:, -1] == 0).any()):
             return "the batch is padded on the right"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() == 2 and not model.config.is_encoder_decoder:
+        rows, length = positions.shape
+        if length != input_ids.shape[1] or rows not in (1, len(input_ids)):
+            return f"`position_ids` of shape {[rows, length]} do not fit `input_ids` of shape {list(input_ids.shape)}"
     if model_kwargs.get("inputs_embeds") is not None:
         return "`inputs_embeds` replaces the tokens of the prompt"
     return None

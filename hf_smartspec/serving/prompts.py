@@ -17,7 +17,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None = None) ->
             to every text, the latter those of its chat template.
 
     Raises:
-        TypeError: for text and chats where there is no tokenizer, and for what is no prompt.
+        TypeError: for text and chats where there is no tokenizer, and for what is no prompt, such as floats.
         ValueError: for prompts without tokens, several prompts, and chats where the tokenizer has no template.
     """
     if isinstance(prompt, Mapping):
@@ -31,7 +31,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None = None) ->
             "tokenizer=...)`. Without one, pass token ids: `tokenizer(text).input_ids`."
         )
     if not is_chat:
-        return _as_ids(tokenizer(prompt).input_ids)
+        return _as_ids(tokenizer(prompt).input_ids, prompt)
     for message in prompt:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f'Messages of a chat must be {{"role": ..., "content": ...}}, got {message!r}.')
@@ -49,13 +49,20 @@ def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(x, Mapping) for x in prompt)
 
 
-def _as_ids(input_ids: Any) -> torch.Tensor:
-    ids = torch.as_tensor(input_ids)
+def _as_ids(prompt: Any, text: str | None = None) -> torch.Tensor:
+    """Token ids, of `text` where they were made of one, as `[1, length]`, int64."""
+    what = "`input_ids` must be the token ids of one prompt"
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:  # of no numbers, or none of 64 bits
+        raise TypeError(f"{what}, got {type(prompt).__name__}: {error}.") from None
     if ids.dim() == 2 and len(ids) == 1:
         ids = ids[0]
-    if ids.dim() != 1 or not len(ids) or ids.dtype.is_floating_point:
-        raise ValueError(
-            f"`input_ids` must be the token ids of one prompt, of at least one token; got shape {list(ids.shape)} and "
-            f"dtype {ids.dtype}. For several prompts, use `add_requests`."
-        )
+    if ids.dim() != 1:
+        raise ValueError(f"{what}, got shape {list(ids.shape)}. For several prompts, use `add_requests`.")
+    if not len(ids):
+        got = "an empty one" if text is None else f"{text!r}, which the tokenizer makes none of"
+        raise ValueError(f"{what}, of at least one token; got {got}.")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise TypeError(f"{what}, which are integers; got {ids.dtype}.")
     return ids.long()[None]

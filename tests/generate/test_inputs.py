@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
 
+from ..models import new_model
 from .helpers import BOS, EOS, PAD, Oracle, Spy, check_same, draft_source, noisy_copy, prompts, tiny_llama
 
 BATCH = prompts([5, 9, 1, 7])
@@ -93,6 +94,49 @@ def test_rows_that_are_masked_wholly_are_served_plainly(model, source, rows, is_
         actual = model.generate(**inputs, assistant=source, return_dict_in_generate=True)
     assert torch.equal(actual.sequences, expected)
     assert source.drafted == 0 and actual.statistics.generated_tokens > 0
+
+
+@pytest.mark.parametrize("assistant", ["auto", "none", "prompt_lookup"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "t5", "bart"])  # packed, row by row, encoders
+def test_empty_prompts_raise_what_plain_decoding_raises(architecture, rows, assistant):
+    model = new_model(architecture)
+    ids = torch.zeros((rows, 0), dtype=torch.long)
+    for name in ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",):
+        inputs = {"input_ids": torch.ones((rows, 3), dtype=torch.long), name: ids, "max_new_tokens": 4}
+        with pytest.raises(Exception) as expected:  # the architecture's own kind
+            model.generate(**inputs)
+        with hf_smartspec.enabled(model), pytest.raises(expected.type) as actual:
+            model.generate(**inputs, assistant=assistant)
+        assert str(actual.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "llama4_text"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"attention_mask": MASK * 2},
+        {"attention_mask": MASK * 0.7},
+        {"attention_mask": torch.ones_like(MASK)[:1]},
+        {"attention_mask": torch.ones_like(MASK)[:3]},
+        {"position_ids": torch.arange(7).expand(4, 7)},
+        {"position_ids": torch.arange(9).expand(3, 9)},
+        {"max_new_tokens": 3.5},
+    ],
+    ids=["twos", "fractions", "one_row", "rows", "short_positions", "rows_of_positions", "half_a_token"],
+)
+def test_odd_inputs_give_what_plain_decoding_gives(architecture, inputs):
+    """Its tokens, or its error."""
+    model = new_model(architecture)
+    inputs = {"input_ids": IDS, "max_new_tokens": 6} | inputs
+    outcomes = []
+    for assistant in ({}, {"assistant": "prompt_lookup"}, {"assistant": "none"}):
+        try:
+            with hf_smartspec.enabled(model):
+                outcomes.append(model.generate(**inputs, **assistant).tolist())
+        except (RuntimeError, TypeError) as error:
+            outcomes.append((type(error), str(error)))
+    assert outcomes[1:] == outcomes[:1] * 2
 
 
 def test_without_a_prompt_generation_begins_at_bos(model):

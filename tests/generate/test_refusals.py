@@ -82,6 +82,8 @@ def test_attention_mask(model, mask, error, match):
         ({"use_cache": False}, r"`use_cache=False` cannot be served\. Leave it out"),
         ({"synced_gpus": True}, r"`synced_gpus=True`.* cannot be served.*Leave it out"),
         ({"cache_implementation": "paged"}, r"`cache_implementation='paged'` decodes without an assistant"),
+        ({"prefill_chunk_size": 0}, r"`prefill_chunk_size` must be at least 1, got 0"),
+        ({"prefill_chunk_size": -1}, r"`prefill_chunk_size` must be at least 1, got -1"),
         ({"token_healing": True}, r"`token_healing=True` cannot be served\. Heal the prompt first"),
         ({"assistant_ensemble_weight": 0.5}, r"`assistant_ensemble_weight` changes the output"),
         ({"assistant_confidence_threshold": 0.4}, r"`assistant_confidence_threshold=0\.4` has no effect.*Use"),

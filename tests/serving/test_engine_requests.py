@@ -158,7 +158,7 @@ def test_stopping(model):
     [
         ({"input_ids": []}, ValueError, "at least one token"),
         ({"input_ids": [[3, 4], [5, 6]]}, ValueError, "add_requests"),
-        ({"input_ids": [3.5]}, ValueError, "float"),
+        ({"input_ids": [3.5]}, TypeError, "float"),
         ({"input_ids": [VOCAB_SIZE]}, ValueError, "vocabulary"),
         ({"input_ids": [3], "num_beams": 2}, ValueError, "num_beams"),
         ({"input_ids": [3], "attention_mask": torch.ones(1, 1)}, ValueError, "attention_mask"),

@@ -1,6 +1,8 @@
 """Prompts as text and as chats, for engines with a tokenizer; without one, the error says what to do."""
 
+import numpy as np
 import pytest
+import torch
 
 from hf_smartspec import Engine
 
@@ -77,10 +79,37 @@ def test_chats_that_cannot_be_written_down(model, tokenizer):
     engine = Engine(model, "none", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="Messages of a chat must be"):
         engine.add_request([{"content": "who says that?"}])
-    with pytest.raises(ValueError, match="at least one token"):
-        engine.add_request("")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template"):
         engine.add_request(CHAT)
     with pytest.raises(TypeError, match=r"`tokenizer` must be a tokenizer of transformers, got str"):
         Engine(model, "none", tokenizer="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "match"),
+    [
+        ([], ValueError, "of at least one token; got an empty one"),
+        ([[]], ValueError, "of at least one token; got an empty one"),
+        ("", ValueError, "of at least one token; got '', which the tokenizer makes none of"),
+        ([[3], [4]], ValueError, r"of one prompt, got shape \[2, 1\].*`add_requests`"),
+        (3, ValueError, r"of one prompt, got shape \[\]"),
+        (None, TypeError, "of one prompt, got NoneType"),
+        (["a", "b"], TypeError, "of one prompt, got list"),
+        ([2**70], TypeError, "of one prompt, got list"),
+        ([3.0, 4.0], TypeError, r"which are integers; got torch\.float32"),
+        (np.ones(3), TypeError, r"which are integers; got torch\.float64"),
+        ([True, False], TypeError, r"which are integers; got torch\.bool"),
+        (torch.ones(3, dtype=torch.complex64), TypeError, r"which are integers; got torch\.complex64"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_while_others_run(model, tokenizer, prompt, error, match):
+    other = ids(tokenizer, "once upon a time")
+    with Engine(model, "prompt_lookup", tokenizer=tokenizer) as engine:
+        name = engine.add_request(other, **NEW)
+        with pytest.raises(error, match=match):
+            engine.add_request(prompt, **NEW)
+        with pytest.raises(error, match=match):
+            engine.generate([other, prompt], **NEW)
+        output = engine.get_result(name)
+    assert output.generated_tokens == Asked(other, NEW).alone(model)
