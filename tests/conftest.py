@@ -18,10 +18,11 @@ settings.load_profile("quick")
 
 def pytest_configure(config):
     # A break in transformers is seen early when its deprecation messages are failures.
-    config.addinivalue_line("filterwarnings", "error::FutureWarning:transformers")
-    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:transformers")
-    config.addinivalue_line("filterwarnings", "error::FutureWarning:hf_smartspec")
-    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:hf_smartspec")
+    for module in ("transformers", "hf_smartspec", "tests"):
+        config.addinivalue_line("filterwarnings", f"error::FutureWarning:{module}")
+        config.addinivalue_line("filterwarnings", f"error::DeprecationWarning:{module}")
+    # Arguments of forwards that have another name now: whoever calls a module, torch's `__call__` is named.
+    config.addinivalue_line("filterwarnings", r"error:`\w+` is deprecated:FutureWarning:torch\.nn\.modules\.module")
 
 
 def pytest_collection_modifyitems(config, items):
