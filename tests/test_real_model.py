@@ -17,7 +17,7 @@ from . import real_model as files
 from .serving.helpers import Asked, check_all
 
 # What people send: questions, an edit that mostly copies, and code to go on with, which has no template.
-_TEXT = "The committee will meet on Tuesday at nine in the small hall. Please bring the signed forms and two copies of it."
+_TEXT = "The committee meets on Tuesday at nine in the small hall. Please bring the signed forms and two copies of it."
 _CHATS = (
     "What is the capital of France, and what is it known for?",
     "Explain in two sentences why the sky is blue.",
@@ -178,5 +178,3 @@ def test_where_it_cannot_be_fetched_one_line_says_so(empty_cache, monkeypatch, c
     files.main()
     _, line = capsys.readouterr().out.splitlines()
     assert "skipped: ERROR: No matching distribution" in line and not files.convert()
-
-
