@@ -198,6 +198,8 @@ class DecodingLoop:
                 self._attempt(fed, self._run_forward, fed, feeds, drafts)
             else:  # nobody knows by whose fault it fails
                 self._run_forward(fed, feeds, drafts)
+        for call in dict.fromkeys([request.call for request in feeds]):
+            call.statistics.forwards += 1
         for request, tree in drafts.items():
             counts, num_nodes = request.call.statistics, len(tree.tokens)
             counts.steps += 1

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+PHASES = ("seconds_draft", "seconds_select", "seconds_forward", "seconds_verify", "seconds_observe")  # of a step
+
 
 @dataclass
 class GenerationStatistics:
     """
-    Counters of one `generate` call, or sums over several.
+    Counters of one `generate` call or one request of an `Engine`, or sums over several.
 
     `steps` counts verification steps of single rows: a forward over a batch of eight running rows is eight steps and
-    one of `forwards`. Times in seconds; `seconds_prefill` is what steps with prompts take until these are run.
+    one of `forwards`. Times in seconds; `seconds_prefill` is what steps with prompts take until these are run. Those of
+    a request are the seconds of the engine's steps from its first to its last, which it shares with other requests.
     """
 
     steps: int = 0
@@ -44,6 +47,11 @@ class GenerationStatistics:
     def __add__(self, other: "GenerationStatistics") -> "GenerationStatistics":
         sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
         return GenerationStatistics(**sums)
+
+    def __sub__(self, other: "GenerationStatistics") -> "GenerationStatistics":
+        return GenerationStatistics(
+            **{item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(self)}
+        )
 
     def as_dict(self) -> dict[str, float]:
         names = [item.name for item in fields(self)] + ["acceptance_rate", "mean_accepted_length", "goodput"]

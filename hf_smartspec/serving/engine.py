@@ -187,7 +187,6 @@ class Engine:
         if request_id is None:
             request_id = self._new_name()
         output = EngineOutput(request_id, ids[0].tolist(), created_time=time.perf_counter())
-        output.statistics = call.statistics
         output.timestamps = [] if record_timestamps else None
         self._runner.submit(Ticket(call, output, streaming))
         return request_id

@@ -5,11 +5,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..decoding.call import DecodingCall
 from ..decoding.request import Request
-from ..decoding.statistics import GenerationStatistics
+from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target.compat import GenerationOutput, RequestStatus
 
@@ -25,7 +25,7 @@ class EngineOutput(GenerationOutput):
             "error"; None while it runs.
         first_token_time (`float`, *optional*): When its first token was there, on the same clock.
         num_cached_tokens (`int`): Tokens of its prompt whose keys and values were another's.
-        statistics (`GenerationStatistics`): Its steps, drafted and accepted tokens.
+        statistics (`GenerationStatistics`): Its steps, drafted and accepted tokens, and the seconds since it began.
         token_sources (list, *optional*): Of requests with `trace=True`, one entry per generated token: the label of the
             source that drafted it ("suffix", "prompt_lookup", "draft_model", ...), None for the target's own tokens.
         traced_steps (list of `TracedStep`, *optional*): Of such requests, the draft trees of all steps so far.
@@ -46,6 +46,7 @@ class Ticket:
     call: DecodingCall
     output: EngineOutput
     is_streaming: bool = False
+    begun: GenerationStatistics | None = None  # the engine's, when the request began to run
 
     @property
     def request(self) -> Request:
@@ -56,6 +57,17 @@ class Ticket:
         times = self.output.timestamps
         if times is not None:
             times.extend([now] * (self.request.num_valid - len(times)))
+
+    def statistics(self, engine: GenerationStatistics, now: float) -> GenerationStatistics:
+        """The request's own counts, and the seconds of the engine's steps since it began."""
+        own = replace(self.call.statistics, generated_tokens=self.request.num_valid)
+        if self.begun is None:
+            return own
+        for name in PHASES:
+            setattr(own, name, getattr(engine, name) - getattr(self.begun, name))
+        start = self.output.lifespan[0]
+        own.seconds_prefill, own.seconds_total = (self.output.first_token_time or now) - start, now - start
+        return own
 
 
 class Results:

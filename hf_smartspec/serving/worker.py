@@ -218,6 +218,7 @@ class EngineRunner:
         while (ticket := self.memory.next(self.loop.running)) is not None:
             now = time.perf_counter()
             ticket.output.lifespan, ticket.output.status = (now, -1), RequestStatus.PREFILLING
+            ticket.begun = replace(self.loop.statistics)
             self.seconds_waited += now - ticket.output.created_time
             try:
                 self.memory.place(ticket.request, self.loop.running)
@@ -243,7 +244,7 @@ class EngineRunner:
             if ticket.request.num_generated and ticket.output.first_token_time is None:
                 ticket.output.first_token_time, ticket.output.status = now, RequestStatus.DECODING
             if ticket.is_streaming and ticket.request.num_generated:
-                self.results.put(self._snapshot(ticket))
+                self.results.put(self._snapshot(ticket, now))
 
     def _fail_running(self, error: Exception) -> None:
         """A forward has failed, and nobody knows by whose fault."""
@@ -255,11 +256,12 @@ class EngineRunner:
                 self._on_failure(ticket.call, error)
         self.memory.reset()
 
-    def _snapshot(self, ticket: Ticket) -> EngineOutput:
+    def _snapshot(self, ticket: Ticket, now: float) -> EngineOutput:
         """The output so far; what has been handed out does not change any more."""
         request, trace = ticket.request, ticket.request.trace
         tokens = request.tokens[: request.num_valid]
-        output = replace(ticket.output, generated_tokens=tokens, statistics=replace(ticket.call.statistics))
+        statistics = ticket.statistics(self.loop.statistics, now)
+        output = replace(ticket.output, generated_tokens=tokens, statistics=statistics)
         if output.timestamps is not None:
             output.timestamps = output.timestamps[: len(tokens)]
         if trace is not None:
@@ -270,12 +272,11 @@ class EngineRunner:
         self._leave(ticket)
         now, request = time.perf_counter(), ticket.request
         ticket.note(now)
-        output = self._snapshot(ticket)
+        output = self._snapshot(ticket, now)
         output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
         output.first_token_time = output.first_token_time or now
         is_full = request.num_valid == request.max_new_tokens and not ticket.call.batch.ends_text(request)
         output.finish_reason = "length" if is_full else "stop"
-        output.statistics.seconds_total = now - output.lifespan[0]
         self._answer(ticket, output)
 
     def _on_failure(self, call: DecodingCall, error: Exception) -> None:
@@ -287,7 +288,7 @@ class EngineRunner:
 
     def _fail(self, ticket: Ticket, reason: str, error: str) -> None:
         self._leave(ticket)
-        self._answer(ticket, failed(self._snapshot(ticket), reason, error))
+        self._answer(ticket, failed(self._snapshot(ticket, time.perf_counter()), reason, error))
 
     def _leave(self, ticket: Ticket) -> None:
         """The request neither waits nor runs any more."""

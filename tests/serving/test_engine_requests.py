@@ -10,10 +10,11 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig
+from hf_smartspec.decoding.statistics import PHASES
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.target.compat import RequestStatus
 
-from ..generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
+from ..generate.helpers import VOCAB_SIZE, Oracle, noisy_copy, tiny_llama
 from ..models import new_model
 from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
 
@@ -39,6 +40,43 @@ def test_streams_grow_and_end(model):
     assert len(silent) == 1 and silent[0].generated_tokens == expected
     first = outputs[-1]
     assert first.created_time <= first.lifespan[0] <= first.first_token_time <= first.lifespan[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])  # together, and row by row
+def test_outputs_carry_their_steps_and_seconds(architecture):
+    asked = Asked([3, 4, 5, 3, 4, 5, 3, 4], {"max_new_tokens": 20, "eos_token_id": None})
+    model = new_model(architecture)
+    oracle = Oracle(torch.tensor([asked.prompt + asked.alone(model)]))
+    with Engine(model, SmartSpecConfig(oracle, num_nodes=3), max_prefill_tokens=3) as engine:
+        names = [engine.add_request(asked.prompt, streaming=True, **asked.settings) for _ in range(3)]
+        streams = [[output.statistics for output in engine.request_id_iter(name)] for name in names]
+    for counts in streams:
+        assert [item.generated_tokens for item in counts] == sorted({item.generated_tokens for item in counts})
+        for item in counts:
+            phases = {name: value for name, value in vars(item).items() if name in PHASES}
+            assert all(value > 0 for value in phases.values()), phases
+            assert sum(phases.values()) <= item.seconds_total and 0 < item.seconds_prefill <= item.seconds_total
+            assert 0 < item.goodput == item.generated_tokens / item.seconds_total
+        last = counts[-1]
+        assert last.generated_tokens == 20 and 0 < last.accepted_tokens <= last.drafted_tokens
+        assert last.steps + last.accepted_tokens == 20 and last.mean_accepted_length == 20 / last.steps
+    first = streams[0][-1]
+    assert first.forwards == first.steps + 2, "its prompt takes three forwards; the others may share it"
+
+
+def test_requests_that_end_early_carry_what_they_took(model):
+    """One is cancelled after its first tokens, one while it waits: it has taken nothing."""
+    with Engine(model, suffix(), max_batch_size=1) as engine:
+        name = engine.add_request([3, 4, 5], streaming=True, max_new_tokens=400, eos_token_id=None)
+        waiting = engine.add_request([6, 7], max_new_tokens=4)
+        next(engine.request_id_iter(name))
+        for each in (waiting, name):
+            engine.cancel_request(each)
+        counts = engine.get_result(name, timeout=TIMEOUT).statistics
+        nothing = engine.get_result(waiting, timeout=TIMEOUT).statistics
+    assert counts.generated_tokens > 0 and counts.steps > 0 and counts.forwards > 0
+    assert counts.seconds_total > counts.seconds_forward > 0
+    assert not any(nothing.as_dict().values())
 
 
 def test_asyncio(model):

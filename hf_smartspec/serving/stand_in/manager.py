@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -323,11 +323,9 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self.engine.stop(drain=drain)
         with self._lock:
             now = replace(self.engine.statistics)
-            names = [item.name for item in fields(now)]
-            new = {name: getattr(now, name) - getattr(self._recorded, name) for name in names}
-            self._recorded = now
-        if new["generated_tokens"]:
-            record(self.model, GenerationStatistics(**new))
+            new, self._recorded = now - self._recorded, now
+        if new.generated_tokens:
+            record(self.model, new)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         if self._closer is None:
