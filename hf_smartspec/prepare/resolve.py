@@ -36,6 +36,7 @@ from ..candidates.translated.translation import Translation
 from ..candidates.tuned import TunedSource, TunedSources
 from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
+from ..target.private import warn_of_release
 from ..target.ranks import is_sharded
 from .config import DATASTORE, EARLY_EXIT, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
 from .draft_models import check_draft_model
@@ -112,6 +113,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
     """
     if isinstance(assistant, Assistant):
         return _with_tag_checked(assistant)
+    warn_of_release()
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
     source = _as_source(config, target, Drafters() if drafters is None else drafters)
     if config.online is not None:

@@ -12,14 +12,9 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.utils import ModelOutput
 
+from .private import TRANSFORMERS, private_function, private_value
+
 __all__ = ["GenerationOutput", "RequestStatus"]  # of transformers' continuous batching, whose place may change
-
-# Model arguments that hold images, videos or sounds, or what `generate` has encoded of them.
-MEDIA_KWARGS: tuple[str, ...] = getattr(
-    generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ("mm_encoder_outputs", "pixel_values")
-)
-
-TRANSFORMERS = Version(transformers.__version__)
 
 if not Version("5.20") <= TRANSFORMERS < Version("6"):
     raise ImportError(f"hf-smartspec needs transformers >=5.20,<6; {transformers.__version__} is installed.")
@@ -39,6 +34,28 @@ def cache_name(function: Callable[..., Any]) -> str:
 
 # What the cache is called by `generate`: among the arguments that it prepares, and in outputs, also of models.
 CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation)
+
+# The same, and other models' states.
+CACHE_NAMES = private_value(
+    "transformers.generation.utils",
+    "ALL_CACHE_NAMES",
+    [CACHE, "state", "mems", "past_buckets_states"],
+    "engines of models that are decoded plainly",
+)
+
+# Model arguments that hold images, videos or sounds, or what `generate` has encoded of them.
+MEDIA_KWARGS: tuple[str, ...] = private_value(
+    "transformers.generation.utils",
+    "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL",
+    ("mm_encoder_outputs", "pixel_values"),
+    "prompts with images",
+)
+
+# What transformers' assisted decoding prepares before every forward of a row.
+prepare_attention_mask, prepare_position_ids, prepare_token_type_ids = [
+    private_function("transformers.generation.candidate_generator", name, "models that run row by row")
+    for name in ("_prepare_attention_mask", "_prepare_position_ids", "_prepare_token_type_ids")
+]
 
 # Architectures whose packed forward is compared with the plain one by this project's tests. Models of other types are
 # probed on first use (`support.can_pack`).

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.utils import ALL_CACHE_NAMES
+
+from .compat import CACHE_NAMES
 
 _LENGTHS = 1, 2  # tokens that are run to find out
 
@@ -35,7 +36,7 @@ def _storages(item: Any, seen: set[int]) -> Iterable[torch.UntypedStorage]:
 
 def caches_in(kwargs: Mapping[str, Any]) -> list[Any]:
     """What models call caches, among the outputs of a forward or the arguments of the next one."""
-    return [kwargs[name] for name in ALL_CACHE_NAMES if name in kwargs]
+    return [kwargs[name] for name in CACHE_NAMES if name in kwargs]
 
 
 class Footprint(NamedTuple):

@@ -11,15 +11,10 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
-from transformers.generation.candidate_generator import (
-    _prepare_attention_mask,
-    _prepare_position_ids,
-    _prepare_token_type_ids,
-)
 from transformers.utils import ModelOutput
 
 from ..sampling.top import Top, argmax, best_of
-from .compat import CACHE
+from .compat import CACHE, prepare_attention_mask, prepare_position_ids, prepare_token_type_ids
 from .hidden_states import HiddenStateTaps
 from .rotary import LengthwiseRotary
 from .rows import CacheRow, RowInput
@@ -149,10 +144,10 @@ class RowwiseForward:
         candidates = extended(ids, item.tree.tokens)
         length = candidates.shape[1]
         is_encoder_decoder = self.model.config.is_encoder_decoder
-        kwargs = _prepare_attention_mask(dict(row.kwargs), length, is_encoder_decoder)
-        kwargs = _prepare_token_type_ids(kwargs, length)
+        kwargs = prepare_attention_mask(dict(row.kwargs), length, is_encoder_decoder)
+        kwargs = prepare_token_type_ids(kwargs, length)
         if kwargs.get("position_ids") is not None and kwargs["position_ids"].shape[-1] != length:
-            kwargs = _prepare_position_ids(kwargs, length, is_encoder_decoder)
+            kwargs = prepare_position_ids(kwargs, length, is_encoder_decoder)
         model_inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             candidates,
             next_sequence_length=None if is_first else len(item.feed) + num_nodes,

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
-from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils import ModelOutput
 
 from ..sampling.top import Top, argmax
+from .compat import CACHE_NAMES
 from .rows import CacheRow, RowInput
 from .rowwise import ModelRow, extended
 
@@ -38,7 +38,7 @@ class StepwiseForward:
     ):
         self.model, self.generation_config = model, generation_config
         self._inputs = input_ids
-        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in ALL_CACHE_NAMES}
+        self._kwargs = {key: value for key, value in model_kwargs.items() if key not in CACHE_NAMES}
 
     def set_encoder_outputs(self, outputs: ModelOutput) -> None:
         """What the text sees of what an encoder has read, once it begins."""

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from .compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, shared_value
 from .packed import PackedForward
+from .private import is_newer
 from .probe import Probe, agrees_behind_encoder
 from .rowwise import RowwiseForward
 from .twin import TWIN_REACH, borders, small_twin
@@ -83,7 +84,9 @@ def rowwise_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _is_usual(model: PreTrainedModel) -> bool:
-    """Whether the model is transformers' own, with the types of layers that tests know."""
+    """Whether the model is transformers' own, of a tested release, with the types of layers that tests know."""
+    if is_newer():
+        return False
     layer_types = shared_value(model.config.get_text_config(decoder=True), "layer_types")
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     return set(layer_types or ()) <= known and type(model).__module__.startswith("transformers.")

@@ -8,7 +8,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 import hf_smartspec
 from hf_smartspec import Engine
 from hf_smartspec.prepare import call as call_module
-from hf_smartspec.prepare.route import Route, route_of
+from hf_smartspec.prepare.route import _PACKED_KWARGS, Route, route_of
 from hf_smartspec.target.compat import CACHE
 
 from ..generate.helpers import Oracle, check_same, prompts, set_special_tokens, tiny_llama
@@ -130,3 +130,14 @@ def test_reasons_name_what_is_in_the_way():
     mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
     holes = route(new_model("mistral"), ids, attention_mask=mask, position_ids=mask.cumsum(-1) - 1)
     assert holes.way == "rowwise" and "holes" in holes.reason
+
+
+def test_an_argument_that_a_release_has_renamed_is_said_once(monkeypatch, caplog):
+    monkeypatch.setitem(route_of.__globals__, "_PACKED_KWARGS", _PACKED_KWARGS - {"use_cache"})
+    model = tiny_llama()
+    expected = model.generate(**RAGGED, max_new_tokens=6)
+    with hf_smartspec.enabled(model):
+        for _ in range(2):
+            assert torch.equal(model.generate(**RAGGED, max_new_tokens=6, assistant="prompt_lookup"), expected)
+    (record,) = [item for item in caplog.records if item.levelname == "WARNING"]
+    assert "without speculation: the model arguments ['use_cache'] cannot be packed" in record.getMessage()
