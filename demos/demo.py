@@ -24,12 +24,11 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_smartspec
 from compare import Result, all_methods, compare
+from hf_smartspec.commands.common.arguments import DTYPES, UsageError
 from hf_smartspec.commands.common.console import make_console, table
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.equality import find_differences
 from hf_smartspec.commands.common.models import (
-    DTYPES,
-    UsageError,
     check_device,
     encode,
     left_padded,

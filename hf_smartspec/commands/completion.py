@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from .common.models import UsageError
+from .common.arguments import UsageError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 _HOW = """where the script goes:

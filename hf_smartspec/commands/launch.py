@@ -3,10 +3,8 @@
 import argparse
 from contextlib import ExitStack
 
-from ..generate import enable
-from ..serving.stand_in.server import own_settings
-from .common.drafters import parts_of
-from .common.models import UsageError
+from .common.arguments import UsageError
+from .common.names import parts_of
 
 _SERVE = "serve"
 
@@ -26,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.arguments:
         raise UsageError("a command of transformers is missing, such as: serve MODEL --continuous-batching")
+    from ..generate import enable
+    from ..serving.stand_in.server import own_settings
+
     try:
         from transformers.cli.transformers import app
     except ImportError as error:

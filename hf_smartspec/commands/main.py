@@ -1,4 +1,4 @@
-"""The `smartspec` command. Commands are imported when they are called: torch and transformers take seconds."""
+"""The `smartspec` command. Only a command that runs is imported: torch and transformers take seconds."""
 
 import argparse
 import difflib
@@ -8,12 +8,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from .common.arguments import UsageError
+
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class Command(NamedTuple):
-    """Where a command lives; its module has `add_arguments(parser)` and `run(args) -> int`."""
+    """
+    Where a command lives. Its module has `run(args) -> int`; `add_arguments(parser)` is in the module that is called
+    `arguments` where that is called `command`, and imports neither torch nor transformers.
+    """
 
     module: str
     help: str
@@ -27,25 +32,25 @@ COMMANDS = {
     ("demo",): Command("demo.command", "show races, load and learning on a page in the browser"),
     ("verify",): Command("verify.command", "check on your own model that speculation changes nothing"),
     ("replay",): Command("replay.command", "measure candidate sources on real responses, without a model"),
-    ("profile",): Command("profile", "measure what a model's forward costs, once per model and machine"),
+    ("profile",): Command("profile.command", "measure what a model's forward costs, once per model and machine"),
     ("train",): Command("train.command", "train a drafter for a target of yours"),
     ("tune",): Command("tune.command", "find options of candidate sources that fit recorded responses"),
-    ("datastore", "build"): Command("datastore_build", "build a file of continuations, from texts"),
+    ("datastore", "build"): Command("datastore_build.command", "build a file of continuations, from texts"),
     ("bench", "generate"): Command("speed.command", "measure `assistant=` against plain `generate`"),
     ("bench", "drafters"): Command("drafters.command", "compare learned drafters: tokens per step, drafting, speed"),
     ("bench", "online"): Command("online.command", "measure what drafters learn from the requests that they draft for"),
     ("bench", "rollouts"): Command("rollouts.command", "measure rollouts of reinforcement learning, by TRL's GRPO"),
-    ("bench", "queue"): Command("queue", "serve a queue of prompts, against transformers' batches"),
+    ("bench", "queue"): Command("queue.command", "serve a queue of prompts, against transformers' batches"),
     ("bench", "batching"): Command("batching.command", "measure transformers' continuous batching with speculation"),
     ("bench", "overhead"): Command("overhead.command", "measure what the machinery costs by itself"),
     ("bench", "gpu"): Command("gpu.command", "measure on a GPU: exactness, bandwidth, transformers' own"),
     ("bench", "peers"): Command("peers.command", "measure other engines on the CPU, with the same weights"),
     ("bench", "sources"): Command("ablation.command", "measure what each part of the model-free sources contributes"),
     ("bench", "simulate"): Command("papers.command", "play the papers' loads, and traces, on a simulated engine"),
-    ("bench", "replicas"): Command("replicas", "play a service of several replicas on simulated engines"),
+    ("bench", "replicas"): Command("replicas.command", "play a service of several replicas on simulated engines"),
     ("bench", "load"): Command("load.command", "measure latency and goodput of the engine over the request rate"),
-    ("bench", "batch"): Command("batch", "measure seconds per token over batch size and draft length"),
-    ("bench", "timeline"): Command("load.timeline", "measure latency while busy and quiet phases alternate"),
+    ("bench", "batch"): Command("batch.command", "measure seconds per token over batch size and draft length"),
+    ("bench", "timeline"): Command("timeline.command", "measure latency while busy and quiet phases alternate"),
     ("bench", "memory"): Command("memory.command", "measure what suffix trees and datastores cost as they grow"),
     ("completion",): Command("completion", "write a script that completes this command in a shell"),
 }
@@ -76,38 +81,40 @@ def _dispatch(arguments: list[str]) -> int:
     path = _command_path(arguments)
     if path is None:
         return _top_level(arguments)
-    module, parser = load_command(path)
+    parser = load_parser(path)
     args = parser.parse_args(arguments[len(path) :])
     if path == ("completion",):
         args.full_parser = full_parser
-
-    from transformers.utils.logging import disable_progress_bar
-
-    from .common.models import UsageError
-
-    if not sys.stderr.isatty():
-        disable_progress_bar()
     try:
-        return module.run(args)
+        return _run(path, args)
     except UsageError as error:
         parser.fail(str(error))
 
 
-def load_command(path: tuple[str, ...]) -> tuple[Any, "Parser"]:
-    """The module of a command, and the parser of its arguments."""
-    module = _module(path)
+def _run(path: tuple[str, ...], args: argparse.Namespace) -> int:
+    module = importlib.import_module(f"{__package__}.{COMMANDS[path].module}")
+    if not sys.stderr.isatty() and path != ("completion",):
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    return module.run(args)
+
+
+def load_parser(path: tuple[str, ...]) -> "Parser":
+    """Return the parser of a command's arguments."""
     parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(COMMANDS[path].help))
-    module.add_arguments(parser)
-    return module, parser
+    _add_arguments(path, parser)
+    return parser
 
 
-def _module(path: tuple[str, ...]) -> Any:
-    return importlib.import_module(f"{__package__}.{COMMANDS[path].module}")
+def _add_arguments(path: tuple[str, ...], parser: "Parser") -> None:
+    name = COMMANDS[path].module.replace("command", "arguments")
+    importlib.import_module(f"{__package__}.{name}").add_arguments(parser)
 
 
 def full_parser() -> "Parser":
-    """One parser with all commands and their arguments: every command is imported."""
-    return _tree(lambda path, parser: _module(path).add_arguments(parser))
+    """Return one parser with all commands and their arguments."""
+    return _tree(_add_arguments)
 
 
 def _command_path(arguments: list[str]) -> tuple[str, ...] | None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hf_smartspec.candidates.datastore.file import Datastore, tokenizer_fingerprint
-from hf_smartspec.commands import datastore_build
-from hf_smartspec.commands.common.models import UsageError
+from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.datastore_build import command as datastore_build
+from hf_smartspec.commands.datastore_build.arguments import add_arguments
 
 from ..folders import byte_tokenizer
 
@@ -30,7 +31,7 @@ def tokenizer(tmp_path):
 
 def build(tmp_path, *inputs, options=()):
     parser = argparse.ArgumentParser()
-    datastore_build.add_arguments(parser)
+    add_arguments(parser)
     output = tmp_path / "out.sssd"
     arguments = [*inputs, "--tokenizer", tmp_path / "tokenizer", "--output", output, *options]
     assert datastore_build.run(parser.parse_args([str(argument) for argument in arguments])) == 0

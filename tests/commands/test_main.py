@@ -46,6 +46,50 @@ def test_version(capsys):
 WITHOUT_RESULTS = {("completion",), ("demo",), ("serve",), ("transformers",)}
 
 
+def test_help_and_refusals_of_every_command_import_neither_torch_nor_transformers():
+    """In a process of its own, where nothing has been imported yet."""
+    script = """
+import sys
+from hf_smartspec.commands.main import COMMANDS, main
+
+for words in [[], ["--help"], ["typo"], *([*path, word] for path in COMMANDS for word in ("--help", "--typo"))]:
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    assert status == (0 if "--help" in words else 2), words
+    heavy = {"torch", "transformers", "numba", "numpy"} & sys.modules.keys()
+    assert not heavy, (words, heavy)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_arguments_offer_what_commands_know():
+    """What commands know is built of what takes seconds to import; what their arguments offer is written out."""
+    from hf_smartspec.candidates.tuned import TUNABLE
+    from hf_smartspec.commands.ablation.command import ABLATIONS
+    from hf_smartspec.commands.common.arguments import QUANTIZATIONS
+    from hf_smartspec.commands.papers.figures import FIGURES
+    from hf_smartspec.commands.replay.sources import SOURCES
+    from hf_smartspec.commands.train.kinds import KINDS
+    from hf_smartspec.sharing.routing import ROUTERS
+    from hf_smartspec.target import quantized
+
+    known = {
+        "tune": TUNABLE,
+        "ablation": ABLATIONS,
+        "papers": FIGURES,
+        "replay": SOURCES,
+        "train": KINDS,
+        "serve": ROUTERS,
+    }
+    for command, names in known.items():
+        arguments = importlib.import_module(f"hf_smartspec.commands.{command}.arguments")
+        assert tuple(names) in vars(arguments).values(), command
+    assert quantized.KINDS == QUANTIZATIONS
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help_and_writes_json(command, capsys):
     assert call(*command, "--help") == 0

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_smartspec.commands import main as cli
-from hf_smartspec.commands import queue as queue_bench
 from hf_smartspec.commands.common.runs import up_to_end
+from hf_smartspec.commands.queue import command as queue_bench
 from tests.folders import save_tiny_models
 
 from . import helpers

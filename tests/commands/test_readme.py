@@ -56,7 +56,7 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
     path = cli._command_path(words)
     assert path is not None, f"{line!r} names no command"
     arguments = words[len(path) :]
-    _, parser = cli.load_command(path)
+    parser = cli.load_parser(path)
     parser.parse_args(arguments)
     if path == ("transformers",):
         return  # what follows is transformers' own, and may name models of the hub
@@ -69,7 +69,7 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
 
 def _options(*path: str) -> dict[str, object]:
     """Options of a command, and their defaults."""
-    _, parser = cli.load_command(path)
+    parser = cli.load_parser(path)
     return {name: action.default for action in parser._actions for name in action.option_strings}
 
 

@@ -188,7 +188,7 @@ def test_a_place_that_cannot_be_written_costs_the_file_only(tmp_path):
 
 
 def test_the_command_prints_draws_and_keeps(tmp_path, capsys, monkeypatch):
-    from hf_smartspec.commands import profile
+    from hf_smartspec.commands.profile import command as profile
 
     monkeypatch.setattr(profile, "DESIGN", FEW)
     monkeypatch.setattr(profile, "HELD_OUT", (Design(2, 8, 2), Design(1, 20, 3)))

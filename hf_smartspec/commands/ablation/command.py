@@ -11,12 +11,11 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ..common.arguments import add_json_argument, positive
+from ..common.arguments import UsageError
 from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.demo import find_demo
 from ..common.figures import check_folder
-from ..common.models import UsageError
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
 from ..common.recordings import tokenizer_of
@@ -89,25 +88,6 @@ ABLATIONS = {
         "seconds of drafting, verification taken as one forward over one token, at batch 1.",
     ),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
-    parser.add_argument(
-        "--only", nargs="+", choices=ABLATIONS, metavar="NAME", help=f"of {', '.join(ABLATIONS)} (default: all)"
-    )
-    parser.add_argument("--limit", type=positive, default=100, metavar="N", help="replayed per file (default: 100)")
-    parser.add_argument(
-        "--earlier", type=positive, default=1000, metavar="N",
-        help="requests before them, whose outputs sources know (default: 1000)",
-    )  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument(
-        "--models", type=Path, metavar="FOLDER",
-        help="with a target and a draft in it, for the hybrid (default: the demo's)",
-    )  # fmt: skip
-    add_json_argument(parser)
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw them, one .png file each")
 
 
 def run(args: argparse.Namespace) -> int:

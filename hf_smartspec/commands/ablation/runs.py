@@ -15,7 +15,8 @@ from ...candidates import DraftModelCandidates, StagedCandidates, SuffixTreeCand
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...target.compat import CACHE, cache_name
-from ..common.models import UsageError, encode, left_padded, load_draft, load_model, load_tokenizer
+from ..common.arguments import UsageError
+from ..common.models import encode, left_padded, load_draft, load_model, load_tokenizer
 from ..common.progress import track
 from ..common.recordings import Recording
 from ..replay.curves import moving_average

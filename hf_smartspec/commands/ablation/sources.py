@@ -12,7 +12,7 @@ from ...candidates import DatastoreCandidates, FusedCandidates, SuffixTreeCandid
 from ...candidates.datastore.file import Datastore
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenize
 from ..replay.sources import SourceSpec
 

@@ -10,37 +10,20 @@ from rich.console import Console
 
 from ...candidates.base import NoCandidates
 from ...generate import enabled
-from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive
+from ..common.arguments import UsageError, command_of
 from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.continuous import continuous_config
-from ..common.models import UsageError
+from ..common.names import WITH_DRAFT_MODEL
 from ..common.outputs import check_outputs, replace_json
 from ..common.progress import track
 from ..common.setup import Setup, load_setup
-from ..common.sources import SOURCES, WITH_DRAFT_MODEL
 from ..common.timing import environment
 from .serving import PLAIN, check_can_be_saved, measure_servers
 
 _WARM_UP = 8  # new tokens
 
 Report = dict[str, Any]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_text_arguments(parser)
-    parser.set_defaults(limit=32, max_new_tokens=64)
-    parser.add_argument(
-        "--assistant", default="auto", choices=["none", *SOURCES], help="what drafts in the engine (default: auto)"
-    )
-    parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="timed rounds (default: 3)")
-    parser.add_argument(
-        "--serve", action="store_true",
-        help='also measure `transformers serve --continuous-batching`, which needs pip install "transformers[serving]"',
-    )  # fmt: skip
-    parser.add_argument("--requests", type=positive, default=64, metavar="N", help="to the server (default: 64)")
-    parser.add_argument("--clients", type=positive, default=16, metavar="N", help="that ask at once (default: 16)")
 
 
 def run(args: argparse.Namespace) -> int:

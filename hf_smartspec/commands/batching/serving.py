@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...generate import enable, enabled
 from ...serving.stand_in.server import own_settings
+from ..common.arguments import UsageError
 from ..common.demo import demo_folder
-from ..common.models import UsageError, load_tokenizer
+from ..common.models import load_tokenizer
 from ..common.progress import track
 from ..common.setup import Setup
 

@@ -1,12 +1,8 @@
 """`smartspec chat`: a conversation with a model, in the terminal."""
 
 import argparse
-from pathlib import Path
 
 from ..common.answering.arguments import (
-    add_model_arguments,
-    add_sampling_arguments,
-    add_text_arguments,
     sampling_of,
 )
 from ..common.answering.speaker import load_speaker
@@ -15,15 +11,6 @@ from .conversation import Conversation
 from .screen import Screen
 from .session import Session
 from .verbs import VERBS, obey
-
-_MAX_NEW_TOKENS = 512
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_text_arguments(parser)
-    add_model_arguments(parser)
-    add_sampling_arguments(parser, _MAX_NEW_TOKENS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the conversation to this file when it ends")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from ..common.answering.arguments import temperature
 from ..common.answering.speaker import assistant_of, shown
-from ..common.arguments import not_negative
+from ..common.arguments import UsageError, not_negative
 from ..common.console import table
-from ..common.models import UsageError
 from .session import Session
 
 _WIDTH = 18  # of the first column of the help

@@ -3,8 +3,7 @@
 import argparse
 import socket
 
-from .arguments import not_negative
-from .models import UsageError
+from .arguments import UsageError, not_negative
 
 _LAST_PORT = 65535
 

@@ -4,10 +4,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
+TURNS = ("all", "last", "none")
 
-from ...target.quantized import KINDS
-from .models import DTYPES, check_device
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)  # kinds that `quantize` takes
+
+
+class UsageError(Exception):
+    """A command cannot do what it was asked to; its message is shown as one line, and the exit status is 2."""
+
 
 PARAMETERS = 200e6  # of the demo target, enlarged
 
@@ -106,28 +112,18 @@ def add_target_arguments(parser: argparse.ArgumentParser, dtype: str | None = "b
         f"cost; 0 leaves it as it is (default: {PARAMETERS:.0e} for the demo's target, 0 for others)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype or 'the faster one here'}")
-    parser.add_argument("--quantize", choices=KINDS, help="run the target's linear maps in it, on the CPU")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="run the target's linear maps in it, on the CPU")
     add_machine_arguments(parser)
 
 
 def add_machine_arguments(parser: argparse._ActionsContainer) -> None:
-    """What `use_machine` takes."""
+    """Add what `use_machine` takes."""
     add_device_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 
 
 def add_device_argument(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-
-
-def use_machine(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        UsageError: for a device that cannot be used.
-    """
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    check_device(args.device)
+    parser.add_argument("--device", metavar="DEVICE", help="default: a GPU if there is one, else the CPU")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

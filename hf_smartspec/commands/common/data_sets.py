@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
-from .models import UsageError, encode, left_padded
+from .arguments import UsageError
+from .models import encode, left_padded
 from .progress import track
 from .recordings import Recording, Texts, count_accepted
 from .runs import eos_ids, up_to_end

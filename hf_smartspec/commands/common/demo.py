@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .models import UsageError
+from .arguments import UsageError
 
 _DEMOS = Path("demos")
 _PARTS = ("models/target/tokenizer.json", "models/target/config.json", "models/draft/config.json", "prompts.jsonl")

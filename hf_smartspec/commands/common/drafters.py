@@ -1,7 +1,6 @@
 """Drafters by name: for a target as it is, and for the same target enlarged."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,10 +11,11 @@ from ...candidates.heads.kinds import load, source_of
 from ...candidates.heads.learned import LearnedDrafter
 from ...goodput.acceptance import Calibrator
 from ...prepare.resolve import resolve
-from .models import UsageError, load_draft
+from .arguments import UsageError
+from .models import load_draft
+from .names import is_model, parts_of, shown
 from .narrowed import NarrowedCandidates
 
-JOINT = "+"  # between the drafters of a list
 _MODEL_FREE = {"suffix": SuffixTreeCandidates, "prompt_lookup": PromptLookupCandidates}
 
 
@@ -94,35 +94,6 @@ class DrafterFiles:
             dtype = str(self.target.dtype).removeprefix("torch.")
             self._known[item] = load_draft(item, self.target, dtype) if drafter is None else drafter
         return self._known[item]
-
-
-def parts_of(name: str) -> list[str]:
-    """The drafters of a list; a folder may have a plus sign in its name."""
-    return [name] if Path(name).is_dir() else name.split(JOINT)
-
-
-def is_model(item: str) -> bool:
-    """Whether it is a folder or a hub id, not a preset."""
-    return Path(item).is_dir() or ("/" in item and ":" not in item)
-
-
-def has_models(name: str) -> bool:
-    """Whether each is a model-free source by name or a model, and there is one of the latter: what can be new."""
-    items = parts_of(name)
-    return any(map(is_model, items)) and all(item in _MODEL_FREE or is_model(item) for item in items)
-
-
-def shown(name: str) -> str:
-    """Models by the last part of their name."""
-    return JOINT.join(Path(item).name if is_model(item) else item for item in parts_of(name))
-
-
-def check_distinct(names: Sequence[str], option: str) -> None:
-    """Raises `UsageError` where two drafters would be shown under one name, and taken for one."""
-    seen: dict[str, str] = {}
-    for name in names:
-        if (other := seen.setdefault(shown(name), name)) != name:
-            raise UsageError(f"{option}: {other!r} and {name!r} are both shown as {shown(name)!r}; rename a folder")
 
 
 def load_drafters(names: Sequence[str], files: DrafterFiles) -> list[Drafter]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .models import UsageError
+from .arguments import UsageError
 
 _SIZE = (5.0, 3.4)  # inches of one panel
 

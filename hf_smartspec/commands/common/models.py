@@ -1,5 +1,6 @@
 """What a command names: models, tokenizers and prompts, loaded with errors of one clear line."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,7 @@ from transformers import (
 
 from ...prepare.draft_models import check_draft_model
 from ...target.quantized import quantize
-
-DTYPES = ("float32", "bfloat16", "float16")
+from .arguments import UsageError
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 
@@ -36,15 +36,29 @@ PROMPTS = (
 )
 
 
-class UsageError(Exception):
-    """A command cannot do what it was asked to; its message is shown as one line, and the exit status is 2."""
-
-
 def check_device(name: str) -> None:
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
+
+
+def default_device() -> str:
+    """Return the name of the device that is used where none is named."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def use_machine(args: argparse.Namespace) -> None:
+    """
+    Use the threads and the device of `add_machine_arguments`; the device's default is filled in.
+
+    Raises:
+        UsageError: for a device that cannot be used.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.device = args.device or default_device()
+    check_device(args.device)
 
 
 def load_model(

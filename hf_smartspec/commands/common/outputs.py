@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .arguments import UsageError
 from .figures import check_matplotlib
-from .models import UsageError
 
 
 def check_output(path: Path | None) -> None:

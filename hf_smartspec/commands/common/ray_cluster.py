@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from .arguments import positive
-from .models import UsageError
+from .arguments import UsageError, positive
 
 
 def add_cluster_arguments(parser: argparse._ArgumentGroup, replicas_help: str) -> None:

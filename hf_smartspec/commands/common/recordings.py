@@ -10,11 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...drafts.tree import DraftTree
+from .arguments import UsageError
 from .demo import demo_folder
-from .models import UsageError, load_tokenizer
+from .models import load_tokenizer
 from .progress import track
-
-TURNS = ("all", "last", "none")
 
 
 class Fields(NamedTuple):

@@ -12,16 +12,17 @@ from ...candidates import DraftModelCandidates, TreeCandidateGenerator
 from ...goodput import LengthPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
-from .arguments import PARAMETERS, use_machine
+from .arguments import PARAMETERS, UsageError
 from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .demo import demo_folder
-from .drafters import DrafterFiles, check_distinct, shown
-from .models import UsageError, load_draft, load_model, load_tokenizer, use_quantized
+from .drafters import DrafterFiles
+from .models import load_draft, load_model, load_tokenizer, use_machine, use_quantized
+from .names import SOURCES, WITH_DRAFT_MODEL, check_distinct, shown
 from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
 from .runs import eos_ids
-from .sources import SOURCES, WITH_DRAFT_MODEL, new_source
+from .sources import new_source
 
 Drafts = dict[bytes, tuple[np.ndarray, np.ndarray]]  # by text: `ranks` and `probs` of a `LoadRequest`
 NewSources = dict[str, Callable[[], TreeCandidateGenerator]]  # by the names that are shown

@@ -1,6 +1,5 @@
 """The candidate sources of the benches of load, by name."""
 
-import argparse
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -14,21 +13,8 @@ from ...candidates import (
 )
 from ...drafts.tree import DraftTree
 from ...prepare.resolve import resolve
-from .drafters import JOINT, has_models
-from .models import UsageError
-
-SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
-WITH_DRAFT_MODEL = ("draft", "hybrid")
-
-
-def source_name(text: str) -> str:
-    """One of `SOURCES`, or the folder or hub id of a learned drafter, alone or in a list, for argparse."""
-    if text in SOURCES or has_models(text):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"must be one of {', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix{JOINT}FOLDER, got "
-        f"{text!r}"
-    )
+from .arguments import UsageError
+from .names import SOURCES
 
 
 def check_simulated(names: Sequence[str], is_simulated: bool) -> None:

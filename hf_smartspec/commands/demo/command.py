@@ -3,33 +3,12 @@
 import argparse
 import importlib.util
 import os
-from pathlib import Path
 
 from ...target.profiling import load_or_profile
-from ..common.addresses import host, listen_at, port
-from ..common.arguments import add_target_arguments
+from ..common.addresses import listen_at
+from ..common.arguments import UsageError
 from ..common.console import make_console
-from ..common.models import UsageError
 from .world import load_world
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target_arguments(parser, dtype=None)
-    parser.add_argument(
-        "--draft", nargs="+", metavar="MODEL",
-        help="draft models and learned drafters to choose among, by folder or hub id (default: the demo's for the "
-        "demo's target)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="examples: .jsonl with `prompt` and `category` (default: the demo's)",
-    )
-    parser.add_argument(
-        "--host", type=host, default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: this machine only)"
-    )
-    parser.add_argument("--port", type=port, metavar="N", help="default: the first free one from 7860 on")
 
 
 def run(args: argparse.Namespace) -> int:

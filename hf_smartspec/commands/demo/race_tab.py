@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from ..common.drafters import JOINT
+from ..common.names import JOINT
 from ..common.runs import Decoding
 from .race import ENGINE, GENERATE, Race, RaceSettings, progress_html, race_html, run_race
 from .texts import notice

@@ -14,15 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.base import NoCandidates
+from ..common.arguments import UsageError
 from ..common.demo import demo_folder
-from ..common.drafters import JOINT, DrafterFiles, is_model, parts_of, shown
-from ..common.models import (
-    UsageError,
-    check_device,
-    check_folder,
-    encode,
-    read_prompts,
-)
+from ..common.drafters import DrafterFiles
+from ..common.models import check_device, check_folder, default_device, encode, read_prompts
+from ..common.names import JOINT, is_model, parts_of, shown
 from ..common.setup import load_target, num_parameters
 from ..common.timing import environment
 
@@ -166,6 +162,7 @@ def load_world(args: argparse.Namespace) -> World:
     Raises:
         UsageError: for models, files or a device that cannot be used.
     """
+    args.device = args.device or default_device()
     check_device(args.device)
     args.dtype = args.dtype or default_dtype(args.device)
     prompts = _prompts(args.prompts or demo_folder("--prompts") / "prompts.jsonl")

@@ -4,61 +4,29 @@ import argparse
 import copy
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from ...candidates import MedusaHeads
-from ..common.arguments import add_target_arguments, command_of, positive
+from ..common.arguments import UsageError, command_of
 from ..common.console import make_console
 from ..common.data_sets import DataSet
 from ..common.demo import demo_folder, find_demo
-from ..common.drafters import JOINT, Drafter, DrafterFiles, check_distinct, load_drafters
-from ..common.models import UsageError, load_model, read_prompts
+from ..common.drafters import Drafter, DrafterFiles, load_drafters
+from ..common.models import load_model, read_prompts
+from ..common.names import JOINT, check_distinct
 from ..common.outputs import check_output, replace_json, resumed
 from ..common.progress import track
 from ..common.recordings import Fields, Texts, read_requests
 from ..common.setup import load_target, max_prompt_len, missing_arguments, num_parameters
 from ..common.timing import environment
+from .arguments import SPEED, STEPS, TREES
 from .report import as_markdown, notes, print_tables, tables
-from .runs import PARTS, SPEED, STEPS, TREES, DrafterBench, Rows
+from .runs import DrafterBench, Rows
 
 _REFERENCE = "draft"  # what others are compared with comes before them
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE",
-        help="prompts, .jsonl or .jsonl.gz; one is one kind of text (default: the demo's, which neither target nor "
-        "draft has learnt from, by category)",
-    )  # fmt: skip
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="of texts (default: all)")
-    add_target_arguments(parser)
-    parser.add_argument(
-        "--drafters", nargs="+", metavar="MODEL_OR_PRESET",
-        help="folders, hub ids or presets, lists joined by plus signs (suffix+FOLDER); default: suffix trees, what was "
-        "trained for the demo's target, and lists of both",
-    )  # fmt: skip
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument(
-        "--nodes", type=positive, nargs="+", default=[4, 8, 16], metavar="N",
-        help="of a draft in the first part, and the most of them in the second (default: 4 8 16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--width", type=positive, default=4, metavar="W", help="of draft models' trees in the first part (default: 4)"
-    )
-    parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 8], metavar="B", help="default: 1 8")
-    parser.add_argument("--limit", type=positive, default=6, metavar="N", help="prompts of each kind (default: 6)")
-    parser.add_argument("--max-new-tokens", type=positive, default=96, metavar="N", help="default: 96")
-    parser.add_argument("--max-prompt", type=positive, default=400, metavar="N", help="its last tokens (default: 400)")
-    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables for a page")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write everything, anew after every kind of text"
-    )
-    parser.add_argument("--resume", action="store_true", help="leave out what the file of --json holds already")
 
 
 def run(args: argparse.Namespace) -> int:

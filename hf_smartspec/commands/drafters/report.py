@@ -10,9 +10,10 @@ from rich.markup import escape
 
 from ...decoding.statistics import GenerationStatistics
 from ..common.console import fold, table
-from ..common.drafters import JOINT
+from ..common.names import JOINT
 from ..speed.loop import PLAIN
-from .runs import NONE, SPEED, STEPS, TREES, Row
+from .arguments import SPEED, STEPS, TREES
+from .runs import NONE, Row
 
 ALL = "all"
 _NAME = 14  # letters of a name in a line at least

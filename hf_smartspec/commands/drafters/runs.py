@@ -15,9 +15,9 @@ from ..common.drafters import Drafter
 from ..common.recordings import Recording
 from ..speed.loop import PLAIN, Method, Results, Settings, Tally, measure
 from ..speed.report import num_different
+from .arguments import SPEED, STEPS, TREES
 from .trees import accuracies, best_fixed_tree
 
-STEPS, TREES, SPEED = PARTS = ("steps", "trees", "speed")
 NONE, MIXED = "none", "mixed"
 CALIBRATED, RAW, FIXED = "calibrated trees", "trees by raw probabilities", "the best fixed tree"
 _WARM_UP = 8  # tokens

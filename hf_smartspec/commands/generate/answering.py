@@ -14,7 +14,7 @@ import torch
 from ...decoding.statistics import GenerationStatistics
 from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker, load_speaker
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..common.ray_cluster import last_line, ray_cluster
 from .row_answers import AHEAD, RowAnswers
 from .row_file import dumped

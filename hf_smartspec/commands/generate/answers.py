@@ -19,8 +19,8 @@ from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker, new_seed, shown
 from ..common.answering.statistics import summary
 from ..common.answering.text import GrowingText, Piece, printable
+from ..common.arguments import UsageError
 from ..common.console import make_console
-from ..common.models import UsageError
 from ..common.outputs import json_safe, write_json
 
 STDOUT = Path("-")

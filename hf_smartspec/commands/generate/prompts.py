@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..common.models import read_prompts as read_rows
 
 _STDIN = "-"

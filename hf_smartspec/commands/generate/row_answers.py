@@ -12,7 +12,7 @@ from ..common.answering.arguments import sampling_of
 from ..common.answering.prompting import Prompter
 from ..common.answering.speaker import Speaker
 from ..common.answering.text import GrowingText
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from .rows import kept_columns
 
 AHEAD = 4  # batches of requests that are under way: one runs, and long ones do not keep the others waiting

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from ..common.answering.speaker import new_seed
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..common.outputs import json_safe, replace_json
 
 

@@ -5,7 +5,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst")

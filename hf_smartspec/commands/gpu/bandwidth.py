@@ -9,16 +9,18 @@ import torch
 from transformers import PreTrainedModel
 
 from ..common.timing import synchronize
+from .arguments import BANDWIDTH
 from .session import Case, Row, Section
 from .shapes import World
 
-NAME = "bandwidth"
 _IN_A_ROW = 5  # calls per timing, so that launching them is hidden
 _WIDTH = 8192  # of a matrix that is read
 
 
 def section(world: World) -> Section:
-    return Section(NAME, 1.0, lambda: _cases(world), ("GB/s",), lambda row, _: (f"{row['gigabytes_per_second']:.0f}",))
+    return Section(
+        BANDWIDTH, 1.0, lambda: _cases(world), ("GB/s",), lambda row, _: (f"{row['gigabytes_per_second']:.0f}",)
+    )
 
 
 def _cases(world: World) -> list[Case]:

@@ -14,42 +14,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from ... import __version__
-from ..common.arguments import command_of, positive_number
+from ..common.arguments import UsageError, command_of
 from ..common.console import fold, make_console, table
-from ..common.models import UsageError, check_device
+from ..common.models import check_device
 from ..common.outputs import check_output, resumed
 from ..common.progress import track
 from ..common.timing import environment
 from . import bandwidth, correctness, speed, verification, waits
+from .arguments import BANDWIDTH, CORRECTNESS
 from .session import Row, Section, Session
 from .shapes import Plan, World
 from .targets import targets
-
-SHAPES = ("7B", "1B")
-SECTIONS = (
-    correctness.NAME, bandwidth.NAME, verification.NAME, speed.ACCEPTANCE, speed.TEXT, waits.NAME, speed.COMPILED,
-)  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="DEVICE", help="default: cuda, which must be there; cpu: with --smoke only")
-    parser.add_argument(
-        "--smoke", action="store_true", help="the same code on tiny shapes, in about a minute; figures mean nothing"
-    )
-    parser.add_argument(
-        "--seconds", type=positive_number, default=520.0, metavar="S",
-        help="for everything but loading Python: what was not reached by then is named (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--section", nargs="+", default=SECTIONS, choices=SECTIONS, metavar="NAME",
-        help=f"of {', '.join(SECTIONS)} (default: all; {bandwidth.NAME} is always measured)",
-    )  # fmt: skip
-    parser.add_argument("--shape", nargs="+", default=SHAPES, choices=SHAPES, metavar="NAME", help="default: 7B 1B")
-    parser.add_argument(
-        "--json", type=Path, default=Path("bench-gpu.json"), metavar="FILE",
-        help="written anew after every measurement (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="leave out what the file holds already")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
 def differences(report: dict[str, Any]) -> list[str]:
     """Names of the cases in which the tokens are not those of plain decoding."""
-    return [name for name, row in report["results"].get(correctness.NAME, {}).items() if not row["is_equal"]]
+    return [name for name, row in report["results"].get(CORRECTNESS, {}).items() if not row["is_equal"]]
 
 
 def make_sections(
     world: World, results: dict[str, dict[str, Row]], names: list[str], shapes: list[str]
 ) -> list[Section]:
     """In order; what may take long without end comes last."""
-    rates = results.setdefault(bandwidth.NAME, {})
+    rates = results.setdefault(BANDWIDTH, {})
     found = [correctness.section(world, 100.0), bandwidth.section(world)]
     shapes = [shape for shape in shapes if shape in world.plan.shapes]
     for shape, share in (("7B", 2.0), ("1B", 1.0)):
@@ -97,7 +72,7 @@ def make_sections(
                 waits.section(world, shape, 10 * share),
             ]
     found += [speed.compiled(world, shape, 50.0) for shape in ("1B", "7B") if shape in shapes]
-    return [section for section in found if section.name.split()[0] in {*names, bandwidth.NAME}]
+    return [section for section in found if section.name.split()[0] in {*names, BANDWIDTH}]
 
 
 def _device(args: argparse.Namespace) -> torch.device:

@@ -18,16 +18,16 @@ from ..common.rounding import Rounding
 from ..common.runs import Decoding, decode_plainly, eos_ids, up_to_end
 from ..verify.comparison import Comparison, TokenCheck
 from ..verify.drafts import Drafting, ways_of_drafting
+from .arguments import CORRECTNESS
 from .session import Case, Row, Section
 from .shapes import World
 
-NAME = "correctness"
 _SEED = 5
 
 
 def section(world: World, share: float) -> Section:
     columns = ("rows", "tokens", "drafted", "accepted", "same tokens")
-    return Section(NAME, share, lambda: Checks(world).cases(), columns, _texts)
+    return Section(CORRECTNESS, share, lambda: Checks(world).cases(), columns, _texts)
 
 
 def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:

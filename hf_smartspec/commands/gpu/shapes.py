@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.arguments import UsageError
 from ..common.cost_matched import enlarge
 from ..common.demo import find_demo
-from ..common.models import PROMPTS, UsageError, encode, left_padded, load_model, load_tokenizer
+from ..common.models import PROMPTS, encode, left_padded, load_model, load_tokenizer
 from ..common.recordings import Fields, Texts, read_requests
 from ..common.runs import eos_ids, up_to_end
 

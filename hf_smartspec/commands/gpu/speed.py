@@ -9,12 +9,12 @@ from ...candidates import DraftModelCandidates
 from ...goodput import NoSpeculation
 from ...prepare.config import SmartSpecConfig
 from ..common.sources import new_source
+from .arguments import ACCEPTANCE, COMPILED, TEXT
 from .known import FixedAcceptance
 from .serving import Way, assisted, continuous, engine, generate, measure
 from .session import Case, Row, Section
 from .shapes import Workload, World
 
-ACCEPTANCE, TEXT, COMPILED = "acceptance", "text", "compiled"
 RATES = (0.7, 0.6, 0.8)
 PLAIN, CONTINUOUS = "generate", "generate_batch"
 _SOURCES = ("draft", "prompt_lookup", "suffix", "auto")

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from . import speed, verification
+from .arguments import ACCEPTANCE, TEXT, VERIFICATION
 from .session import Row
 
 _SHAPE = "7B"
@@ -46,18 +47,18 @@ def targets(batch_sizes: Iterable[int]) -> list[Target]:
 
 
 def _verification(results: Results) -> float | None:
-    row = results.get(f"{verification.NAME} {_SHAPE}", {}).get(verification.case_name(1, 16))
+    row = results.get(f"{VERIFICATION} {_SHAPE}", {}).get(verification.case_name(1, 16))
     return None if row is None else row["times_limit"]
 
 
 def _ratio(name: str, results: Results) -> float | None:
-    return speed.ratio(results.get(f"{speed.ACCEPTANCE} {_SHAPE}", {}), name)
+    return speed.ratio(results.get(f"{ACCEPTANCE} {_SHAPE}", {}), name)
 
 
 def _least(size: int, results: Results) -> float | None:
     """Of everything of ours at that batch size, with drafts or without."""
     ratios = []
-    for section in (speed.ACCEPTANCE, speed.TEXT):
+    for section in (ACCEPTANCE, TEXT):
         rows = results.get(f"{section} {_SHAPE}", {})
         names = [name for name, row in rows.items() if f"batch {size}, " in name and "steps" in row]
         ratios += [ratio for name in names if (ratio := speed.ratio(rows, name)) is not None]
@@ -65,6 +66,6 @@ def _least(size: int, results: Results) -> float | None:
 
 
 def _to_continuous(size: int, name: str, results: Results) -> float | None:
-    rows = results.get(f"{speed.ACCEPTANCE} {_SHAPE}", {})
+    rows = results.get(f"{ACCEPTANCE} {_SHAPE}", {})
     own, other = (rows.get(f"batch {size}, {way}") for way in (name, speed.CONTINUOUS))
     return None if own is None or other is None else own["tokens_per_second"] / other["tokens_per_second"]

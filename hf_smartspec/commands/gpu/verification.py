@@ -13,18 +13,18 @@ from ...target.compat import cache_name
 from ...target.graphs import RUNS_UNTIL_RECORDED, records
 from ...target.rows import RowInput
 from ...target.written import packed_forward, written_decoder
+from .arguments import VERIFICATION
 from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
 from .memory import peak_bytes
 from .session import Case, Row, Section
 from .shapes import World
 
-NAME = "verification"
 _PLAIN, _CALL_BY_CALL = "plain forward", "launched call by call"
 
 
 def section(world: World, shape: str, bandwidth: dict[str, Row], share: float) -> Section:
     columns = ("ms", "limit ms", "times limit", "peak GB")
-    return Section(f"{NAME} {shape}", share, lambda: _cases(world, shape, bandwidth), columns, _texts)
+    return Section(f"{VERIFICATION} {shape}", share, lambda: _cases(world, shape, bandwidth), columns, _texts)
 
 
 def case_name(batch_size: int, width: int, way: str = "") -> str:

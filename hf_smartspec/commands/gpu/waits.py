@@ -16,10 +16,10 @@ from ...candidates import DraftModelCandidates
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
 from ..common.models import left_padded
+from .arguments import WAITS
 from .session import Case, Row, Section
 from .shapes import World
 
-NAME = "waits"
 _SHORT, _LONG = 4, 12  # new tokens of the two calls that are compared: what a call costs by itself cancels out
 _WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _LAUNCHING = ("cudaLaunchKernel", "cuLaunchKernel")  # and those that begin so
@@ -32,7 +32,7 @@ _KINDS = ("warned", "waits", "copies", "launches", "graphs", "operations", "devi
 
 def section(world: World, shape: str, share: float) -> Section:
     columns = ("steps", "waits", "warned", "copies", "launches", "graphs", "torch", "busy ms")
-    return Section(f"{NAME} {shape}", share, lambda: _cases(world, shape), columns, _texts)
+    return Section(f"{WAITS} {shape}", share, lambda: _cases(world, shape), columns, _texts)
 
 
 def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:

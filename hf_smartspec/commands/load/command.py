@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,17 @@ from rich.console import Console
 
 from ...goodput.papers.policies import BatchLookupTable
 from ...simulator import LoadResult, poisson
-from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
+from ..common.arguments import UsageError, command_of
 from ..common.console import make_console
-from ..common.drafters import shown
-from ..common.models import UsageError
+from ..common.names import shown
 from ..common.outputs import check_output, check_outputs, write_json
 from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setups, merged
-from ..common.sources import SOURCES, check_simulated, source_name
+from ..common.sources import check_simulated
 from ..common.timing import environment
+from .arguments import NONE, ORACLE
 from .costs import Calibration, Calibrations
-from .policies import AUCTION, NAMES, NONE, ORACLE, Policies, policy_name
+from .policies import Policies
 from .report import Cell, Cells, Point, plot, print_points, summaries
 from .runs import (
     calibrate,
@@ -35,54 +34,9 @@ from .runs import (
     warm_up,
 )
 
-_POLICIES = (NONE, "k=3", AUCTION)
 _SHARES = (0.3, 0.8)  # of what the engine can serve without speculation: the default rates
 _REHEARSAL = 0.5  # of a load's seconds: of the short ones before and after, by which its simulation is timed
 _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_text_arguments(parser)
-    parser.set_defaults(limit=16)
-    parser.add_argument(
-        "--rates", type=positive_number, nargs="+", metavar="R",
-        help="requests per second (default: 0.3 and 0.8 of what can be served without speculation)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sources", type=source_name, nargs="+", default=["auto"], metavar="SOURCE",
-        help=f"{', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix+FOLDER, not in virtual time. "
-        "auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
-        "never come true, sure of themselves (default: auto)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
-        help=f"{', '.join(NAMES)}; oracle, with --virtual, knows what comes true: an upper bound for all sources but "
-        f"hybrid (default: {' '.join(_POLICIES)}); {NONE} is always measured",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=positive_number, default=10.0, metavar="S", help="of arrivals, per run (default: 10)"
-    )
-    parser.add_argument(
-        "--repeats", type=positive, default=1, metavar="N",
-        help="runs of every row; ratios are medians over them, each run against its neighbour (default: 1)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--simulated",
-        action="store_true",
-        help="show the same loads in virtual time beside them, on a machine as fast as in short rehearsals with other "
-        "arrivals right before and after each",
-    )
-    parser.add_argument(
-        "--virtual", action="store_true",
-        help="everything in virtual time, on the simulated engine, with recorded responses; only what steps cost is "
-        "measured before",
-    )  # fmt: skip
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE",
-        help="with --virtual: what steps cost, in a file; what is in it is not measured, and what is not is added",
-    )  # fmt: skip
-    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...goodput import CostModel, DraftCost
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """The length policies of the benches of load, by name."""
 
-import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +8,7 @@ from ...goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoS
 from ...goodput.papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
 from ...simulator import SimulatedEngine, TableCandidates
 from ...simulator.oracle import DraftOracle
-
-NONE, AUCTION, ORACLE = "none", "auction", "oracle"
-NAMES = (NONE, "k=NUMBER", "table", "step", "request", AUCTION, ORACLE)
+from .arguments import AUCTION, NONE, ORACLE
 
 
 @dataclass
@@ -44,13 +41,6 @@ class Policies:
             "step": StepGoodput, "request": RequestGoodput, AUCTION: GoodputAuction,
         }  # fmt: skip
         return kinds[name](cost)
-
-
-def policy_name(text: str) -> str:
-    """A name that `Policies` knows, for argparse."""
-    if (text in NAMES and text != "k=NUMBER") or (text.startswith("k=") and text[2:].isdecimal()):
-        return text
-    raise argparse.ArgumentTypeError(f"must be one of {', '.join(NAMES)}, got {text!r}")
 
 
 def is_fixed(name: str) -> bool:

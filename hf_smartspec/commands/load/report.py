@@ -14,8 +14,9 @@ from ...simulator import LoadResult
 from ...simulator.results import pooled
 from ..common.console import table
 from ..common.figures import draw, from_zero, shared_legend
+from .arguments import AUCTION, NONE
 from .explain import LEGEND, Explanation, print_explanations
-from .policies import AUCTION, NONE, is_fixed
+from .policies import is_fixed
 
 LEAST_GOODPUT, MOST_LATENCY = 0.98, 1.02  # of no speculation's: what the auction must keep to
 FIDELITY = 0.10  # relative error of the simulated mean latency that counts as faithful

@@ -22,11 +22,12 @@ from ...serving.outputs import EngineOutput
 from ...simulator import LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ...simulator.results import pooled
 from ...target.profiling import load_or_profile
+from ..common.names import WITH_DRAFT_MODEL
 from ..common.setup import Drafts, Setup
-from ..common.sources import WITH_DRAFT_MODEL
+from .arguments import NONE
 from .costs import Calibration
 from .explain import Explanation
-from .policies import NONE, Policies
+from .policies import Policies
 
 LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
 _TABLE_BATCHES = 32  # the largest batch of the look-up table

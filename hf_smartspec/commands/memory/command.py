@@ -3,7 +3,6 @@
 import argparse
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ..common.arguments import add_output_arguments, not_negative
+from ..common.arguments import UsageError
 from ..common.console import make_console, table
 from ..common.demo import demo_folder
 from ..common.figures import draw, from_zero
-from ..common.models import UsageError
 from ..common.outputs import check_outputs, write_json
 from ..common.progress import track
 from ..common.recordings import Fields, read_requests, tokenize, tokenizer_of
@@ -24,8 +22,6 @@ from ..common.timing import environment
 from .runs import (
     BATCH_SIZE,
     HELD_OUT_LEN,
-    LEAST_BYTES,
-    LEAST_TOKENS,
     NUM_NODES,
     TextStream,
     TreeProbe,
@@ -47,36 +43,6 @@ _COLUMNS = (
     ("drafted", "batch_drafted", ".2f"),
     ("remove", "remove_us_per_token", ".2f"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl or .jsonl.gz with responses (default: the demo's)",
-    )
-    parser.add_argument(
-        "--tokens", type=partial(_at_least, LEAST_TOKENS), nargs="+", metavar="N",
-        default=[100_000, 1_000_000],
-        help="sizes of the tree at which to measure (default: 100000 1000000)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--datastore-tokens", type=not_negative, default=2_000_000, metavar="N",
-        help="size of the datastore to build; 0: none (default: 2000000)",
-    )  # fmt: skip
-    parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
-                        help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    add_output_arguments(parser)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = not_negative(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

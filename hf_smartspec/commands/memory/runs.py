@@ -9,15 +9,14 @@ import numpy as np
 
 from ...candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.datastore.file import Datastore, build_datastore
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..common.progress import track
 from ..common.recordings import Recording
+from .arguments import LEAST_BYTES
 
 BATCH_SIZE = 64  # held-out requests, if there are as many: one at a time and all at once
 NUM_NODES = 8  # of every draft, so that drafts of all sizes cost the same work
 HELD_OUT_LEN = 32  # tokens of a held-out response that are decoded
-LEAST_TOKENS = 4  # of a tree, a quarter of which is timed
-LEAST_BYTES = 64  # of the tree that has to forget: one token is added for so many
 
 _CHANGED = 0.1  # share of tokens that another pass over the text replaces
 _PROBE = 100_000  # tokens whose insertion and removal is timed, or a quarter of a smaller tree

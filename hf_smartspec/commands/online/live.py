@@ -18,12 +18,10 @@ from ...online.distillation import OnlineDistillation
 from ...online.samples import Sample
 from ...prepare.config import SmartSpecConfig
 from ...training.eagle import new_heads
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..common.progress import track
 from .streams import Replay, Task, judged, options_of
 
-SPEED, LIVE, LOAD = LIVE_PARTS = ("speed", "live", "load")
-RANDOM = ("draft", "medusa", "eagle3")
 _NODES = 5  # the paper's k
 _WINDOWS = 8  # of the live run
 

@@ -13,11 +13,10 @@ from ...online.samples import Sample
 from ...online.sampling import sampled, taught
 from ...online.students import student_of
 from ..common.progress import track
+from .arguments import ONLINE, SEVERAL, SHIFT, TABLE
 from .streams import TOP_K, Replay, Task, acceptance, distilled, judged, mean, options_of, shadow
 
 Row = dict[str, Any]
-TABLE, ONLINE, SHIFT, SEVERAL = "table", "online", "shift", "several"
-PARTS = (TABLE, ONLINE, SHIFT, SEVERAL)
 
 # Of the paper's table 1, and the losses beside forward KL: name -> loss, share of the target in what is said.
 VARIANTS: dict[str, tuple[str, float]] = {

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..common.figures import draw, shared_legend
-from .live import LIVE, LOAD, SPEED
-from .parts import ONLINE, SEVERAL, SHIFT, TABLE
+from .arguments import LIVE, LOAD, ONLINE, SEVERAL, SHIFT, SPEED, TABLE
 from .streams import mean
 
 Lines = tuple[str, list[str], list[list[str]]]  # title, columns, rows

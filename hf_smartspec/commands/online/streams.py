@@ -14,8 +14,8 @@ from ...online.options import LearningOptions
 from ...online.samples import Batch, Sample, in_batches
 from ...online.sampling import taught
 from ...online.students import Student, student_of
+from ..common.arguments import UsageError
 from ..common.data_sets import DataSet
-from ..common.models import UsageError
 from ..common.progress import track
 from ..common.recordings import Recording
 from .answers import Answers

@@ -1,7 +1,6 @@
 """`smartspec bench overhead`: what the machinery costs, with speculation's gains left out."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,59 +14,17 @@ from ...prepare.config import SmartSpecConfig
 from ...target.compat import cache_name
 from ...target.rows import RowInput
 from ...target.written import packed_forward
-from ..common.arguments import add_device_argument, add_json_argument, number, positive, use_machine
 from ..common.console import make_console, table
-from ..common.models import DTYPES
+from ..common.models import use_machine
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
 from ..common.timing import Stopwatch, environment, side_by_side
+from .arguments import QUANTIZED
 from .host import host_time, print_host_time
 from .int8 import int8_speed, print_int8_speed
 from .stubs import llama_config
 
 CONTEXT = 256  # cached tokens per row before the measured forward
-PARTS = ("host", "forward", "step", "none")
-QUANTIZED = "quantized"  # takes minutes, and is measured where it is asked for
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
-    add_device_argument(parser)
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="CPU threads (default: 2)")
-    parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", default=[1, 4, 8], metavar="B", help="default: 1 4 8"
-    )
-    parser.add_argument(
-        "--widths", type=positive, nargs="+", default=[1, 4], metavar="N", help="tokens per row (default: 1 4)"
-    )
-    parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="measurements per setting (default: 7; 3 of what is quantized)"
-    )
-    parser.add_argument(
-        "--layers", type=positive, default=15, metavar="N", help="15 layers make 205 M parameters (default: 15)"
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        default=PARTS,
-        choices=(*PARTS, QUANTIZED),
-        help="host: the host time of steps without a forward; forward: packed against plain forwards; step: the share "
-        "of steps outside the forwards; none: decoding without speculation (default: all these); quantized: the "
-        "embedded target, cost-matched, in --dtype and in int8",
-    )
-    parser.add_argument(
-        "--parameters", type=number, nargs="+", default=[205e6, 1e9], metavar="N",
-        help="of the targets that are quantized (default: 205e6 1e9)",
-    )  # fmt: skip
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="which these decode (default: the demo's)")
-    parser.add_argument("--num-prompts", type=positive, default=2, metavar="N", help="of these (default: 2)")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=32, metavar="N", help="behind each of these (default: 32)"
-    )
-    parser.add_argument(
-        "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"
-    )
-    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,11 +12,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...generate import enabled
 from ...prepare.resolve import suffix_trees
 from ...target.quantized import quantize
+from ..common.arguments import UsageError
 from ..common.console import table
 from ..common.cost_matched import enlarge
 from ..common.data_sets import DataSet
 from ..common.demo import demo_folder
-from ..common.models import UsageError, load_model, load_tokenizer
+from ..common.models import load_model, load_tokenizer
 from ..common.progress import track
 from ..common.recordings import Fields, read_requests
 from ..common.timing import side_by_side

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...simulator import LoadRequest, read_trace, with_acceptance
-from ..common.arguments import add_json_argument, not_negative, positive, positive_number
+from ..common.arguments import UsageError
 from ..common.claims import exit_status, print_claims
 from ..common.console import make_console, table
 from ..common.demo import demo_folder
 from ..common.figures import check_folder, draw, shared_legend
-from ..common.models import UsageError
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
 from ..common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
@@ -26,27 +25,6 @@ from .world import ALPHA, Figure, World
 _MAX_PROMPT = 1024
 _TRACE_POLICIES = ("none", "k=1", "k=3", "k=5", "step", "auction")
 _MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT = 4096, 1024
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE",
-        help=".jsonl or .jsonl.gz with responses, for Figure 12 (default: the demo's)",
-    )  # fmt: skip
-    parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES), help="default: all")
-    parser.add_argument("--requests", type=positive, default=150, metavar="N", help="per load (default: 150)")
-    parser.add_argument(
-        "--traces", nargs="+", type=Path, default=[], metavar="CSV",
-        help="also play these traces, of Azure's or Mooncake's format",
-    )  # fmt: skip
-    parser.add_argument(
-        "--trace-seconds", type=positive_number, metavar="S", help="the beginning of the traces only (default: all)"
-    )
-    parser.add_argument("--trace-rate", type=positive_number, metavar="R", help="play traces at R requests per second")
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
-    add_json_argument(parser)
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..common.arguments import PARAMETERS, command_of, number, positive, positive_number
+from ..common.arguments import PARAMETERS, UsageError, command_of
 from ..common.console import make_console
 from ..common.cost_matched import enlarge
 from ..common.demo import demo_folder
-from ..common.models import UsageError, left_padded, load_draft, load_model, load_tokenizer
+from ..common.models import left_padded, load_draft, load_model, load_tokenizer
 from ..common.outputs import check_output, replace_json, resumed
 from ..common.progress import track
 from ..common.timing import environment
 from .environments import cache_folder
 from .files import write_files
-from .known import KINDS, PEERS, Peer
+from .known import PEERS, Peer
 from .measuring import Measuring, finish
 from .processes import PeerError, PeerProcess
 from .showing import print_end, print_rows
@@ -47,53 +47,6 @@ _SMOKE = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--smoke", action="store_true", help="everything small, in a minute or two: figures mean nothing"
-    )
-    parser.add_argument(
-        "--peers", nargs="+", choices=PEERS, metavar="NAME", help=f"of {', '.join(PEERS)} (default: all)"
-    )
-    parser.add_argument(
-        "--kinds", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND",
-        help="of weights: float32, bfloat16, and int8, which is Q8_0 for those that read GGUF (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parameters", type=number, metavar="N",
-        help="of the embedded target, enlarged without a change of its output; 0 leaves it as it is (default: 2e+08)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl with prompts and their category, or lines of text",
-    )
-    parser.add_argument("--texts", nargs="+", metavar="CATEGORY", help="of the prompts (default: sql chat)")
-    parser.add_argument("--num-prompts", type=positive, metavar="N", help="of each, decoded one by one (default: 4)")
-    parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", metavar="B", help="rows at once, different prompts (default: 1 16)"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="of each (default: 64)")
-    parser.add_argument("--repeats", type=positive, metavar="N", help="turns, of which the median (default: 3)")
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="everybody's (default: 2)")
-    parser.add_argument(
-        "--timeout", type=positive_number, default=900.0, metavar="S", help="for one answer of a peer (default: 900)"
-    )
-    parser.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="for environments (default: ~/.cache/hf-smartspec/peers)"
-    )
-    parser.add_argument(
-        "--python", action="append", default=[], type=_interpreter, metavar="NAME=FILE",
-        help="an interpreter that has the peer already, for example built for this CPU, in place of an environment",
-    )  # fmt: skip
-    parser.add_argument(
-        "--json", type=Path, default=Path("bench-peers.json"), metavar="FILE",
-        help="written anew after every measurement (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="leave out what the file holds already")
-
-
 def run(args: argparse.Namespace) -> int:
     for name, value in (_SMOKE if args.smoke else _DEFAULTS).items():
         if getattr(args, name) is None:
@@ -115,13 +68,6 @@ def run(args: argparse.Namespace) -> int:
         replace_json(args.json, report)
         print_end(console, report, args.json)
     return int(bool(report["failures"]))
-
-
-def _interpreter(text: str) -> tuple[str, Path]:
-    name, _, file = text.partition("=")
-    if name not in PEERS or not Path(file).is_file():
-        raise argparse.ArgumentTypeError(f"must be NAME=FILE with one of {', '.join(PEERS)} and a file, got {text!r}")
-    return name, Path(file).absolute()
 
 
 def _new_report(args: argparse.Namespace) -> dict[str, Any]:

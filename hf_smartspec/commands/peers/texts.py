@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..common.models import UsageError, encode, read_prompts
+from ..common.arguments import UsageError
+from ..common.models import encode, read_prompts
 
 _MIXED = "mixed"
 

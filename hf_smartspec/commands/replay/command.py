@@ -11,54 +11,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...goodput.papers.entropy import empirical_entropy
-from ..common.arguments import add_output_arguments, positive
+from ..common.arguments import UsageError
 from ..common.console import fold, make_console, table
-from ..common.models import UsageError
 from ..common.outputs import check_outputs, write_json
-from ..common.recordings import TURNS, Fields, read_requests, tokenize, tokenizer_of
+from ..common.recordings import Fields, read_requests, tokenize, tokenizer_of
 from ..common.timing import environment
+from .arguments import _DEFAULT_SOURCES
 from .curves import Point, geometric_mean, ratios_at_equal_drafts
 from .loop import Tally
 from .plots import plot
 from .runs import DataSet, Results, replay
-from .sources import SOURCES, SourceSpec, parse_specs
+from .sources import SourceSpec, parse_specs
 
 _ENTROPY_DEPTH = 16
-_DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
-    parser.add_argument(
-        "--sources", nargs="+", metavar="SPEC",
-        help=f"NAME[:OPTION=VALUE,...][@NODES,NODES,...], where NAME is one of {', '.join(SOURCES)}, or "
-        f"MODULE:CLASS(OPTION=VALUE, ...); default: {' '.join(_DEFAULT_SOURCES)}",
-    )  # fmt: skip
-    parser.add_argument("--limit", type=positive, default=300, metavar="N", help="requests per file (default: 300)")
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="requests at once (default: 1)")
-    parser.add_argument(
-        "--max-nodes", type=positive, metavar="N", help="draft nodes per request and step (default: the source's own)"
-    )
-    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
-    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
-    parser.add_argument(
-        "--turns", choices=TURNS, default="all",
-        help="of conversations, replay all assistant turns (default), the last, or none but the two fields",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
-    )
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument("--carry-over", action="store_true", help="sources keep from file to file what they learnt")
-    parser.add_argument(
-        "--against", metavar="NAME", help="also compare at equal numbers of drafted tokens with this one of the sources"
-    )
-    parser.add_argument(
-        "--entropy", type=positive, nargs="?", const=100, metavar="N",
-        help="print the empirical entropy of N responses (default: 100): how much suffix decoding will find; without "
-        "--sources, nothing else",
-    )  # fmt: skip
-    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from ...candidates import (
 from ...candidates.tuned import TunedSources
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 
 
 class SourceSpec(NamedTuple):

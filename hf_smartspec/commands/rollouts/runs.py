@@ -14,8 +14,8 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from ...decoding.statistics import GenerationStatistics
 from ...generate import disable, enable
+from ..common.arguments import UsageError
 from ..common.cost_matched import copy_weights
-from ..common.models import UsageError
 from ..common.runs import eos_ids
 from ..common.timing import synchronize
 from .rewards import arithmetic

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...sharing.routing import ROUTERS
-from ..common.arguments import not_negative_number, positive, positive_number
-from ..common.models import UsageError
-from ..common.ray_cluster import add_cluster_arguments, check_ray, last_line, ray_cluster
+from ..common.arguments import UsageError
+from ..common.ray_cluster import check_ray, last_line, ray_cluster
+from .arguments import add_arguments
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -24,25 +23,6 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _NAME = "smartspec"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("several replicas, on Ray Serve")
-    add_cluster_arguments(group, "so many engines of each model, as one service")
-    group.add_argument(
-        "--max-replicas", type=positive, metavar="N", help="up to so many, as the load grows (default: --replicas)"
-    )
-    group.add_argument(
-        "--target-requests", type=positive_number, metavar="N",
-        help="of a replica, running and waiting, beyond which there are to be more (default: --max-batch-size)",
-    )  # fmt: skip
-    group.add_argument(
-        "--min-goodput", type=not_negative_number, default=0.0, metavar="R",
-        help="tokens per second and request below which there are to be more (default: 0, the queue alone decides)",
-    )  # fmt: skip
-    group.add_argument(
-        "--router", choices=list(ROUTERS), default="affinity", help="who serves what (default: affinity)"
-    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -141,7 +121,7 @@ def application(options: Mapping[str, Any]) -> "Application":
     Raises:
         ValueError: for what the command does not know either.
     """
-    from .command import add_arguments, api_keys, check_arguments, name_models
+    from .command import api_keys, check_arguments, name_models
 
     parser = _RaisingParser(prog="smartspec serve", add_help=False)
     add_arguments(parser)

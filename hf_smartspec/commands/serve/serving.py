@@ -19,7 +19,8 @@ from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
 from ...sharing.outputs import SharedOutputs
-from ..common.models import UsageError, load_draft, load_model, load_tokenizer, use_quantized
+from ..common.arguments import UsageError
+from ..common.models import load_draft, load_model, load_tokenizer, use_quantized
 
 _MIB = 2**20
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,41 +9,18 @@ from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.resolve import resolve
-from ..common.arguments import add_output_arguments, add_target_arguments, add_text_arguments, command_of, positive
+from ..common.arguments import UsageError, command_of
 from ..common.console import make_console
 from ..common.data_sets import DataSet, answered
 from ..common.demo import demo_folder
-from ..common.drafters import is_model, parts_of, shown
-from ..common.models import UsageError, load_draft
+from ..common.models import load_draft
+from ..common.names import is_model, parts_of, shown
 from ..common.outputs import check_outputs, write_json
 from ..common.recordings import Fields, Texts, read_requests
 from ..common.setup import check_replay, load_target, max_prompt_len, missing_arguments
 from ..common.timing import environment
 from .loop import Method, Results, Settings, measure
 from .report import has_differences, plot, print_results, summaries, worst
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE",
-        help="prompts, with --replay responses too, .jsonl or .jsonl.gz; one is one data set (default: the demo's)",
-    )  # fmt: skip
-    add_target_arguments(parser)
-    parser.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4], metavar="B", help="default: 1 4")
-    parser.add_argument("--limit", type=positive, default=4, metavar="N", help="requests per data set (default: 4)")
-    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: 48")
-    parser.add_argument(
-        "--max-prompt", type=positive, default=1024, metavar="N", help="tokens of a prompt, its end (default: 1024)"
-    )
-    parser.add_argument(
-        "--assistant", nargs="+", metavar="MODEL_OR_PRESET",
-        help="what `assistant=` is, a list joined by plus signs (suffix+MODEL); of draft models by themselves, "
-        "transformers' `assistant_model=` is measured too (default: auto, prompt_lookup, and the demo's draft for the "
-        "demo's target)",
-    )  # fmt: skip
-    add_text_arguments(parser)
-    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
-    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

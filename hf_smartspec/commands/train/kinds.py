@@ -17,7 +17,8 @@ from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
 from ...training.texts import Text
-from ..common.models import UsageError, load_draft
+from ..common.arguments import UsageError
+from ..common.models import load_draft
 
 CHECKPOINTS = "checkpoints"
 

@@ -15,18 +15,12 @@ from ...drafts.tree import DraftTree
 from ..common.recordings import Recording
 from ..replay.curves import geometric_mean
 from ..replay.loop import Replayer, Tally
+from .arguments import Costs
 from .space import Choice, Parameter, build, changed
 
 _RUNGS = (0.25, 0.5, 1.0)  # parts of the training requests after which the worse half of a race drops out
 _MAX_ROUNDS = 3
 _LEAST_GAIN = 1.001  # less is noise
-
-
-class Costs(NamedTuple):
-    """In units of a step without drafts."""
-
-    node: float = 0.02  # to verify a draft node
-    drafter: float = 0.05  # to draft one with the draft model, beside that
 
 
 class Requests(NamedTuple):

@@ -10,7 +10,7 @@ from ...candidates import FusedCandidates, TreeCandidateGenerator
 from ...candidates.base import TYPICAL_NODES
 from ...candidates.suffix.source import LEAST_PROBABILITY
 from ...candidates.tuned import TUNABLE, TunedSources
-from ..common.models import UsageError
+from ..common.arguments import UsageError
 from ..replay.sources import build_tuned, plain_options
 
 # A choice in the plain form that a file has (`TunedSources.of`): {"sources": [{"name", "options"}], "fused": {...}}.

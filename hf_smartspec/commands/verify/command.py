@@ -5,24 +5,15 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.resolve import PRESETS
-from ..common.arguments import (
-    add_machine_arguments,
-    not_negative,
-    positive,
-    positive_list,
-    use_machine,
-)
+from ..common.arguments import UsageError
 from ..common.console import make_console
 from ..common.models import (
-    DTYPES,
     PROMPTS,
-    UsageError,
     encode,
     left_padded,
     load_draft,
@@ -30,6 +21,7 @@ from ..common.models import (
     load_tokenizer,
     random_prompts,
     read_prompts,
+    use_machine,
 )
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
@@ -43,32 +35,6 @@ from .report import Report, print_report
 
 _SCORED_TOKENS = 16  # columns of scores that are compared: they are as wide as the vocabulary
 _SAMPLED_PROMPT = 8  # tokens of the prompt whose continuations are counted: it is run once per sample
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="target model: a local folder or a hub id")
-    parser.add_argument(
-        "--assistant",
-        default="prompt_lookup",
-        metavar="MODEL_OR_PRESET",
-        help=f"draft model (folder or hub id) or preset ({', '.join(sorted(PRESETS))}); default: prompt_lookup",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
-    parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: 32")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='.jsonl with "prompt" in every row, or .txt with one per line'
-    )
-    parser.add_argument(
-        "--batch-sizes", type=positive_list, default=[1, 2, 5], metavar="B,B,...", help="default: 1,2,5"
-    )
-    parser.add_argument(
-        "--samples", type=not_negative, default=1000, metavar="N",
-        help="samples whose frequencies are compared with exact probabilities; 0: none (default: 1000)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of sampling (default: 0)")
-    add_machine_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was found to this file")
 
 
 def run(args: argparse.Namespace) -> int:

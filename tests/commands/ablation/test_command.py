@@ -20,8 +20,8 @@ from hf_smartspec.commands.ablation.sources import (
     size_settings,
     tree_settings,
 )
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.figures import draw
-from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.loop import Replayer, Tally
 

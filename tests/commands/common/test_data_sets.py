@@ -10,8 +10,8 @@ from hf_smartspec.candidates import (
     PromptLookupCandidates,
     SuffixTreeCandidates,
 )
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.data_sets import DataSet, answered, remember
-from hf_smartspec.commands.common.models import UsageError
 from hf_smartspec.commands.common.recordings import Recording, Texts
 from hf_smartspec.commands.common.replaying import ReplayEngine
 from hf_smartspec.decoding.loop import DecodingLoop

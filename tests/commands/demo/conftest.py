@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from hf_smartspec.commands.demo import command
+from hf_smartspec.commands.demo.arguments import add_arguments
 from hf_smartspec.commands.demo.world import load_world
 from hf_smartspec.commands.main import Parser
 
@@ -11,7 +11,7 @@ from hf_smartspec.commands.main import Parser
 def world():
     """The embedded models at their own size, in the dtype in which texts must be identical."""
     parser: argparse.ArgumentParser = Parser()
-    command.add_arguments(parser)
+    add_arguments(parser)
     world = load_world(parser.parse_args(["--parameters", "0", "--dtype", "float32", "--device", "cpu"]))
     yield world
     world.worker.shutdown()

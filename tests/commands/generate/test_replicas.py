@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ray.data")
 
-from hf_smartspec.commands.common.models import UsageError
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.generate import answering
 from hf_smartspec.commands.generate.answering import Replicas, RowWorker
 

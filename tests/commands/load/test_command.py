@@ -5,13 +5,13 @@ import math
 
 import pytest
 
-from hf_smartspec.commands.batch import best_length
-from hf_smartspec.commands.common.sources import SOURCES
+from hf_smartspec.commands.batch.command import best_length
+from hf_smartspec.commands.common.names import SOURCES
 from hf_smartspec.commands.load import command as load_bench
 from hf_smartspec.commands.load import runs as load_runs
-from hf_smartspec.commands.load import timeline
 from hf_smartspec.commands.load.report import Cell, Point, summaries, verdicts
-from hf_smartspec.commands.load.timeline import groups, phase_latencies
+from hf_smartspec.commands.timeline import command as timeline
+from hf_smartspec.commands.timeline.command import groups, phase_latencies
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.simulator import LoadResult, Served
 from tests.folders import save_tiny_models

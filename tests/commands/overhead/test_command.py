@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_smartspec.commands.overhead import command as overhead
+from hf_smartspec.commands.overhead.arguments import add_arguments
 from hf_smartspec.target.written import written_decoder
 from tests.models import new_model
 
@@ -18,7 +19,7 @@ def test_report_holds_every_setting_and_is_written_as_json(tmp_path, monkeypatch
     monkeypatch.setattr(overhead, "CONTEXT", 8)
     monkeypatch.setattr(overhead, "random_llama", lambda num_layers: new_model("llama", eos_token_id=None))
     parser = argparse.ArgumentParser()
-    overhead.add_arguments(parser)
+    add_arguments(parser)
     path = tmp_path / "overhead.json"
     settings = ["--layers", "1", "--batch-sizes", "1", "2", "--widths", "1", "3", "--repeats", "1", "--host-steps", "2"]
     assert (

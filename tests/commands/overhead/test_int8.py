@@ -9,9 +9,10 @@ import torch
 from rich.console import Console
 
 from hf_smartspec import enabled, suffix_trees
-from hf_smartspec.commands.common.models import UsageError
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.overhead import command as overhead
 from hf_smartspec.commands.overhead import int8
+from hf_smartspec.commands.overhead.arguments import add_arguments
 from hf_smartspec.commands.overhead.int8 import WAYS, int8_speed, print_int8_speed
 from hf_smartspec.target.quantized import is_quantized
 from hf_smartspec.target.quantized.product import has_exact_product
@@ -71,7 +72,7 @@ def test_what_was_measured_before_an_interruption_is_printed(folder, monkeypatch
 
     monkeypatch.setattr(overhead, "int8_speed", interrupted)
     parser = argparse.ArgumentParser()
-    overhead.add_arguments(parser)
+    add_arguments(parser)
     with pytest.raises(KeyboardInterrupt):
         overhead.run(parser.parse_args(["--parts", "quantized"]))
     assert "2.00" in capsys.readouterr().out
@@ -79,7 +80,7 @@ def test_what_was_measured_before_an_interruption_is_printed(folder, monkeypatch
 
 def test_the_command_measures_it_where_it_is_asked_for(folder, tmp_path):
     parser, path = argparse.ArgumentParser(), tmp_path / "overhead.json"
-    overhead.add_arguments(parser)
+    add_arguments(parser)
     settings = ["--parts", "quantized", "--parameters", "5e5", "--max-new-tokens", "4", "--num-prompts", "1"]
     settings += ["--dtype", "float32", "--threads", "1", "--repeats", "1", "--json", str(path)]
     assert overhead.run(parser.parse_args(settings)) == 0

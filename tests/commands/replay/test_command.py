@@ -9,7 +9,7 @@ import pytest
 
 from hf_smartspec import PromptLookupCandidates
 from hf_smartspec.commands import main as cli
-from hf_smartspec.commands.common.models import UsageError
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests, tokenize
 from hf_smartspec.commands.replay.sources import parse_specs
 

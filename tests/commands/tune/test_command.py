@@ -9,11 +9,12 @@ from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, FusedCandidates
 from hf_smartspec.candidates.tuned import TunedSources
 from hf_smartspec.commands import main as cli
-from hf_smartspec.commands.common.models import UsageError
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.sources import parse_specs
 from hf_smartspec.commands.tune import command as tune
-from hf_smartspec.commands.tune.search import Costs, Requests, Search, Trial, num_requests, speed
+from hf_smartspec.commands.tune.arguments import Costs
+from hf_smartspec.commands.tune.search import Requests, Search, Trial, num_requests, speed
 from hf_smartspec.commands.tune.space import THRESHOLD, Parameter, build, changed, space_of, value_of
 
 from ...folders import byte_tokenizer, save_tiny_models

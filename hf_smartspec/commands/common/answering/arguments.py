@@ -3,9 +3,16 @@
 import argparse
 from typing import Any, NamedTuple
 
-from ....target.quantized import KINDS
-from ..arguments import add_machine_arguments, not_negative, number, positive, positive_number
-from ..models import DTYPES, UsageError
+from ..arguments import (
+    DTYPES,
+    QUANTIZATIONS,
+    UsageError,
+    add_machine_arguments,
+    not_negative,
+    number,
+    positive,
+    positive_number,
+)
 
 AUTO = "auto"
 
@@ -54,7 +61,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=(AUTO, *DTYPES), default=AUTO,
         help="auto: that of the model's files, float32 for the embedded one (default: auto)",
     )  # fmt: skip
-    group.add_argument("--quantize", choices=KINDS, help="run the model's linear maps in it, on the CPU")
+    group.add_argument("--quantize", choices=QUANTIZATIONS, help="run the model's linear maps in it, on the CPU")
     add_machine_arguments(group)
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies beside the model")
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....prepare.call import model_limits
 from ....serving.engine import Engine
-from ..arguments import use_machine
+from ..arguments import UsageError
 from ..demo import demo_folder
-from ..drafters import parts_of
-from ..models import UsageError, check_folder, load_model, load_tokenizer, use_quantized
+from ..models import check_folder, load_model, load_tokenizer, use_machine, use_quantized
+from ..names import parts_of
 from .arguments import AUTO
 
 _NEW_SEEDS = 2**32

@@ -10,31 +10,19 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel
 
-from ..goodput import CostModel, CostPoint, Roofline, free_tokens
-from ..target.measuring import DESIGN, HELD_OUT, measure
-from ..target.profiling import profile_path, read_profile, write_profile
-from ..target.support import can_pack
-from .common.arguments import add_json_argument, add_machine_arguments, number, use_machine
-from .common.console import make_console, table
-from .common.cost_matched import enlarge
-from .common.figures import check_matplotlib, saved_figure
-from .common.models import DTYPES, UsageError, load_model
-from .common.outputs import check_output, write_json
-from .common.timing import environment
+from ...goodput import CostModel, CostPoint, Roofline, free_tokens
+from ...target.measuring import DESIGN, HELD_OUT, measure
+from ...target.profiling import profile_path, read_profile, write_profile
+from ...target.support import can_pack
+from ..common.arguments import UsageError
+from ..common.console import make_console, table
+from ..common.cost_matched import enlarge
+from ..common.figures import check_matplotlib, saved_figure
+from ..common.models import load_model, use_machine
+from ..common.outputs import check_output, write_json
+from ..common.timing import environment
 
 _SLACK = 0.1  # "free": at most so much slower than one token
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
-    add_machine_arguments(parser)
-    parser.add_argument(
-        "--parameters", type=number, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"
-    )
-    parser.add_argument("--refresh", action="store_true", help="measure anew, whatever is known")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="draw predicted against measured, into a .png file")
-    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

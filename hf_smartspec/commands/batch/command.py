@@ -8,37 +8,19 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from ..goodput import FixedLength
-from ..prepare.config import SmartSpecConfig
-from ..serving.engine import Engine
-from .common.arguments import add_model_arguments, command_of, not_negative, positive
-from .common.console import make_console, table
-from .common.drafters import shown
-from .common.figures import draw, from_zero
-from .common.outputs import check_outputs, write_json
-from .common.progress import track
-from .common.setup import Setup, check_sources, load_setup
-from .common.sources import SOURCES, source_name
-from .common.timing import environment
+from ...goodput import FixedLength
+from ...prepare.config import SmartSpecConfig
+from ...serving.engine import Engine
+from ..common.arguments import command_of
+from ..common.console import make_console, table
+from ..common.figures import draw, from_zero
+from ..common.names import shown
+from ..common.outputs import check_outputs, write_json
+from ..common.progress import track
+from ..common.setup import Setup, check_sources, load_setup
+from ..common.timing import environment
 
 Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds per token of every repetition
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.set_defaults(replay=False, remember=0, limit=16, max_new_tokens=24)
-    parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="B",
-        help="default: 1 2 4 8",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", type=not_negative, nargs="+", default=[0, 1, 2, 4, 8], metavar="K", help="default: 0 1 2 4 8"
-    )
-    parser.add_argument(
-        "--sources", type=source_name, nargs="+", default=["draft"], metavar="SOURCE",
-        help=f"{', '.join(SOURCES)}, or folders of learned drafters (default: draft)",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of every cell (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,53 +9,25 @@ import numpy as np
 from rich.console import Console
 
 from ...simulator import LoadResult, alternating
-from ..common.arguments import add_model_arguments, add_text_arguments, command_of, positive, positive_number
+from ..common.arguments import UsageError, command_of
 from ..common.claims import Claim, exit_status, print_claims
 from ..common.console import make_console, table
-from ..common.drafters import shown
 from ..common.figures import draw, from_zero, shared_legend
-from ..common.models import UsageError
+from ..common.names import shown
 from ..common.outputs import check_outputs, write_json
 from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setup
-from ..common.sources import SOURCES, check_simulated, source_name
+from ..common.sources import check_simulated
 from ..common.timing import environment
-from .costs import Calibrations
-from .explain import LEGEND, print_explanations
-from .policies import AUCTION, NONE, ORACLE, Policies, is_fixed, policy_name
-from .report import Cell, Point, latency_ratios, summaries
-from .runs import calibrate, capacity, lookup_table, new_requests, serve, simulate_logged, warm_up
+from ..load.arguments import AUCTION, NONE, ORACLE
+from ..load.costs import Calibrations
+from ..load.explain import LEGEND, print_explanations
+from ..load.policies import Policies, is_fixed
+from ..load.report import Cell, Point, latency_ratios, summaries
+from ..load.runs import calibrate, capacity, lookup_table, new_requests, serve, simulate_logged, warm_up
+from .arguments import _BUSY, _QUIET
 
-_POLICIES = (NONE, "k=2", "k=4", AUCTION)
-_BUSY, _QUIET = 0.8, 0.2  # of what can be served without speculation
 _LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over mixed traffic
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_text_arguments(parser)
-    parser.set_defaults(limit=16)
-    parser.add_argument(
-        "--rates", type=positive_number, nargs=2, metavar=("BUSY", "QUIET"),
-        help=f"requests per second (default: {_BUSY} and {_QUIET} of what can be served without speculation)",
-    )  # fmt: skip
-    parser.add_argument("--period", type=positive_number, default=5.0, metavar="S", help="of a phase (default: 5)")
-    parser.add_argument("--phases", type=positive, default=4, metavar="N", help="busy and quiet in turn (default: 4)")
-    parser.add_argument(
-        "--source", type=source_name, default="auto", metavar="SOURCE",
-        help=f"{', '.join(SOURCES)}, or the folder of a learned drafter, not in virtual time (default: auto)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
-        help=f"{NONE} is always measured (default: {' '.join(_POLICIES)})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=positive, default=1, metavar="N",
-        help="runs of every policy, in turns, with new arrivals; ratios are medians over them (default: 1)",
-    )  # fmt: skip
-    parser.add_argument("--group", type=positive, default=10, metavar="N", help="requests per point (default: 10)")
-    parser.add_argument("--simulated", action="store_true", help="in virtual time, after a calibration in real time")
-    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,41 +13,27 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from ..candidates.base import NoCandidates
-from ..goodput import NoSpeculation
-from .common.arguments import add_model_arguments, add_text_arguments, command_of, positive
-from .common.claims import Claim, exit_status, print_claims
-from .common.console import make_console, table
-from .common.continuous import continuous_config, serve_lengths
-from .common.figures import saved_figure
-from .common.models import UsageError, left_padded
-from .common.outputs import check_outputs, write_json
-from .common.progress import track
-from .common.replaying import RecordedText
-from .common.runs import eos_ids, up_to_end
-from .common.setup import Setup, load_setup
-from .common.sources import SOURCES, WITH_DRAFT_MODEL
-from .common.timing import environment
+from ...candidates.base import NoCandidates
+from ...goodput import NoSpeculation
+from ..common.arguments import UsageError, command_of
+from ..common.claims import Claim, exit_status, print_claims
+from ..common.console import make_console, table
+from ..common.continuous import continuous_config, serve_lengths
+from ..common.figures import saved_figure
+from ..common.models import left_padded
+from ..common.names import WITH_DRAFT_MODEL
+from ..common.outputs import check_outputs, write_json
+from ..common.progress import track
+from ..common.replaying import RecordedText
+from ..common.runs import eos_ids, up_to_end
+from ..common.setup import Setup, load_setup
+from ..common.timing import environment
 
 _STATIC, _CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
 _WARM_UP = 8  # new tokens
 
 Prompts = list[np.ndarray]
 Outputs = list[list[int]]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_text_arguments(parser)
-    parser.set_defaults(limit=200, max_new_tokens=64)
-    parser.add_argument(
-        "--assistant", nargs="+", default=["none", "auto"], choices=["none", *SOURCES],
-        help="what drafts in the engine (default: none auto)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--skip", nargs="+", default=[], choices=["static", "continuous"], help="leave out transformers' own"
-    )
-    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:

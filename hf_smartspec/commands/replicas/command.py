@@ -4,22 +4,20 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..candidates import SuffixTreeCandidates
-from ..goodput import CostModel, DraftCost, GoodputAuction
-from ..sharing.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
-from ..simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
-from .common.arguments import add_json_argument, command_of, not_negative, positive, positive_list, positive_number
-from .common.console import make_console, table
-from .common.demo import demo_folder
-from .common.models import UsageError
-from .common.outputs import check_output, write_json
-from .common.progress import track
-from .common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
+from ...candidates import SuffixTreeCandidates
+from ...goodput import CostModel, DraftCost, GoodputAuction
+from ...sharing.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
+from ...simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
+from ..common.arguments import UsageError, command_of
+from ..common.console import make_console, table
+from ..common.demo import demo_folder
+from ..common.outputs import check_output, write_json
+from ..common.progress import track
+from ..common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
 
 _DRAFT_COST = DraftCost(per_call=2e-5, per_row=1e-5)
 _MAX_PROMPT, _MAX_BATCH_SIZE, _SYSTEM_FROM = 1024, 32, 2**30
@@ -43,34 +41,6 @@ WAYS = (
     Way("power of two, shared trees", PowerOfTwo, shares=True),
     Way("affinity, shared trees", lambda seed: Affinity(), shares=True),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE",
-        help=".jsonl or .jsonl.gz with prompts and responses (default: the demo's)",
-    )  # fmt: skip
-    parser.add_argument("--replicas", type=positive_list, default=[2, 4, 8], metavar="N,N", help="default: 2,4,8")
-    parser.add_argument("--requests", type=positive, default=100, metavar="N", help="per replica (default: 100)")
-    parser.add_argument(
-        "--rate", type=positive_number, default=4.0, metavar="R", help="requests per second and replica (default: 4)"
-    )
-    parser.add_argument(
-        "--tenants", type=positive, default=16, metavar="N",
-        help="each has a namespace and texts of one FILE (default: 16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--system", type=not_negative, default=256, metavar="N",
-        help="tokens that all prompts of a tenant begin with, made up (default: 256)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--interval", type=positive_number, default=5.0, metavar="S",
-        help="seconds between exchanges of shared trees (default: 5)",
-    )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
-    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,31 +12,12 @@ from typing import TextIO
 import numpy as np
 from rich.console import Console
 
-from ..candidates.datastore.file import Document, build_datastore
-from .common.models import UsageError, load_tokenizer
-from .common.outputs import check_output, write_json
+from ...candidates.datastore.file import Document, build_datastore
+from ..common.arguments import UsageError
+from ..common.models import load_tokenizer
+from ..common.outputs import check_output, write_json
 
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="texts: .jsonl (one JSON object a line) or plain text (one document a file), either of them also as .gz; "
-        "or token ids: .npy (one axis, -1 between documents)",
-    )
-    parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="the target's: a local folder or a hub id")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the file to write or to replace")
-    parser.add_argument(
-        "--field",
-        action="append",
-        metavar="NAME",
-        help="where the text is in a row of .jsonl; may be given several times (default: response)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was built to this file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,65 @@
+"""Arguments of `smartspec bench load`."""
+
+import argparse
+from pathlib import Path
+
+from ..common.arguments import add_model_arguments, add_text_arguments, positive, positive_number
+from ..common.names import SOURCES, source_name
+
+NONE, AUCTION, ORACLE = "none", "auction", "oracle"
+
+NAMES = (NONE, "k=NUMBER", "table", "step", "request", AUCTION, ORACLE)
+
+
+_POLICIES = (NONE, "k=3", AUCTION)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_text_arguments(parser)
+    parser.set_defaults(limit=16)
+    parser.add_argument(
+        "--rates", type=positive_number, nargs="+", metavar="R",
+        help="requests per second (default: 0.3 and 0.8 of what can be served without speculation)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sources", type=source_name, nargs="+", default=["auto"], metavar="SOURCE",
+        help=f"{', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix+FOLDER, not in virtual time. "
+        "auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
+        "never come true, sure of themselves (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
+        help=f"{', '.join(NAMES)}; oracle, with --virtual, knows what comes true: an upper bound for all sources but "
+        f"hybrid (default: {' '.join(_POLICIES)}); {NONE} is always measured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=positive_number, default=10.0, metavar="S", help="of arrivals, per run (default: 10)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=1, metavar="N",
+        help="runs of every row; ratios are medians over them, each run against its neighbour (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="show the same loads in virtual time beside them, on a machine as fast as in short rehearsals with other "
+        "arrivals right before and after each",
+    )
+    parser.add_argument(
+        "--virtual", action="store_true",
+        help="everything in virtual time, on the simulated engine, with recorded responses; only what steps cost is "
+        "measured before",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE",
+        help="with --virtual: what steps cost, in a file; what is in it is not measured, and what is not is added",
+    )  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
+
+
+def policy_name(text: str) -> str:
+    """A name that `Policies` knows, for argparse."""
+    if (text in NAMES and text != "k=NUMBER") or (text.startswith("k=") and text[2:].isdecimal()):
+        return text
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join(NAMES)}, got {text!r}")

@@ -1,0 +1,44 @@
+"""Arguments of `smartspec replay`."""
+
+import argparse
+from pathlib import Path
+
+from ..common.arguments import TURNS, add_output_arguments, positive
+
+SOURCES = ("prompt_lookup", "suffix", "datastore", "hf_prompt_lookup", "fused", "tuned", "arctic")
+
+_DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
+    parser.add_argument(
+        "--sources", nargs="+", metavar="SPEC",
+        help=f"NAME[:OPTION=VALUE,...][@NODES,NODES,...], where NAME is one of {', '.join(SOURCES)}, or "
+        f"MODULE:CLASS(OPTION=VALUE, ...); default: {' '.join(_DEFAULT_SOURCES)}",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=positive, default=300, metavar="N", help="requests per file (default: 300)")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="B", help="requests at once (default: 1)")
+    parser.add_argument(
+        "--max-nodes", type=positive, metavar="N", help="draft nodes per request and step (default: the source's own)"
+    )
+    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
+    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
+    parser.add_argument(
+        "--turns", choices=TURNS, default="all",
+        help="of conversations, replay all assistant turns (default), the last, or none but the two fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
+    )
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument("--carry-over", action="store_true", help="sources keep from file to file what they learnt")
+    parser.add_argument(
+        "--against", metavar="NAME", help="also compare at equal numbers of drafted tokens with this one of the sources"
+    )
+    parser.add_argument(
+        "--entropy", type=positive, nargs="?", const=100, metavar="N",
+        help="print the empirical entropy of N responses (default: 100): how much suffix decoding will find; without "
+        "--sources, nothing else",
+    )  # fmt: skip
+    add_output_arguments(parser)

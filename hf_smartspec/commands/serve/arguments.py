@@ -1,0 +1,124 @@
+"""Arguments of `smartspec serve`."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..common.addresses import host, port
+from ..common.arguments import (
+    DTYPES,
+    QUANTIZATIONS,
+    add_machine_arguments,
+    not_negative,
+    not_negative_number,
+    positive,
+    positive_number,
+)
+from ..common.ray_cluster import add_cluster_arguments
+
+ROUTERS = ("affinity", "least_loaded", "power_of_two", "round_robin")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL",
+        help="folder or hub id, by which clients ask for it, or NAME=MODEL (default: demo=, the demo's target)",
+    )  # fmt: skip
+    _add_speculation(parser)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="run linear maps in it, on the CPU")
+    add_machine_arguments(parser)
+    parser.add_argument(
+        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON",
+        help="""defaults for the chat template, such as '{"enable_thinking": false}'""",
+    )  # fmt: skip
+    _add_limits(parser)
+    parser.add_argument(
+        "--host", type=host, default="127.0.0.1", metavar="ADDRESS",
+        help="where to listen (default: 127.0.0.1, this machine only)",
+    )  # fmt: skip
+    parser.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default: 8000)")
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help="clients must bring it; may be repeated, each is a tenant whose texts stay apart. Others on this machine "
+        "see it in the list of processes: better in a file",
+    )  # fmt: skip
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, one key per line")
+    parser.add_argument(
+        "--drain-seconds", type=not_negative, default=60, metavar="N",
+        help="for what still runs on SIGTERM or Ctrl-C (default: 60)",
+    )  # fmt: skip
+    parser.add_argument("--log-level", choices=["error", "warning", "info", "debug"], default="warning")
+    _add_replicas(parser)
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--assistant", nargs="+", default=["auto"], metavar="SOURCE",
+        help="what drafts: names as in `assistant=`, folders or hub ids; several are fused, also joined by plus signs; "
+        "none drafts nothing (default: auto)",
+    )  # fmt: skip
+    parser.add_argument("--draft", metavar="MODEL", help="a draft model beside it")
+    parser.add_argument(
+        "--shared", metavar="URL",
+        help="folder, on any file system of fsspec, through which suffix trees learn from other servers' outputs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shared-interval", type=positive_number, default=30.0, metavar="SECONDS", help="of exchanges (default: 30)"
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-batch-size", type=positive, default=32, metavar="N", help="requests that run at once (default: 32)"
+    )
+    parser.add_argument(
+        "--max-kv-mib", type=positive, metavar="N",
+        help="memory of keys and values, of each model (default: half of a GPU's free memory, a quarter of a CPU's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-prefill-tokens", type=positive, default=512, metavar="N", help="prompt tokens per step (default: 512)"
+    )
+    parser.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="tokens of prompt and answer (default: the model's)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=1024, metavar="N",
+        help="of an answer in a chat whose request does not say (default: 1024)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-queue", type=not_negative, default=1024, metavar="N",
+        help="requests that may wait; further ones are refused, 429 (default: 1024)",
+    )  # fmt: skip
+    parser.add_argument("--max-body-mib", type=positive, default=8, metavar="N", help="of a request (default: 8)")
+    parser.add_argument(
+        "--timeout", type=positive_number, metavar="SECONDS", help="after which a request is given up (default: never)"
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def _add_replicas(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several replicas, on Ray Serve")
+    add_cluster_arguments(group, "so many engines of each model, as one service")
+    group.add_argument(
+        "--max-replicas", type=positive, metavar="N", help="up to so many, as the load grows (default: --replicas)"
+    )
+    group.add_argument(
+        "--target-requests", type=positive_number, metavar="N",
+        help="of a replica, running and waiting, beyond which there are to be more (default: --max-batch-size)",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-goodput", type=not_negative_number, default=0.0, metavar="R",
+        help="tokens per second and request below which there are to be more (default: 0, the queue alone decides)",
+    )  # fmt: skip
+    group.add_argument("--router", choices=ROUTERS, default="affinity", help="who serves what (default: affinity)")

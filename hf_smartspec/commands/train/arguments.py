@@ -1,0 +1,57 @@
+"""Arguments of `smartspec train`."""
+
+import argparse
+from pathlib import Path
+
+from ..common.arguments import not_negative, positive, positive_number
+
+KINDS = ("medusa", "eagle3", "draft")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the target: folder or hub id")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz: prompts and responses"
+    )
+    parser.add_argument("--kind", choices=KINDS, default="medusa", help="of drafter (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of drafter and checkpoints")
+    parser.add_argument(
+        "--own-outputs", type=positive, metavar="N",
+        help="learn from what the target answers to the prompts, greedily, up to N tokens, in place of the responses",
+    )  # fmt: skip
+    parser.add_argument(
+        "--answers", type=Path, metavar="FILE",
+        help="where the target's answers are kept: read if they are there (default: among the checkpoints)",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=positive, metavar="N", help="requests per file (default: all)")
+    parser.add_argument(
+        "--num-heads", type=positive, default=4, metavar="K",
+        help="Medusa's; of EAGLE-3, the tokens that it learns to draft one behind another (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-layers", type=positive, default=1, metavar="N",
+        help="of each Medusa head; of a draft model, which begins as the target's first N (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that EAGLE-3 or a draft model begins as")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=positive,
+        metavar="N",
+        help="EAGLE-3 drafts the N most frequent (default: all)",
+    )
+    parser.add_argument("--neurons", type=positive, metavar="N", help="of EAGLE-3's MLP (default: as the target's)")
+    parser.add_argument("--epochs", type=positive_number, default=3.0, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=positive, metavar="N", help="updates, in place of epochs")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts (default: %(default)s)")
+    parser.add_argument("--max-length", type=positive, default=512, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=positive_number, default=1e-3, metavar="R", help="default: %(default)s")
+    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of target and drafter (default: %(default)s)",
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
