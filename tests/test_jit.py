@@ -3,6 +3,7 @@
 import ast
 import ctypes
 import importlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -106,20 +107,30 @@ def code_files(folder):
 def said(monkeypatch):
     """What is said from now on."""
     messages = []
-    monkeypatch.setattr(jit.logger, "warning", messages.append)
+    monkeypatch.setattr(jit.logger, "info", messages.append)
     jit.announce.cache_clear()
     return messages
 
 
-def test_who_waits_for_the_compiler_is_told_once(package, said):
+def test_who_waits_for_the_compiler_is_told_once(package, said, tmp_path, monkeypatch):
     call_anew()
-    assert said == [
-        f"Compiling inner loops, for about 10 s, once per installation (kept in {package / '__pycache__'})."
-    ]
+    assert said == ["Compiling inner loops, for about 10 s, once per installation."]
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "another folder"))
     call_anew()
     write_factor(package, 3)
     call_anew()
     assert len(said) == 1
+
+
+def test_a_terminal_has_a_bar_while_something_is_compiled(package, monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", shown)
+    call_anew()
+    assert "compiling inner loops" in shown.getvalue() and "total" in shown.getvalue()
+    assert shown.getvalue().endswith("\r"), "nothing is left of it"
+    written = shown.getvalue()
+    assert call_anew() == (20, []) and shown.getvalue() == written
 
 
 def test_nothing_is_said_where_code_lies_on_the_disk(package, said):
@@ -183,7 +194,7 @@ def _machine_code(sources: Path) -> dict[Path, int]:
 def test_import_of_the_library_writes_and_deletes_no_machine_code(tmp_path):
     sources = Path(hf_smartspec.__file__).parent
     before = _machine_code(sources)
-    code = "import hf_smartspec, sys; print(sorted(name for name in sys.modules if name.startswith('numba.core.comp')))"
+    code = "from hf_smartspec import *; import hf_smartspec.commands.serve.command, hf_smartspec.commands.speed.command"
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "PYTHONPATH": str(sources.parent), "PATH": ""}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
     assert _machine_code(sources) == before and not (tmp_path / "code").exists()

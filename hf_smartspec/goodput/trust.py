@@ -1,6 +1,7 @@
 """What drafts' own probabilities are worth in one engine."""
 
 from collections import defaultdict
+from functools import cache
 
 import numpy as np
 
@@ -11,7 +12,12 @@ from .running import Drift
 _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # of a draft's own probability, in observations: calibrated sources are hardly disturbed
 _HIGH = 0.8  # a probability by which a source is judged as a whole
-_LIKELY = Located.at([_HIGH], [2], 0)
+
+
+@cache
+def _likely() -> Located:
+    """Return a node of that probability, for which a compiled function is called."""
+    return Located.at([_HIGH], [2], 0)
 
 
 class Trust:
@@ -32,7 +38,7 @@ class Trust:
 
     def of_source(self, source: str) -> float:
         """The factor by which a source's high probabilities are too low."""
-        return float(self.calibrator.calibrate_located(source, _LIKELY)[0]) / _HIGH
+        return float(self.calibrator.calibrate_located(source, _likely())[0]) / _HIGH
 
     def learn(self, source: str, forest: Forest, nodes: np.ndarray, hits: np.ndarray) -> None:
         """How a source's nodes fared (`[m]` indices, `[m]` bool) whose parents came true."""

@@ -22,8 +22,10 @@ import numba
 from numba import types
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
+from transformers.utils.logging import tqdm
 
 from ..log import get_logger
 
@@ -74,10 +76,18 @@ class _Code(CFunc):
     def enable_caching(self) -> None:
         self._cache: Any = _DiskCache(self.__wrapped__)
 
+    def compile(self) -> None:
+        with _progress:
+            super().compile()
+
 
 class _Dispatcher(CPUDispatcher):
     def enable_caching(self) -> None:
         self._cache: Any = _DiskCache(self.py_func)
+
+    def compile(self, sig: Any) -> Any:
+        with _progress:
+            return super().compile(sig)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Compiles calls by compiled code: once for all integers, where numba would for every width and constant."""
@@ -120,7 +130,8 @@ class _DiskCache:
         """What was compiled before, or None: then it is compiled now."""
         code = self._cache.load_overload(*args)
         if code is None:
-            announce(None if isinstance(self._cache, NullCache) else self._cache.cache_path)
+            announce(not isinstance(self._cache, NullCache))
+            _progress.show(self._function.__name__)
         return code
 
     def save_overload(self, *args: Any) -> None:
@@ -132,12 +143,44 @@ class _DiskCache:
 
 
 @cache
-def announce(folder: str | None) -> None:
-    """Says, once per process, why the first call takes so long."""
-    kept = f"once per installation (kept in {folder})"
-    if folder is None:
+def announce(is_kept: bool) -> None:
+    """Log, once per process, why the first call takes so long."""
+    kept = "once per installation"
+    if not is_kept:
         kept = "in every process (no folder can be written; `NUMBA_CACHE_DIR` names one)"
-    logger.warning(f"Compiling inner loops, for about 10 s, {kept}.")
+    logger.info(f"Compiling inner loops, for about 10 s, {kept}.")
+
+
+class _Progress:
+    """
+    A bar on a terminal while functions are compiled, which disappears after the outermost one. It is entered under
+    numba's lock on its compiler, so that one thread at a time counts.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self._bar = 0, None
+
+    def __enter__(self) -> None:
+        global_compiler_lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._bar is not None and not self._depth:
+            self._bar.close()
+            self._bar = None
+        global_compiler_lock.release()
+
+    def show(self, name: str) -> None:
+        """Count a function that is not on the disk."""
+        if self._bar is None and sys.stderr.isatty():
+            self._bar = tqdm(desc="compiling inner loops, once", unit=" functions", leave=False, mininterval=0)
+        if self._bar is not None:
+            self._bar.set_postfix_str(name, refresh=False)
+            self._bar.update()
+
+
+_progress = _Progress()
 
 
 @cache

@@ -39,7 +39,7 @@ class _Arguments(ctypes.Structure):
 @cache
 def has_kernels(dtype: torch.dtype) -> bool:
     """Whether there is compiled code for this CPU, torch's threads can run it, and it gives the right numbers."""
-    if not num_lanes() or not has_threads():
+    if dtype not in _CODE or not num_lanes() or not has_threads():
         return False
     try:
         generator, shapes = torch.Generator().manual_seed(0), ((5, 32), (7, 32), (7,))

@@ -241,3 +241,10 @@ def test_for_how_many_tokens_depends_on_the_cpu(monkeypatch, lanes, name, featur
     monkeypatch.setattr(thin, "cpu_features", lambda: frozenset(features.split()))
     monkeypatch.setattr(thin, "has_pairs", lambda: "+avx512bf16" in features)
     assert [thin._most_tokens(dtype) for dtype in DTYPES] == [float32, bfloat16]
+
+
+def test_nothing_is_tried_or_said_of_dtypes_without_code(monkeypatch, anew):
+    """float16 has none: a warning with an error's name said nothing to anybody."""
+    messages = []
+    monkeypatch.setattr(thin.logger, "warning", messages.append)
+    assert not thin.has_kernels(torch.float16) and not messages
