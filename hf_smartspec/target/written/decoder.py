@@ -48,33 +48,42 @@ class WrittenDecoder:
         self, layout: StepLayout, cache: SlotCache, keep: Callable[[int, torch.Tensor], None] | None
     ) -> torch.Tensor:
         plan, lines = self.plan, layout.kept
-        x = plan.embedding(layout.tokens)
-        if plan.embedding_multiplier != 1.0:
-            x = x * plan.embedding_multiplier
-        tables = self._tables(x, layout.positions)
-        x = x[0]
+        x = self.embed(layout.tokens)
+        tables = self.tables(x, layout.positions)
         for index, layer in enumerate(plan.layers):
             if keep is not None:
                 keep(index, x)
-            x = _run_layer(layer, x, layout, cache.layer(index), tables)
+            x = run_layer(layer, x, layout, cache.layer(index), tables)
         if keep is not None:
             keep(len(plan.layers), x)
             x = plan.final_norm(x)
             keep(-1, x)
-            return self._logits(x if lines is None else x[lines])
-        return self._logits(plan.final_norm(x if lines is None else x[lines]))
+            return self.logits(x if lines is None else x[lines])
+        return self.logits(plan.final_norm(x if lines is None else x[lines]))
 
-    def _tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
-        """Rotary embeddings by type of layer, as that type's rotation takes them."""
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up tokens `[1, N]`; returns `[N, hidden_size]`."""
+        x = self.plan.embedding(tokens)[0]
+        return x if self.plan.embedding_multiplier == 1.0 else x * self.plan.embedding_multiplier
+
+    def tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
+        """
+        Compute rotary embeddings by type of layer, as that type's rotation takes them.
+
+        Args:
+            x (`torch.Tensor` of shape `[N, hidden_size]`): Of the dtype and device that they are to have.
+            positions (`torch.Tensor` of shape `[1, N]`): Of the tokens.
+        """
         tables = {}
         for name in self.plan.rotary_types:
             arguments: tuple[Any, ...] = () if name is None else (name,)
-            cos, sin = self.plan.rotary(x, positions, *arguments)
+            cos, sin = self.plan.rotary(x[None], positions, *arguments)
             rotation = next(item.rotation for item in self.plan.layers if item.rotation and item.layer_type == name)
             tables[name] = rotation.tables(cos, sin)
         return tables
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute logits `[M, vocab_size]` from hidden states `[M, hidden_size]` after the final norm."""
         plan = self.plan
         logits = plan.head(x)
         if plan.logits_divisor != 1.0:
@@ -86,10 +95,10 @@ class WrittenDecoder:
         return logits
 
 
-def _run_layer(
+def run_layer(
     plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
 ) -> torch.Tensor:
-    """One layer; `x` is `[N, hidden_size]` and stays as it is."""
+    """Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; returns its output of the same shape."""
     normed = x if plan.before_attention is None else plan.before_attention(x)
     attended = attend(plan, normed, layout, memory, tables)
     if plan.after_attention is not None:

@@ -17,7 +17,7 @@ from ..packed import PackedForward
 from ..ranks import is_sharded
 from .decoder import WrittenDecoder
 from .plan import UnknownStructureError, make_plan
-from .trial import agrees
+from .trial import check
 from .watch import Watch
 
 logger = get_logger(__name__)
@@ -109,15 +109,15 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
             entry = vars(model).get(_ENTRY)  # another thread may have been faster
             if entry is None or not entry.holds(model, thoroughly):
                 entry = vars(model)[_ENTRY] = _planned(model)
-    if entry.watch is None or not entry.watch.is_bypassable(thoroughly):
+    if entry.watch is None:
         return None
     if entry.is_tried:
-        return entry.decoder
+        return entry.decoder if entry.watch.is_bypassable(thoroughly) else None
     if model.training and is_checkpointing(model):
         return None  # its own forward would do without the cache
-    with _lock:
+    with _lock:  # a trial in another thread has hooks in the model until it ends
         known: _Entry | None = vars(model).get(_ENTRY)
-        if known is not None and known is entry:
+        if known is not None and known is entry and entry.watch.is_bypassable(thoroughly):
             known = vars(model)[_ENTRY] = _tried(model, known)
     return known.decoder if known is not None and known.is_tried else None
 
@@ -140,8 +140,7 @@ def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
     decoder, watch = entry.decoder, entry.watch
     assert decoder is not None and watch is not None
     try:
-        if not agrees(model, decoder):
-            raise UnknownStructureError("its results differ")
+        check(model, decoder)
         for maps in decoder.plan.fused:
             maps.lay_side_by_side()
         # Trials may have left something behind: what the watch compares with is how it is now.
@@ -153,7 +152,7 @@ def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
 def _refused(model: PreTrainedModel, error: Exception) -> _Entry:
     if not isinstance(error, UnknownStructureError):
         logger.debug(f"Writing out {type(model).__name__} failed.", exc_info=error)
-    logger.debug(f"{type(model).__name__} is run by its own forward: {str(error) or type(error).__name__}.")
+    logger.info(f"{type(model).__name__} is run by its own forward: {str(error) or type(error).__name__}.")
     return _Entry(model)
 
 

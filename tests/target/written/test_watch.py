@@ -106,12 +106,15 @@ def test_weights_of_inference_mode_are_written_out_where_they_are():
 
 
 def test_weights_stay_where_they_are_until_a_decoder_is_used(monkeypatch):
+    def refuse(*args):
+        raise registry.UnknownStructureError("its layers differ")
+
     model = new_model("llama")
     places = addresses(model)
     handle = model.model.layers[0].register_forward_hook(lambda *args: None)
     assert not is_written(model) and addresses(model) == places
     handle.remove()
-    monkeypatch.setattr(registry, "agrees", lambda *args: False)
+    monkeypatch.setattr(registry, "check", refuse)
     assert not is_written(model) and addresses(model) == places
 
 

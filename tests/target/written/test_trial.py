@@ -1,0 +1,175 @@
+"""Trials: a written-out decoder that rounds elsewhere is taken, one whose arithmetic is wrong in one layer is not."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_smartspec.target.quantized import quantize
+from hf_smartspec.target.written import registry, written_decoder
+from hf_smartspec.target.written.decoder import WrittenDecoder
+from hf_smartspec.target.written.parts import RMSNorm
+from hf_smartspec.target.written.plan import UnknownStructureError, make_plan
+from hf_smartspec.target.written.trial import check
+
+from ...models import new_model, shared_model
+from .test_written import WRITTEN
+
+HALF = torch.bfloat16, torch.float16
+DTYPES = *HALF, torch.float32
+
+
+def with_outliers(model):
+    """The model with what real weights have: a few channels of the residual that are hundreds of times the others."""
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight[3] *= 100
+        layer.self_attn.o_proj.weight[7] *= 30
+    return model
+
+
+class _OfBase:
+    """Rotary embeddings of another base."""
+
+    def __init__(self, rotation, base: float):
+        self.rotation, self.base = rotation, base
+
+    def tables(self, cos, sin):
+        return self.rotation.tables(cos, sin)
+
+    def rotate(self, x, num_heads, tables):
+        cos, _ = tables
+        half = cos.shape[-1] // 2
+        angle = cos[:, 0, 0].float().arccos()  # of the first dimension: the position, up to a turn
+        angles = angle[:, None] * self.base ** -(torch.arange(half) / half)
+        cos, sin = (table.repeat(1, 2)[None].to(x.dtype) for table in (angles.cos(), angles.sin()))
+        self.rotation.rotate(x, num_heads, self.rotation.tables(cos, sin))
+
+
+def _without_scale(layer):
+    layer.scaling = 1.0
+
+
+def _with_wrong_residual(layer):
+    layer.multiplier = 0.9
+
+
+def _with_shifted_norm(layer):
+    assert isinstance(layer.before_mlp, RMSNorm)
+    layer.before_mlp = copy.copy(layer.before_mlp)
+    layer.before_mlp.is_shifted = True
+
+
+def _with_swapped_norms(layer):
+    layer.before_attention, layer.before_mlp = layer.before_mlp, layer.before_attention
+
+
+def _with_another_base(layer):
+    layer.rotation = _OfBase(layer.rotation, 100.0)
+
+
+def _with_swapped_heads(layer):
+    project, size = layer.attention_output, layer.head_dim
+    layer.attention_output = lambda x: project(torch.cat([x[:, size : 2 * size], x[:, :size], x[:, 2 * size :]], 1))
+
+
+WRONG = {
+    "scale of scores": _without_scale,
+    "scale of updates": _with_wrong_residual,
+    "norm of another kind": _with_shifted_norm,
+    "norms swapped": _with_swapped_norms,
+    "rotary base": _with_another_base,
+    "heads swapped": _with_swapped_heads,
+}
+
+
+def distinct(model):
+    """The model with norms that differ, which new models have all at 1."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return model
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", WRITTEN)
+@torch.no_grad()
+def test_right_decoders_are_taken(name, dtype):
+    model = new_model(name, dtype=dtype)
+    check(model, WrittenDecoder(make_plan(model)[0]))
+
+
+@pytest.mark.parametrize("layer", (0, 1))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", WRONG)
+@torch.no_grad()
+def test_wrong_arithmetic_in_one_layer_is_refused(wrong, dtype, layer):
+    model = with_outliers(distinct(new_model("llama", dtype=dtype)))
+    plan = make_plan(model)[0]
+    check(model, WrittenDecoder(plan))
+    WRONG[wrong](plan.layers[layer])
+    with pytest.raises(UnknownStructureError, match=rf"layer {layer} differs by .* roundings"):
+        check(model, WrittenDecoder(plan))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@torch.no_grad()
+def test_int8_is_told_from_wrong_arithmetic(dtype):
+    model = quantize(with_outliers(distinct(new_model("llama", dtype=dtype))))
+    plan = make_plan(model)[0]
+    check(model, WrittenDecoder(plan))
+    _with_swapped_heads(plan.layers[1])
+    with pytest.raises(UnknownStructureError, match="layer 1 differs"):
+        check(model, WrittenDecoder(plan))
+
+
+@torch.no_grad()
+def test_wrong_logits_are_refused():
+    model = distinct(new_model("llama", dtype=torch.bfloat16))
+    plan = make_plan(model)[0]
+    plan.logits_multiplier = 1.05
+    with pytest.raises(UnknownStructureError, match=r"the logits differ by .* roundings"):
+        check(model, WrittenDecoder(plan))
+
+
+@torch.no_grad()
+def test_what_is_computed_between_layers_is_seen():
+    class Scaled(type(shared_model("llama").model.layers[1])):  # type: ignore[misc]
+        def __call__(self, hidden_states, *args, **kwargs):
+            return super().__call__(hidden_states * 1.5, *args, **kwargs)
+
+    model = new_model("llama")
+    model.model.layers[1].__class__ = Scaled
+    with pytest.raises(UnknownStructureError, match="between layers 0 and 1"):
+        check(model, WrittenDecoder(make_plan(shared_model("llama"))[0]))
+
+
+@torch.no_grad()
+def test_the_reason_is_said(caplog, monkeypatch):
+    def wrong_plan(model):
+        plan, bypassed = make_plan(model)
+        _with_swapped_heads(plan.layers[1])
+        return plan, bypassed
+
+    monkeypatch.setattr(registry, "make_plan", wrong_plan)
+    with caplog.at_level("INFO", "hf_smartspec"):
+        assert written_decoder(distinct(new_model("llama"))) is None
+    assert "LlamaForCausalLM is run by its own forward: layer 1 differs by" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@torch.no_grad()
+def test_a_real_model_is_taken_but_not_with_wrong_arithmetic_in_one_layer(real_model, dtype):
+    """Rounding adds up over its 30 layers, so that logits end far from its own forward's."""
+    plan = make_plan(real_model(dtype))[0]
+    check(real_model(dtype), WrittenDecoder(plan))
+    _with_swapped_heads(plan.layers[17])
+    with pytest.raises(UnknownStructureError, match="layer 17 differs"):
+        check(real_model(dtype), WrittenDecoder(plan))
+
+
+@torch.no_grad()
+def test_a_real_model_in_int8_is_taken(real_folder):
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=torch.bfloat16))
+    check(model, WrittenDecoder(make_plan(model)[0]))
