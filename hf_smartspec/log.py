@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+progress_bar = transformers_logging.tqdm  # hidden where transformers' bars are
+
 
 def get_logger(name: str) -> Any:
     """

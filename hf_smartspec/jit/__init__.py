@@ -25,9 +25,8 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
-from transformers.utils.logging import tqdm
 
-from ..log import get_logger
+from ..log import get_logger, progress_bar
 
 logger = get_logger(__name__)
 
@@ -158,7 +157,8 @@ class _Progress:
     """
 
     def __init__(self) -> None:
-        self._depth, self._bar = 0, None
+        self._depth = 0
+        self._bar: Any = None
 
     def __enter__(self) -> None:
         global_compiler_lock.acquire()
@@ -174,7 +174,7 @@ class _Progress:
     def show(self, name: str) -> None:
         """Count a function that is not on the disk."""
         if self._bar is None and sys.stderr.isatty():
-            self._bar = tqdm(desc="compiling inner loops, once", unit=" functions", leave=False, mininterval=0)
+            self._bar = progress_bar(desc="compiling inner loops, once", unit=" functions", leave=False, mininterval=0)
         if self._bar is not None:
             self._bar.set_postfix_str(name, refresh=False)
             self._bar.update()
