@@ -1,5 +1,6 @@
 """All that is remembered of a model from one call to the next."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,9 +113,8 @@ def _load(name: str, target: PreTrainedModel) -> Drafter:
     try:
         draft: Any = _class_of(name, target).from_pretrained(name, dtype=target.dtype)
     except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones
-        raise ValueError(
-            f"`assistant={name!r}` is no preset, and no draft model that can be loaded: {error}"
-        ) from error
+        found = "is a folder, but holds" if os.path.isdir(name) else "is neither a preset nor a folder that exists, and"
+        raise ValueError(f"`assistant={name!r}` {found} no draft model that can be loaded: {error}") from error
     return draft.to(target.device).eval()
 
 

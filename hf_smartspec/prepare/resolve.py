@@ -1,5 +1,6 @@
 """What `assistant=` may be: from a name, a model or a list to the source that drafts."""
 
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -182,16 +183,27 @@ def check_assistant(assistant: Any) -> None:
         _num_layers(assistant)
     elif isinstance(assistant, str):
         if not is_preset(assistant) and not _may_be_model(assistant):
-            raise ValueError(
-                f"Unknown `assistant` preset {assistant!r}; known are {PRESET_NAMES}. A draft model is named by its "
-                "folder or its hub id ('owner/name')."
-            )
+            raise ValueError(_unknown(assistant))
     elif not isinstance(assistant, _DRAFTERS) and not hasattr(assistant, "get_base_model"):
         raise TypeError(
             f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel, learned heads, the folder or "
             "hub id of either, a candidate generator, a list of these or a SmartSpecConfig, got "
             f"{type(assistant).__name__}."
         )
+
+
+def _unknown(name: str) -> str:
+    """Return what is wrong with a name that is neither a preset nor a model."""
+    if "/" in name or os.sep in name:
+        there = "is a file, no folder of a model" if os.path.exists(os.path.expanduser(name)) else "does not exist"
+        return f"`assistant={name!r}`: the path {there}."
+    presets = {preset.partition(":")[0]: preset for preset in PRESET_NAMES}
+    near = [presets[stem] for stem in difflib.get_close_matches(name.partition(":")[0], presets, n=1)]
+    meant = f": did you mean {near[0]!r}? Known" if near else "; known"
+    return (
+        f"Unknown `assistant` preset {name!r}{meant} are {PRESET_NAMES}. A draft model is named by its folder or its "
+        "hub id ('owner/name')."
+    )
 
 
 def _may_be_model(name: str) -> bool:

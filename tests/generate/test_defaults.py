@@ -321,8 +321,8 @@ def test_folders_that_hold_no_model_are_named(model, tmp_path):
     hf_smartspec.enable(model)
     for name, message in (
         (str(tmp_path), "no draft model that can be loaded"),
-        ("./nowhere", "Unknown"),
-        (str(tmp_path / "x"), "Unknown"),
+        ("./nowhere", "the path does not exist"),
+        (str(tmp_path / "x"), "the path does not exist"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             model.generate(**INPUTS, assistant=name)

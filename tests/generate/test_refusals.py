@@ -156,6 +156,21 @@ def test_assistants(model, draft):
     refused(model, ValueError, r"T5ForConditionalGeneration cannot draft.*Use a draft", assistant=encoder_decoder)
 
 
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("sufix", r"Unknown `assistant` preset 'sufix': did you mean 'suffix'\? Known are \["),
+        ("datastor:x", r"did you mean 'datastore:PATH'\?"),
+        ("./nope", r"`assistant='./nope'`: the path does not exist"),
+        ("~/nope", r"`assistant='~/nope'`: the path does not exist"),
+        ("/no/such/folder", r"`assistant='/no/such/folder'`: the path does not exist"),
+        ("no/such", r"`assistant='no/such'` is neither a preset nor a folder that exists, and no draft model"),
+    ],
+)
+def test_a_misspelt_preset_and_a_path_that_does_not_exist(model, name, match):
+    refused(model, ValueError, match, assistant=name)
+
+
 def test_configs(model, draft):
     for kwargs, error, match in [
         ({"verification": "always"}, ValueError, r"`verification` must be one of .*, got 'always'"),
