@@ -1,18 +1,24 @@
-"""The training loop is transformers' `Trainer`: progress, schedule, checkpoints and resumption are its."""
+"""The training loop is transformers' `Trainer`: progress and schedule are its."""
 
-import json
-from collections.abc import Sequence
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import load_file
+import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from torch.utils.data import Sampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from .checkpoints import Checkpoint, distinct, load_weights, write_checkpoint
 from .texts import Text, collate
 
-_SAVE_STEPS = 100  # between two checkpoints, of which the newest is kept
+_SAVE_SECONDS = 60.0  # between two checkpoints
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Schedule:
         steps (`int`, *optional*): Updates in all, in place of epochs.
         batch_size (`int`): Texts of an update.
         max_length (`int`): Tokens of each.
-        learning_rate (`float`): Highest; a cosine down to 0 behind a warm-up.
+        learning_rate (`float`): Highest; a cosine down to 0 after a warm-up.
         seed (`int`): Of the order.
     """
 
@@ -35,13 +41,27 @@ class Schedule:
     seed: int = 0
 
 
-def train(module: nn.Module, texts: Sequence[Text], folder: Path, schedule: Schedule, resume: bool = False) -> None:
+def train(
+    module: nn.Module,
+    texts: Sequence[Text],
+    folder: Path,
+    schedule: Schedule,
+    resume: Checkpoint | None = None,
+) -> None:
     """
-    Trains what is a parameter of a module that returns its loss.
+    Train what is a parameter of a module that returns its loss. A checkpoint is written about every minute, at the end,
+    and at Ctrl-C, after the step that runs; a second Ctrl-C ends at once.
 
     Args:
-        folder (`Path`): Of checkpoints, from the newest of which it goes on if told to `resume`.
+        folder (`Path`): Of checkpoints.
+        resume (`Checkpoint`, *optional*): Where to go on.
+
+    Raises:
+        KeyboardInterrupt: after the checkpoint.
     """
+    if resume is not None and resume.is_done:
+        load_weights(module, resume.folder)
+        return
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=schedule.epochs,
@@ -53,25 +73,97 @@ def train(module: nn.Module, texts: Sequence[Text], folder: Path, schedule: Sche
         weight_decay=0.0,
         max_grad_norm=1.0,
         seed=schedule.seed,
-        save_steps=_SAVE_STEPS,
-        save_total_limit=1,
+        save_strategy="no",  # `_Saving` says when
         logging_steps=10,
         report_to=[],
         remove_unused_columns=False,
-        train_sampling_strategy="group_by_length",  # little padding
         use_cpu=next(module.parameters()).device.type == "cpu",
         dataloader_pin_memory=False,
     )
     arguments._n_gpu = 1  # the target is on one
     examples = [item.example(schedule.max_length) for item in texts]
-    trainer = Trainer(model=module, args=arguments, train_dataset=examples, data_collator=collate)
-    newest = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
-    if newest is not None and _is_done(Path(newest)):
-        module.load_state_dict(load_file(Path(newest) / "model.safetensors"))
-    else:
-        trainer.train(resume_from_checkpoint=newest)
+    saving = _Saving()
+    trainer = _Trainer(model=module, args=arguments, train_dataset=examples, data_collator=collate, callbacks=[saving])
+    with _waiting_for_the_step(saving):
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume.folder))
+    if saving.is_interrupted:
+        raise KeyboardInterrupt
 
 
-def _is_done(checkpoint: Path) -> bool:
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    return bool(state["global_step"] >= state["max_steps"])
+class _Trainer(Trainer):
+    """Writes whole checkpoints or none, in which tied tensors lie once."""
+
+    _place: Path | None = None
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with write_checkpoint(Path(str(self.args.output_dir)), self.state.global_step) as self._place:
+            super()._save_checkpoint(model, trial)
+        self._place = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
+        examples: Any = self.train_dataset if train_dataset is None else train_dataset
+        lengths = [len(example["input_ids"]) for example in examples]
+        return _Order(lengths, self.args.per_device_train_batch_size, self.args.seed)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._place is None else str(self._place)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        assert self.model is not None, "it is trained"
+        super()._save(output_dir, distinct(state_dict or self.model.state_dict()))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        assert self.model is not None, "it is trained"
+        load_weights(model or self.model, Path(resume_from_checkpoint))
+
+
+class _Order(Sampler):
+    """Texts of about one length together, for little padding. Each epoch has its order, wherever training resumes."""
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
+        self._lengths, self._batch_size, self._seed, self._epoch = list(lengths), batch_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return iter(get_length_grouped_indices(self._lengths, self._batch_size, generator=generator))
+
+
+class _Saving(TrainerCallback):
+    """Asks for a checkpoint when one is due, and for the end when training was interrupted."""
+
+    def __init__(self) -> None:
+        self.is_interrupted = False
+        self._latest = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_due = time.monotonic() - self._latest >= _SAVE_SECONDS
+        control.should_save = is_due or self.is_interrupted or state.global_step >= state.max_steps
+        control.should_training_stop = control.should_training_stop or self.is_interrupted
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._latest = time.monotonic()
+
+
+@contextmanager
+def _waiting_for_the_step(saving: _Saving) -> Iterator[None]:
+    """Let the first Ctrl-C wait for the step that runs: within an update, weights are half of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals do not arrive here
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: Any) -> None:
+        saving.is_interrupted = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -11,6 +11,7 @@ from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target.features import FeatureForward
 from hf_smartspec.target.rows import RowInput
 from hf_smartspec.training import loop
+from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.eagle import EagleTraining, frequent_tokens, new_heads
 from hf_smartspec.training.loop import Schedule, train
 from hf_smartspec.training.texts import Text, collate
@@ -172,7 +173,7 @@ def test_what_is_learnt_is_saved_loaded_and_resumed(target, tmp_path):
     assert len(begun) == 2
     assert all(torch.equal(item, before[name]) for name, item in target.state_dict().items())
     resumed = new()
-    train(resumed, texts, tmp_path / "checkpoints", schedule, resume=True)
+    train(resumed, texts, tmp_path / "checkpoints", schedule, newest_checkpoint(tmp_path / "checkpoints"))
     for name, item in module.heads.parts.state_dict().items():
         assert torch.equal(resumed.heads.parts.state_dict()[name], item), "there is nothing left to do"
 
@@ -194,13 +195,13 @@ def test_training_goes_on_where_it_was_interrupted(target, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return forward(self, input_ids, labels)
 
-    monkeypatch.setattr(loop, "_SAVE_STEPS", 3)
+    monkeypatch.setattr(loop, "_SAVE_SECONDS", 0)
     with monkeypatch.context() as patch:
         patch.setattr(EagleTraining, "forward", failing)
         with pytest.raises(KeyboardInterrupt):
             train(new(), texts, tmp_path / "parts", schedule)
     resumed = new()
-    train(resumed, texts, tmp_path / "parts", schedule, resume=True)
+    train(resumed, texts, tmp_path / "parts", schedule, newest_checkpoint(tmp_path / "parts"))
     for name, item in whole.heads.parts.state_dict().items():
         torch.testing.assert_close(resumed.heads.parts.state_dict()[name], item)
 

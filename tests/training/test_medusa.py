@@ -1,11 +1,14 @@
 """Heads learn what they are shown, and the target stays as it is."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 from hf_smartspec import MedusaHeads
 from hf_smartspec.training import loop
+from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.loop import Schedule, train
 from hf_smartspec.training.medusa import MedusaTraining, last_hidden_states
 from hf_smartspec.training.texts import IGNORED, Text, collate, split
@@ -96,7 +99,7 @@ def test_what_is_learnt_is_saved_loaded_and_resumed(target, tmp_path):
     assert heads.outputs[0].data_ptr() == target.get_output_embeddings().weight.data_ptr()
 
     resumed = MedusaTraining(target, num_heads=2)
-    train(resumed, texts, tmp_path / "checkpoints", schedule, resume=True)
+    train(resumed, texts, tmp_path / "checkpoints", schedule, newest_checkpoint(tmp_path / "checkpoints"))
     assert torch.equal(resumed.heads(states), module.heads(states)), "there is nothing left to do"
 
 
@@ -114,19 +117,21 @@ def test_training_goes_on_where_it_was_interrupted(target, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return forward(self, input_ids, labels)
 
-    monkeypatch.setattr(loop, "_SAVE_STEPS", 3)
+    monkeypatch.setattr(loop, "_SAVE_SECONDS", 0)
     with monkeypatch.context() as patch:
         patch.setattr(MedusaTraining, "forward", failing)
         with pytest.raises(KeyboardInterrupt):
             train(MedusaTraining(target, num_heads=2), texts, tmp_path / "parts", schedule)
-    other = new_model("llama", seed=1)
-    before = other.get_output_embeddings().weight.clone()
-    train(MedusaTraining(other, num_heads=2), texts, tmp_path / "parts", schedule, resume=True)
-    assert torch.equal(other.get_output_embeddings().weight, before), "checkpoints hold nothing of the target"
-    (tmp_path / "parts" / "checkpoint-12").rename(tmp_path / "other")
-    resumed = MedusaTraining(target, num_heads=2)
-    train(resumed, texts, tmp_path / "parts", schedule, resume=True)
+    shutil.copytree(tmp_path / "parts", tmp_path / "others")
+    resumed, newest = MedusaTraining(target, num_heads=2), newest_checkpoint(tmp_path / "parts")
+    assert newest.step == 7
+    train(resumed, texts, tmp_path / "parts", schedule, newest)
     torch.testing.assert_close(resumed.heads(states), whole.heads(states))
+    other = new_model("llama", seed=1)
+    found = newest_checkpoint(tmp_path / "others")
+    before = other.get_output_embeddings().weight.clone()
+    train(MedusaTraining(other, num_heads=2), texts, tmp_path / "others", schedule, found)
+    assert torch.equal(other.get_output_embeddings().weight, before), "checkpoints hold nothing of the target"
 
 
 def test_texts_that_are_too_short_teach_nothing(target):

@@ -54,4 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint (one is written about every minute, and at Ctrl-C)",
+    )

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...candidates.heads.files import CONFIG
 from ...generate import enabled
 from ...training.card import write_card
+from ...training.checkpoints import newest_checkpoint
 from ...training.loop import Schedule, train
 from ...training.texts import Text, split
 from ..common.arguments import UsageError
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     kind = KINDS[args.kind]
     module: Any = kind.make(args, model, learnt)
     schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
-    train(module, learnt, args.output / CHECKPOINTS, schedule, args.resume)
+    _train(module, learnt, args, schedule, console)
     accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
     kind.save(module, args)
     write_card(args.output, args.kind, args.model, accuracy, len(held_out))
@@ -64,6 +65,23 @@ def run(args: argparse.Namespace) -> int:
     _show(console, accuracy, len(held_out), kind.places)
     console.print(f"Use it as `assistant={str(args.output)!r}`.", style="bold", soft_wrap=True)
     return 0
+
+
+def _train(module: Any, texts: Sequence[Text], args: argparse.Namespace, schedule: Schedule, console: Console) -> None:
+    """Train, from where an earlier call was interrupted if told to."""
+    folder = args.output / CHECKPOINTS
+    newest = newest_checkpoint(folder) if args.resume else None
+    if newest is not None:
+        console.print(f"Going on at step {newest.step:,} of {newest.num_steps:,}.", highlight=False)
+    elif args.resume:
+        console.print("There is no complete checkpoint yet: training begins.")
+    try:
+        train(module, texts, folder, schedule, newest)
+    except KeyboardInterrupt:
+        if (newest := newest_checkpoint(folder)) is not None:
+            said = f"Kept at step {newest.step:,} of {newest.num_steps:,}: --resume goes on there."
+            console.print(said, highlight=False)
+        raise
 
 
 def _check_folder(args: argparse.Namespace) -> None:

@@ -1,20 +1,30 @@
 """`smartspec train` from files to a folder that drafts."""
 
 import json
+import signal
+from itertools import count
 
 import pytest
 import torch
 
 import hf_smartspec
 from hf_smartspec.commands.main import main
+from hf_smartspec.training.draft import DraftTraining
+from hf_smartspec.training.eagle import EagleTraining
+from hf_smartspec.training.medusa import MedusaTraining
 
 from ...generate.helpers import tiny_llama, tiny_tokenizer
 from ...models import new_model
 
 
+def tied_llama():
+    """With one matrix as embeddings and head, as small models have it."""
+    return tiny_llama(tie_word_embeddings=True)
+
+
 @pytest.fixture
 def target(tmp_path):
-    model = tiny_llama()
+    model = tied_llama()
     folder = tmp_path / "target"
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -52,7 +62,7 @@ def test_drafters_that_draft(target, texts, tmp_path, capsys, kind, options):
     assert len(report["accuracy"]) == num_tokens and report["held_out"] >= 1
     card = (output / "README.md").read_text()
     assert f"- {kind}" in card and f"{report['accuracy'][-1]['1']:.1%}" in card and "base_model" not in card
-    model = hf_smartspec.enable(tiny_llama())
+    model = hf_smartspec.enable(tied_llama())
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     found = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=str(output), return_dict_in_generate=True)
@@ -64,6 +74,29 @@ def status_of(arguments):
         return main(arguments)
     except SystemExit as error:
         return error.code
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_keeps_a_checkpoint_that_training_goes_on_from(target, texts, tmp_path, capsys, monkeypatch, kind):
+    steps = count(1)
+    training = {"draft": DraftTraining, "medusa": MedusaTraining, "eagle3": EagleTraining}[kind]
+    forward = training.forward
+
+    def interrupted(self, input_ids, labels):
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, input_ids, labels)
+
+    arguments = ["train", str(target), str(texts), "--kind", kind, *KINDS[kind], "--output", str(tmp_path / "out")]
+    arguments += ["--steps", "6"]
+    monkeypatch.setattr(training, "forward", interrupted)
+    assert main(arguments) == 130
+    captured = capsys.readouterr()
+    assert "Kept at step 3 of 6: --resume goes on there." in captured.out and "interrupted" in captured.err
+    assert main([*arguments, "--resume"]) == 0
+    assert "Going on at step 3 of 6." in capsys.readouterr().out and next(steps) == 3 + 3 + 1
+    assert main([*arguments, "--resume"]) == 0
+    assert "Going on at step 6 of 6." in capsys.readouterr().out and next(steps) == 3 + 3 + 2
 
 
 def test_nothing_of_somebody_else_is_overwritten(target, texts, tmp_path, capsys):
@@ -100,7 +133,7 @@ def test_answers_are_kept_for_the_same_target_only(target, texts, tmp_path):
     known = first | {"responses": [[5, 6, 7]] * len(first["responses"])}
     answers.write_text(json.dumps(known))
     assert learnt(2) == known  # as they are
-    other = tiny_llama()
+    other = tied_llama()
     with torch.no_grad():
         other.get_output_embeddings().weight.mul_(-1)
     other.save_pretrained(target)

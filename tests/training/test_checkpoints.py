@@ -1,0 +1,98 @@
+"""Checkpoints are whole, hold tied tensors once, and the newest of them is where training goes on."""
+
+import shutil
+
+import pytest
+import torch
+
+from hf_smartspec.commands.train.kinds import shortened
+from hf_smartspec.training import loop
+from hf_smartspec.training.checkpoints import distinct, load_weights, newest_checkpoint
+from hf_smartspec.training.draft import DraftTraining
+from hf_smartspec.training.loop import Schedule, train
+
+from ..generate.helpers import tiny_llama
+from .test_medusa import texts_of
+
+SCHEDULE = Schedule(steps=6, batch_size=4, max_length=32)
+
+
+@pytest.fixture
+def module():
+    target = tiny_llama(vocab_size=100, tie_word_embeddings=True)
+    return lambda: DraftTraining(target, shortened(target, 1))
+
+
+@pytest.fixture
+def every_step(monkeypatch):
+    monkeypatch.setattr(loop, "_SAVE_SECONDS", 0)
+
+
+def weights(module):
+    return module.draft.state_dict()
+
+
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+
+
+def test_without_a_minute_one_is_written_at_the_end_alone(module, tmp_path):
+    train(module(), texts_of(16), tmp_path, SCHEDULE)
+    assert steps_in(tmp_path) == [6] and newest_checkpoint(tmp_path).is_done
+
+
+def test_the_newest_is_kept_and_one_to_step_back_to(module, tmp_path, every_step):
+    train(module(), texts_of(16), tmp_path, SCHEDULE)
+    assert steps_in(tmp_path) == [5, 6]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", None])
+def test_a_half_written_one_is_skipped(module, tmp_path, every_step, caplog, name):
+    whole = module()
+    train(whole, texts_of(16), tmp_path, SCHEDULE)
+    newest = tmp_path / "checkpoint-6"
+    if name is None:
+        shutil.rmtree(newest)
+        newest.mkdir()
+    else:
+        content = (newest / name).read_bytes()
+        (newest / name).write_bytes(content[: len(content) // 2])
+    found = newest_checkpoint(tmp_path)
+    assert (found.step, found.num_steps) == (5, 6) and "incomplete" in caplog.text
+    resumed = module()
+    train(resumed, texts_of(16), tmp_path, SCHEDULE, found)
+    for key, item in weights(whole).items():
+        torch.testing.assert_close(weights(resumed)[key], item)
+    assert newest_checkpoint(tmp_path).step == 6
+
+
+def test_an_end_while_one_is_written_leaves_the_one_before(module, tmp_path, every_step, monkeypatch):
+    save = loop._Trainer._save_rng_state
+
+    def fail_at_four(self, folder):
+        if self.state.global_step == 4:
+            raise SystemExit("killed")
+        save(self, folder)
+
+    monkeypatch.setattr(loop._Trainer, "_save_rng_state", fail_at_four)
+    with pytest.raises(SystemExit):
+        train(module(), texts_of(16), tmp_path, SCHEDULE)
+    assert steps_in(tmp_path) == [2, 3] and newest_checkpoint(tmp_path).step == 3
+
+
+def test_tied_tensors_are_kept_once_and_loaded_into_both(module, tmp_path):
+    whole = module()
+    kept = distinct(whole.state_dict())
+    assert whole.state_dict().keys() - kept.keys() == {"draft.lm_head.weight"}
+    train(whole, texts_of(16), tmp_path, SCHEDULE)
+    loaded = module()
+    load_weights(loaded, newest_checkpoint(tmp_path).folder)
+    assert loaded.draft.lm_head.weight is loaded.draft.get_input_embeddings().weight
+    assert all(torch.equal(weights(loaded)[key], item) for key, item in weights(whole).items())
+
+
+def test_another_models_checkpoint_is_refused(module, tmp_path):
+    train(module(), texts_of(16), tmp_path, SCHEDULE)
+    target = tiny_llama(vocab_size=100)
+    with pytest.raises(ValueError, match="tensors of another model"):
+        load_weights(DraftTraining(target, shortened(target, 2)), newest_checkpoint(tmp_path).folder)
