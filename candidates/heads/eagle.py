@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...target.features import FeatureStep
 from ...target.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
 from ...target.written.plan import LayerPlan
+from .eagle_config import window_of
 from .eagle_files import check_shapes, read, write
 from .features import FeatureDrafter
 
@@ -83,9 +84,9 @@ class EagleHeads(FeatureDrafter):
         Raises:
             ValueError: if the files hold no such heads, or such for another target.
         """
-        config, tensors, layers = read(name, target)
+        config, tensors, layers = read(name, target, hidden_layers)
         try:
-            heads = cls(config, tensors, layers if hidden_layers is None else hidden_layers, target)
+            heads = cls(config, tensors, layers, target)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         heads.name_or_path = str(name)
@@ -153,7 +154,7 @@ class EagleHeads(FeatureDrafter):
             return torch.cat([self.part("input_layernorm")(embeds), normed], dim=-1), residual
         fc = fc or self.part("fc")
         x = fc(torch.cat([embeds, features], dim=-1))
-        return self.part("input_layernorm")(x) if "input_layernorm" in self.parts else x, x
+        return x, x
 
     def logits(self, hidden: torch.Tensor, is_learnt: bool = False) -> torch.Tensor:
         if "norm" in self.parts and not self._norms_output:
@@ -219,7 +220,7 @@ def _plan(heads: EagleHeads) -> LayerPlan:
         head_dim=config.head_dim,
         scaling=config.head_dim**-0.5,
         softcap=None,
-        window=None,
+        window=window_of(config),
         rotation=Halves(),
         layer_type=None,
     )

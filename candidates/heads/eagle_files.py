@@ -1,6 +1,7 @@
 """Files of EAGLE's heads: what they are called where, and which sizes they have."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,94 +10,105 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from ..committed import LAST
-from .files import CONFIG, config_of, folder_of, read_tensors, tensor_names
+from ...log import get_logger
+from .eagle_config import IDS, check_kind, check_layers, flat_config, hidden_layers, layer_config
+from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors, tensor_names
+
+logger = get_logger(__name__)
 
 # Of the names in files, these parts are left out: there is one layer only.
-_PREFIXES = ("midlayer.", "layers.0.", "self_attn.", "mlp.")
+_LEFT_OUT = re.compile(r"(model\.)*(midlayer\.|layers\.0\.)?((self_attn|mlp)\.)?")
+_FURTHER_LAYER = re.compile(r"(model\.)*(mid)?layers\.[1-9]")
+# Tensors that drafting does not need: which tokens `d2t` names, what belongs to the target, what follows from configs.
+_UNUSED = re.compile(r"(.*\.)?(t2d|(verifier_|rotary_emb\.).*)")
+_FIRST_FC = {"fc.weight", "model.fc.weight"}
+_MOST_LAYERS = 2  # of published heads of EAGLE-1 and its kin
 _THIRD_LAYER = "midlayer."
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"), ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 _ALONE = ("fc", "norm", "lm_head", "embed_tokens", "input_norm")
 _KNOWN = {*_ATTENTION, *_MLP, *_NORMS, *_ALONE}
-_IDS = "eagle_aux_hidden_state_layer_ids"
-_OPTIONS = ("norm_before_residual", "norm_output")
 
 
 def says_eagle(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether a folder or hub id holds EAGLE's heads, by its config, or by what its tensors are called."""
     config = config_of(name) if config is None else config
-    kinds = [str(config.get(key, "")) for key in ("model_type", "speculators_model_type")]
-    kinds += map(str, config.get("architectures") or ())
     if "speculators_model_type" in config:
-        return config["speculators_model_type"] in ("eagle", "eagle3")
+        return config["speculators_model_type"] in ("eagle", "eagle3", "peagle")
+    kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
     if "draft_vocab_size" in config or any("eagle" in kind.lower() for kind in kinds):
         return True
-    # EAGLE-1's config is that of a model of one layer, and nothing else.
-    return config.get("num_hidden_layers") == 1 and "fc.weight" in tensor_names(name)
+    # EAGLE-1's config is that of a model of one layer, and may not even say so.
+    is_small = bool(config) and config.get("num_hidden_layers", 1) in range(1, _MOST_LAYERS + 1)
+    return is_small and "n_layer" not in config and not _FIRST_FC.isdisjoint(tensor_names(name))
 
 
-def read(name: str | Path, target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, torch.Tensor], tuple[int, ...]]:
+def read(
+    name: str | Path, target: PreTrainedModel, layers: Sequence[int] | None = None
+) -> tuple[LlamaConfig, dict[str, torch.Tensor], tuple[int, ...]]:
     """
     Of a folder or hub id: the config of the layer, its tensors under their short names (`q_proj.weight`, ...), and the
-    target's hidden states that it looks at.
+    target's hidden states that it looks at: `layers`, where these are given.
 
     Raises:
-        ValueError: for files that hold no such heads.
+        ValueError: for files that hold no such heads, or such as are not known; it names the folder and the reason.
     """
-    found = config_of(str(name))
+    config = flat_config(config_of(str(name)))
     tensors = read_tensors(folder_of(name))
     try:
+        check_kind(config, any("hidden_norm." in key for key in tensors))
         tensors = _short(tensors)
+        is_third = "hidden_norm.weight" in tensors
+        if is_third and _says(config, "norm_before_fc") and "input_norm.weight" not in tensors:
+            raise ValueError("`norm_before_fc` is true, and there is no `input_norm.weight`")
+        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        if layers is None:
+            found, origin = hidden_layers(config, is_third, target)
+        else:
+            check_layers("hidden_layers", list(layers), num_layers)
+            found, origin = tuple(layers), "`hidden_layers`"
+        sizes = layer_config(config, tensors)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if "fc.weight" not in tensors or "o_proj.weight" not in tensors:
-        raise ValueError(f"{name} holds no heads of EAGLE: its tensors are named {sorted(tensors)[:5]} ...")
-    return _layer_config(found, tensors), tensors, _hidden_layers(found, tensors, target)
+    if is_third:
+        logger.info(f"{name} reads hidden states {list(found)} (k: what layer k of {num_layers} reads), by {origin}.")
+    return sizes, tensors, found
+
+
+def _says(config: Mapping[str, Any], entry: str) -> bool:
+    nested = config.get("eagle_config")
+    return bool(config.get(entry) or (isinstance(nested, dict) and nested.get(entry)))
 
 
 def _short(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    short = {}
+    """
+    What the heads consist of, under short names.
+
+    Raises:
+        ValueError: for tensors that are missing, or that the heads would have to be computed with in another way.
+    """
+    check_numbers({name: item for name, item in tensors.items() if not name.endswith(("d2t", "t2d"))})
+    if any(map(_FURTHER_LAYER.match, tensors)):
+        raise ValueError("these heads have more than one layer, of which only EAGLE's single one is known")
+    short, unknown = {}, []
     for name, tensor in tensors.items():
-        name = name.removeprefix("model.")
-        if name.startswith("layers.1."):
-            raise ValueError("these heads have more than one layer, of which only EAGLE's single one is known")
-        if name.startswith("fc_norm."):
-            raise ValueError("norms of every hidden state (`fc_norm`) are not known")
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        if name in ("d2t", "t2d") or name.rpartition(".")[0] in _KNOWN:
-            short[name] = tensor
-    short.pop("t2d", None)  # which tokens `d2t` names
+        own = _LEFT_OUT.sub("", name, count=1)
+        part, _, kind = own.rpartition(".")
+        if own == "d2t" or (part in _KNOWN and kind in ("weight", "bias")):
+            short[own] = tensor
+        elif not _UNUSED.fullmatch(name):
+            unknown.append(name)
+    if missing := [f"{part}.weight" for part in ("fc", "o_proj") if f"{part}.weight" not in short]:
+        raise ValueError(f"holds no heads of EAGLE: it lacks `{missing[0]}`, and has {sorted(tensors)[:5]} ...")
+    if "mask_hidden" in unknown:
+        raise ValueError("these heads draft in parallel (P-EAGLE, by `mask_hidden`), which is not known")
+    if unknown:
+        raise ValueError(f"these heads have tensors that are not known: {', '.join(sorted(unknown)[:5])}")
+    if "hidden_norm.weight" not in short:
+        # The first layer of EAGLE-1 has no norm before attention, and none after it: files may have kept a Llama's.
+        for norm in ("input_layernorm", "norm"):
+            short.pop(f"{norm}.weight", None)
     return short
-
-
-def _layer_config(found: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> LlamaConfig:
-    options = {name: bool(found[name]) for name in _OPTIONS if name in found}
-    inner = found.get("transformer_layer_config")
-    config: LlamaConfig = LlamaConfig.from_dict({**(inner if isinstance(inner, dict) else found), **options})
-    if "q_norm.weight" in tensors:
-        config.head_dim = len(tensors["q_norm.weight"])
-    return config
-
-
-def _hidden_layers(
-    found: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: PreTrainedModel
-) -> tuple[int, ...]:
-    if "hidden_norm.weight" not in tensors:
-        return (LAST,)
-    if found.get(_IDS):
-        return tuple(found[_IDS])
-    of_outputs = (found.get("eagle_config") or {}).get(_IDS)
-    if of_outputs:  # SpecForge counts layers by what they leave, not by what they read
-        return tuple(number + 1 for number in of_outputs)
-    return default_layers(target)
-
-
-def default_layers(target: PreTrainedModel) -> tuple[int, ...]:
-    """A low, a middle and a high one, as EAGLE-3's authors choose them."""
-    num = target.config.get_text_config(decoder=True).num_hidden_layers
-    return min(2, num - 1), num // 2, max(num - 3, 0)
 
 
 def check_shapes(
@@ -180,7 +192,7 @@ def write(
     content = config.to_dict() | {"num_hidden_layers": 1, "vocab_size": vocab_size}
     content["architectures"] = ["LlamaForCausalLMEagle3" if is_third else "LlamaForCausalLMEagle"]
     if is_third:
-        content |= {"draft_vocab_size": vocab_size if offsets is None else len(offsets), _IDS: list(hidden_layers)}
+        content |= {"draft_vocab_size": vocab_size if offsets is None else len(offsets), IDS: list(hidden_layers)}
     (folder / CONFIG).write_text(json.dumps(content | dict(entries), indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Files of learned drafters: what kind they are, and their tensors."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from transformers.utils import cached_file
 CONFIG = "config.json"
 # The first that there are: beside Medusa's own file there may be those of a whole model.
 _PATTERNS = ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "*.safetensors", "*.pt", "*.bin"]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# What quantized weights are multiplied with, or unpacked by, under the names of compressed-tensors, FP8, GPTQ and AWQ.
+_SCALES = re.compile(r".*[._](scales?|scale_inv|zero_points?|qweight|qzeros|g_idx|weight_packed)")
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -89,3 +94,19 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
     if not isinstance(content, Mapping) or not all(isinstance(item, torch.Tensor) for item in content.values()):
         raise ValueError(f"{path} holds something else than named tensors.")
     return content
+
+
+def check_numbers(tensors: Mapping[str, torch.Tensor]) -> None:
+    """
+    Args:
+        tensors (mapping of `str` to `torch.Tensor`): Weights by their names in files.
+
+    Raises:
+        ValueError: naming one that is quantized, or not all of finite numbers.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS or _SCALES.fullmatch(name):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"its weights are quantized (`{name}`, {kind}): take files in floating point")
+        if num := int((~torch.isfinite(tensor)).sum()):
+            raise ValueError(f"`{name}` is damaged: {num} of its {tensor.numel()} numbers are NaN or infinite")

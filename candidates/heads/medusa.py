@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
-from .files import CONFIG, config_of, folder_of, read_tensors
+from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors
 from .learned import LearnedDrafter
 
 _PREFIXES = ("medusa_head.", "medusa_heads.", "model.medusa_head.")  # of whole models
 _OWN_HEADS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")  # head, layer
 _BLOCKS = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _OUTPUTS = re.compile(r"lm_heads?\.(?:(\d+)\.)?weight")
+_OWN = re.compile(r"(\d+|blocks|lm_heads?)\..*")  # and scales of quantized ones
 
 
 class MedusaHeads(LearnedDrafter):
@@ -119,16 +120,16 @@ class MedusaHeads(LearnedDrafter):
         """
         Reads the published files of a folder or hub id: `medusa_lm_head.pt` or `.safetensors`, heads within a whole
         model, or blocks with outputs of their own or the target's. How many heads there are is read from the tensors,
-        not from the config.
+        not from the config, which may name fewer.
 
         Raises:
-            ValueError: if the files hold no Medusa heads, or such for another target.
+            ValueError: if the files hold no Medusa heads, not all of them, or such for another target.
         """
         tensors = _without_prefix(read_tensors(folder_of(name)))
-        blocks = _blocks(tensors)
-        if not blocks:
-            raise ValueError(f"{name} holds no Medusa heads: its tensors are named {sorted(tensors)[:5]} ...")
-        own = _own_outputs(tensors)
+        try:
+            blocks, own = _parts(tensors, config_of(str(name)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         heads = cls(blocks, own or [_output_of(target)], _token_ids(tensors), shares_output=not own)
         heads.name_or_path = str(name)
         heads.check_fit(target)
@@ -144,12 +145,15 @@ class MedusaHeads(LearnedDrafter):
         if not all(map(len, blocks)) or shapes - {(hidden, hidden)}:
             raise ValueError(f"{name}: residual layers {sorted(shapes)} do not fit a target of hidden size {hidden}.")
         sizes = {tuple(output.shape) for output in self.outputs}
-        if any(width != hidden or num > vocab for num, width in sizes) or len(self.outputs) not in (1, self.num_heads):
+        is_right = len(sizes) == 1 and len(self.outputs) in (1, self.num_heads)
+        if not is_right or any(width != hidden or num > vocab for num, width in sizes):
             raise ValueError(
                 f"{name}: {len(self.outputs)} output weights {sorted(sizes)} of {self.num_heads} heads do not fit a "
                 f"target of hidden size {hidden} and {vocab} tokens."
             )
         ids: Any = self.ids
+        if ids is None and not self.shares_output and (num := len(self.outputs[0])) < vocab:
+            raise ValueError(f"{name}: outputs of {num} tokens lack a `token_map`, which names those of {vocab}.")
         if ids is not None and (len(ids) != len(self.outputs[0]) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab):
             raise ValueError(f"{name}: `token_map` of {len(ids)} tokens does not fit {len(self.outputs[0])} outputs.")
 
@@ -178,33 +182,65 @@ def _without_prefix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     return dict(tensors)
 
 
+def _parts(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> tuple[list[list[tuple[torch.Tensor, torch.Tensor | None]]], list[torch.Tensor]]:
+    """Residual layers and outputs, see `_blocks` and `_own_outputs`."""
+    check_numbers({name: item for name, item in tensors.items() if _OWN.fullmatch(name)})
+    blocks = _blocks(tensors)
+    if not blocks:
+        raise ValueError(f"it holds no Medusa heads: its tensors are named {sorted(tensors)[:5]} ...")
+    key = "num_heads" if config.get("model_type") == "medusa" and "num_heads" in config else "medusa_num_heads"
+    wanted = config.get(key)
+    if isinstance(wanted, int) and wanted > len(blocks):
+        raise ValueError(f"it holds {len(blocks)} Medusa heads, and `{key}` is {wanted}")
+    return blocks, _own_outputs(tensors, len(blocks), len(blocks[0]))
+
+
 def _blocks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
-    """Weight and bias of the residual layers of each head."""
+    """
+    Weight and bias of the residual layers of each head.
+
+    Raises:
+        ValueError: unless all heads have the same layers.
+    """
     found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _BLOCKS.fullmatch(name) or (_OWN_HEADS.fullmatch(name) if ".linear." in name else None)
         if match:
             found.setdefault((int(match[1]), int(match[2])), {})[match[3]] = tensor
-    if incomplete := [place for place, tensor in found.items() if "weight" not in tensor]:
-        raise ValueError(f"Medusa heads without the weight of layer {incomplete[0][1]} of head {incomplete[0][0]}.")
-    num_heads = 1 + max([head for head, _ in found], default=-1)
-    layers = [sorted(layer for number, layer in found if number == head) for head in range(num_heads)]
+    num_heads, num_layers = (1 + max([place[item] for place in found], default=-1) for item in (0, 1))
+    needed = {kind for layer in found.values() for kind in layer} | {"weight"}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            if missing := needed - found.get((head, layer), {}).keys():
+                raise ValueError(f"Medusa heads lack the {max(missing)} of layer {layer} of head {head}")
     return [
-        [(found[head, layer]["weight"], found[head, layer].get("bias")) for layer in own]
-        for head, own in enumerate(layers)
+        [(found[head, layer]["weight"], found[head, layer].get("bias")) for layer in range(num_layers)]
+        for head in range(num_heads)
     ]
 
 
-def _own_outputs(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of each head, or one of all; none where these use the target's."""
+def _own_outputs(tensors: Mapping[str, torch.Tensor], num_heads: int, num_layers: int) -> list[torch.Tensor]:
+    """
+    Of each head, or one of all; none where these use the target's.
+
+    Raises:
+        ValueError: for outputs of some heads only.
+    """
     for pattern in (_OWN_HEADS, _OUTPUTS):
         own = {
-            int(match[1] or 0): tensor
+            int(match[1] or 0): (tensor, int(match[2]) if pattern is _OWN_HEADS else num_layers)
             for name, tensor in tensors.items()
             if ".linear." not in name and (match := pattern.fullmatch(name))
         }
+        is_one = pattern is _OUTPUTS and set(own) == {0}
+        if own and not is_one and set(own) != set(range(num_heads)):
+            raise ValueError(f"of {num_heads} Medusa heads, there are outputs of {sorted(own)} only")
+        if wrong := [head for head, (_, layer) in own.items() if layer != num_layers]:
+            raise ValueError(f"the output of Medusa head {wrong[0]} does not follow its {num_layers} layers")
         if own:
-            return [own[head] for head in sorted(own)]
+            return [own[head][0] for head in sorted(own)]
     return []
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.functional import embedding, gelu, linear, rms_norm
 from transformers import PreTrainedModel
 
-from .files import CONFIG, config_of, folder_of, read_tensors
+from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors
 from .learned import LearnedDrafter
 
 _NAME = re.compile(r"(?:speculator\.)?(emb|proj|head|ln)\.(\d+)\.(weight|bias)")
+_BEGINNINGS = ("speculator.", "emb.", "proj.", "head.", "ln.")
 _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 _EPSILON = 1e-6
 
@@ -129,6 +130,7 @@ class MLPSpeculator(LearnedDrafter):
         """
         config, tensors = config_of(str(name)), read_tensors(folder_of(name))
         try:
+            check_numbers({key: item for key, item in tensors.items() if key.startswith(_BEGINNINGS)})
             parts = _parts(tensors)
             num_steps = config.get("n_predict", max(map(len, parts.values()), default=0))
             if type(num_steps) is not int:

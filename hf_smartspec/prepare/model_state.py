@@ -111,11 +111,30 @@ def _load(name: str, target: PreTrainedModel) -> Drafter:
     if (learned := load(name, target)) is not None:
         return learned
     try:
-        draft: Any = _class_of(name, target).from_pretrained(name, dtype=target.dtype)
+        draft: Any = load_whole(_class_of(name, target), name, dtype=target.dtype)
     except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones
         found = "is a folder, but holds" if os.path.isdir(name) else "is neither a preset nor a folder that exists, and"
         raise ValueError(f"`assistant={name!r}` {found} no draft model that can be loaded: {error}") from error
     return draft.to(target.device).eval()
+
+
+def load_whole(kind: Any, name: str, **options: Any) -> PreTrainedModel:
+    """
+    Return `kind.from_pretrained(name, **options)`, a draft model. transformers makes up the weights that files lack:
+    such a model drafts, but hardly anything that is accepted.
+
+    Raises:
+        ValueError: naming weights that are missing; those that are tied to others are not.
+    """
+    draft, info = kind.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+        raise ValueError(
+            f"its files lack weights of {type(draft).__name__}, which would be random: {', '.join(missing[:3])}{more}"
+        )
+    model: PreTrainedModel = draft
+    return model
 
 
 def _class_of(name: str, target: PreTrainedModel) -> Any:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from ..candidates.heads.eagle import EagleHeads
-from ..candidates.heads.eagle_files import default_layers
+from ..candidates.heads.eagle_config import default_layers, window_of
 from ..target.compat import shared_value
 from .accuracy import accuracy, likeliest
 from .texts import IGNORED, Text
@@ -132,19 +132,24 @@ class EagleDrafts:
     ) -> torch.Tensor:
         """
         Attention `[rows, n, hidden]` to the text so far, which the first step has seen, and, of what later steps have
-        seen, to this position's own; n positions from `first` on.
+        seen, to this position's own, within the layer's window; n positions from `first` on.
         """
+        window, step = window_of(self.heads.config), len(memory)
         query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
         if "q_norm" in self.heads.parts:
             query, key = self.heads.parts["q_norm"](query), self.heads.parts["k_norm"](key)
         query, key = apply_rotary_pos_emb(query, key, *self._rotary(x, positions))
         groups, num = query.shape[1] // key.shape[1], x.shape[1]
         memory.append((repeat_kv(key, groups), repeat_kv(value, groups)))
-        (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in memory[1:]]
+        seen = memory[1:] if window is None else memory[1:][-window:]
+        (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in seen]
         total = first + num
         scores = query @ keys[:, :, :total].transpose(2, 3)
-        is_later = torch.ones(num, total, dtype=torch.bool, device=x.device).triu(first + 1)
-        scores = scores.masked_fill(is_later, -torch.inf)
+        ones = torch.ones(num, total, dtype=torch.bool, device=x.device)
+        is_hidden = ones.triu(first + 1)
+        if window is not None:  # row i is the query of position `first + i + step`
+            is_hidden |= ones.tril(first + step - window)
+        scores = scores.masked_fill(is_hidden, -torch.inf)
         scores = torch.cat([scores, *[(query * keys).sum(-1, keepdim=True) for keys, _ in own]], dim=-1)
         weights = (scores.float() * query.shape[-1] ** -0.5).softmax(dim=-1).to(values.dtype)
         output = weights[..., :total] @ values[:, :, :total]

@@ -3,9 +3,11 @@
 import threading
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hf_smartspec.prepare import model_state
-from hf_smartspec.prepare.model_state import ModelState
+from hf_smartspec.prepare.model_state import ModelState, load_whole
 
 from ..models import new_model
 
@@ -57,3 +59,17 @@ def test_who_asks_for_a_vocabulary_meanwhile_gets_what_is_found():
         thread.join(TIMEOUT)
     assert found == [load, load]
     assert state.vocabulary_of(model, ("other tokenizers",), lambda: "another") == "another"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_that_files_lack_are_named_but_for_tied_ones(tmp_path, is_tied):
+    new_model("llama", tie_word_embeddings=is_tied).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) != is_tied
+    assert load_whole(AutoModelForCausalLM, str(tmp_path)).config.vocab_size == 97
+    for number, name in enumerate([name for name in sorted(tensors) if ".layers." in name][:5], start=1):
+        del tensors[name]
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        more = rf" and {number - 3} others$" if number > 3 else "$"
+        with pytest.raises(ValueError, match=f"lack weights of LlamaForCausalLM, which would be random: .*{more}"):
+            load_whole(AutoModelForCausalLM, str(tmp_path))

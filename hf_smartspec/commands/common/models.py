@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from ...prepare.draft_models import check_draft_model
+from ...prepare.model_state import load_whole
 from ...target.quantized import quantize
 from .arguments import UsageError
 
@@ -62,7 +64,7 @@ def use_machine(args: argparse.Namespace) -> None:
 
 
 def load_model(
-    name: str, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+    name: str, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False, is_draft: bool = False
 ) -> PreTrainedModel:
     """
     A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference.
@@ -70,6 +72,7 @@ def load_model(
     Args:
         dtype (`str`): One of `DTYPES`, or "auto": that of its files.
         trust_remote_code (`bool`): Whether Python code that lies beside it is run.
+        is_draft (`bool`): Whether files that lack weights are refused.
     """
     check_folder(name)
     options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -77,7 +80,8 @@ def load_model(
         config = AutoConfig.from_pretrained(name, **options)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        model: PreTrainedModel = factory.from_pretrained(name, dtype=kind, **options)
+        load = partial(load_whole, factory) if is_draft else factory.from_pretrained
+        model: PreTrainedModel = load(name, dtype=kind, **options)
     except Exception as error:  # of many kinds; all mean that it cannot be loaded
         raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
@@ -100,7 +104,7 @@ def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:
     """A model that can draft for the target, on its device."""
-    draft = load_model(name, dtype, str(target.device))
+    draft = load_model(name, dtype, str(target.device), is_draft=True)
     try:
         check_draft_model(draft, target)
     except ValueError as error:

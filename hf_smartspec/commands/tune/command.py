@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     space = space_of(args.sources, args.nodes)
     data = _load(args)
-    draft = load_model(args.drafter) if args.drafter else None
+    draft = load_model(args.drafter, is_draft=True) if args.drafter else None
     costs, console = Costs(args.node_cost, args.drafter_cost), make_console()
     choice, is_complete = space.default, False
 

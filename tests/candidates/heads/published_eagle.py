@@ -16,7 +16,7 @@ EPS, THETA = 1e-5, 5000.0
 class Published:
     """
     Tensors under short names, and what a config says of them. With `third`, these are heads of EAGLE-3, which look at
-    `layers` of the target's hidden states.
+    `layers` of the target's hidden states. Tokens see the last `window` up to their own, if that is given.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -27,6 +27,7 @@ class Published:
     layers: Sequence[int] = (-1,)
     token_ids: torch.Tensor | None = None
     norm_before_residual: bool = False
+    window: int | None = None
     config: dict = field(default_factory=dict)
 
     def inputs(self, embeds: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +109,8 @@ def text_logits(
         sees[num + node] = sees[above]
         sees[num + node, num + node] = True
         positions[num + node] = positions[above] + 1
+    if heads.window is not None:
+        sees &= positions[:, None] - positions < heads.window
     embeds = heads.embeds(torch.cat([text[1:], torch.tensor(tokens, dtype=torch.long)]), table)
     features = torch.cat([heads.combine(states), torch.zeros(num_nodes, embeds.shape[1])])
     hidden = heads.layer(embeds, features, positions, sees)
@@ -130,6 +133,7 @@ def random_heads(
     head_dim: int = 8,
     layers: Sequence[int] = (-1,),
     norm_before_residual: bool = False,
+    window: int | None = None,
     seed: int = 0,
 ) -> Published:
     """4 heads that share 2 keys. With `own_vocab`, an output of so many tokens, in no particular places."""
@@ -158,7 +162,7 @@ def random_heads(
     if own_vocab is not None:
         token_ids = torch.randperm(vocab, generator=generator)[:own_vocab].sort().values
         tensors["lm_head.weight"] = normal(own_vocab, hidden) * 3
-    return Published(tensors, third, 4, 2, head_dim, layers, token_ids, norm_before_residual)
+    return Published(tensors, third, 4, 2, head_dim, layers, token_ids, norm_before_residual, window)
 
 
 def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict:
@@ -177,6 +181,8 @@ def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict
         "max_position_embeddings": 2048,
         "model_type": "llama",
     }
+    if heads.window is not None:
+        config |= {"layer_types": ["sliding_attention"], "sliding_window": heads.window}
     return config | ({"head_dim": heads.head_dim} if is_explicit else {})
 
 

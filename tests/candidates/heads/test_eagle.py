@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,25 +9,16 @@ from safetensors.torch import load_file, save_file
 from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.candidates.heads.eagle_files import says_eagle
 from hf_smartspec.candidates.heads.kinds import load
-from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target.features import FeatureForward
-from hf_smartspec.target.rows import RowInput
 
 from ...models import new_model, shared_model
-from .published_eagle import LAYOUTS, Published, random_heads, text_logits
-
-# Three levels: of the first two nodes, the second has the more children.
-TREE = [5, 9, 7, 6, 8, 9], [-1, -1, 0, 1, 1, 4]
-LEVELS = (2, 5, 6)  # nodes down to each of them
+from .eagle_forwards import check, run, sizes, texts
+from .published_eagle import LAYOUTS, Published, random_heads
 
 
 @pytest.fixture
 def target():
     return shared_model("llama")
-
-
-def sizes(target) -> tuple[int, int]:
-    return target.config.hidden_size, target.config.vocab_size
 
 
 # Of every layout some heads: (layout, what they have).
@@ -49,6 +39,8 @@ KINDS = {
         "speculators",
         {"third": True, "layers": (1, 2), "own_vocab": 60, "norm_before_residual": True, "has_input_norm": True},
     ),
+    "1, window": ("1", {"has_bias": True, "window": 5}),
+    "SpecForge, window": ("SpecForge", {"third": True, "layers": (2, 1, 1), "own_vocab": 60, "window": 5}),
 }
 
 
@@ -66,53 +58,6 @@ def write(kind: str, target, folder) -> Published:
     return published
 
 
-def texts(published: Published, target, lengths) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Texts, with random hidden states of all their tokens but the last."""
-    generator = torch.Generator().manual_seed(1)
-    hidden, vocab = sizes(target)
-    return [
-        (
-            torch.randint(vocab, (length,), generator=generator),
-            torch.randn(length - 1, len(published.layers) * hidden, generator=generator),
-        )
-        for length in lengths
-    ]
-
-
-def run(forward: FeatureForward, rows, items, cuts=()) -> list[torch.Tensor]:
-    """
-    Logits behind texts, whose first `cuts` tokens the rows hold already, and along a draft of three levels, whose nodes
-    take what their parents have left.
-    """
-    feeds = [text[1:].numpy() for text, _ in items]
-    cuts = cuts or [0] * len(rows)
-    tokens, parents = map(np.array, TREE)
-    inputs = [
-        RowInput(row, feed[cut:], features=states[cut:])
-        for row, feed, cut, (_, states) in zip(rows, feeds, cuts, items)
-    ]
-    lines, left, first = [[] for _ in rows], [torch.empty(0, dtype=forward.model.dtype) for _ in rows], 0
-    for end in (0, *LEVELS):
-        if end:
-            tree = DraftTree(tokens[:end], parents[:end], np.ones(end, np.float32))
-            above = parents[first:end] + 1  # the text's own is the first that was left
-            inputs = [RowInput(row, feeds[0][:0], tree, first, hidden[above]) for row, hidden in zip(rows, left)]
-        logits, offsets = forward.forward(inputs)
-        num = end - first or 1
-        for place, offset in enumerate(offsets):
-            lines[place].append(logits[offset : offset + num])
-            left[place] = torch.cat([left[place], forward.hidden[offset : offset + num]])
-        first = end
-    return [torch.cat(own) for own in lines]
-
-
-def check(found, published: Published, target, items) -> None:
-    for logits, (text, states) in zip(found, items):
-        expected = text_logits(published, target, text, states, TREE)[len(text) - 2 :]
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-        assert logits.std() > 0.5, "of a size at which differences are seen"
-
-
 @pytest.mark.parametrize("lengths", [(7,), (9, 2, 12, 5, 9), tuple(range(2, 18))], ids=len)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_published_arithmetic(target, tmp_path, kind, lengths):
@@ -126,7 +71,7 @@ def test_logits_are_those_of_the_published_arithmetic(target, tmp_path, kind, le
     check(run(forward, [forward.add() for _ in items], items), published, target, items)
 
 
-@pytest.mark.parametrize("kind", ["1, bias", "3", "speculators, norms"])
+@pytest.mark.parametrize("kind", ["1, bias", "3", "speculators, norms", "SpecForge, window"])
 def test_logits_in_pieces_behind_cuts_and_in_rows_that_begin_alike(target, tmp_path, kind):
     published = write(kind, target, tmp_path)
     items = texts(published, target, (40, 5, 23))

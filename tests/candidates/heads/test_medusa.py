@@ -99,6 +99,85 @@ def test_a_layer_without_its_weight_is_named(target, tmp_path):
         MedusaHeads.from_pretrained(tmp_path, target)
 
 
+def _without_head(tensors, pattern):
+    return {name: item for name, item in tensors.items() if pattern not in name}
+
+
+# By layout: what is changed, and what is said.
+WRONG = {
+    "no block": ("blocks", lambda found: _without_head(found, "blocks.1."), "weight of layer 0 of head 1"),
+    "a layer of one head only": (
+        "blocks",
+        lambda found: found | {f"blocks.0.layers.1.{kind}": torch.zeros(32, 32) for kind in ("weight", "bias")},
+        "lack the weight of layer 1 of head 1",
+    ),
+    "a bias of one head only": (
+        "blocks",
+        lambda found: _without_head(found, "blocks.2.layers.0.bias"),
+        "lack the bias of layer 0 of head 2",
+    ),
+    "few outputs": ("blocks", lambda found: _without_head(found, "lm_heads.1."), r"outputs of \[0, 2\] only"),
+    "no output": ("safetensors", lambda found: _without_head(found, "2.1."), r"outputs of \[0, 1\] only"),
+    "an output elsewhere": (
+        "safetensors",
+        lambda found: _without_head(found, "1.1.weight") | {"1.2.weight": found["1.1.weight"]},
+        "output of Medusa head 1 does not follow its 1 layers",
+    ),
+    "outputs of several sizes": (
+        "blocks",
+        lambda found: found | {"lm_heads.1.weight": found["lm_heads.1.weight"][:50]},
+        r"3 output weights \[\(50, 32\), \(97, 32\)\]",
+    ),
+    "no map": (
+        "blocks",
+        lambda found: {name: item[:50] if "lm_heads" in name else item for name, item in found.items()},
+        "outputs of 50 tokens lack a `token_map`, which names those of 97",
+    ),
+    "NaN": ("safetensors", lambda found: found | {"0.1.weight": torch.full((97, 32), torch.nan)}, "`0.1.weight` is"),
+    "fp8": (
+        "blocks",
+        lambda found: found | {"blocks.0.layers.0.weight": torch.ones(32, 32).to(torch.float8_e4m3fn)},
+        r"quantized \(`blocks.0.layers.0.weight`, float8_e4m3fn\)",
+    ),
+    "scale": (
+        "safetensors",
+        lambda found: found | {"0.0.linear.weight_scale": torch.ones(1)},
+        "quantized .*weight_scale`",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_files_that_do_not_hold_all_of_it_are_refused(target, tmp_path, case):
+    layout, change, said = WRONG[case]
+    LAYOUTS[layout](random_heads(*sizes(target)), tmp_path)
+    path = next(tmp_path.glob("*.safetensors"))
+    changed = change(load_file(path))
+    save_file({name: item.contiguous() for name, item in changed.items()}, path)
+    with pytest.raises(ValueError, match=said) as error:
+        MedusaHeads.from_pretrained(tmp_path, target)
+    assert str(error.value).startswith(f"{tmp_path}: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "is_right"),
+    [
+        ({"medusa_num_heads": NUM_HEADS + 1}, False),
+        ({"model_type": "medusa", "num_heads": NUM_HEADS + 1}, False),
+        ({"medusa_num_heads": NUM_HEADS - 1}, True),  # as published ones say
+        ({"model_type": "t5", "num_heads": 16, "medusa_num_heads": NUM_HEADS}, True),
+    ],
+)
+def test_configs_may_name_fewer_heads_but_not_more(target, tmp_path, config, is_right):
+    LAYOUTS["blocks"](random_heads(*sizes(target)), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_right:
+        assert MedusaHeads.from_pretrained(tmp_path, target).num_heads == NUM_HEADS
+    else:
+        with pytest.raises(ValueError, match=f"holds {NUM_HEADS} Medusa heads, and `.*num_heads` is {NUM_HEADS + 1}"):
+            MedusaHeads.from_pretrained(tmp_path, target)
+
+
 def test_outputs_may_be_of_few_tokens(target, tmp_path):
     ids = torch.tensor([5, 80, 7, 2])
     published = [(layers, output[: len(ids)]) for layers, output in random_heads(*sizes(target))]

@@ -95,6 +95,21 @@ def test_what_is_missing_is_noticed(target, tmp_path, missing):
         MLPSpeculator.from_pretrained(tmp_path, target)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("speculator.proj.1.weight", torch.full((24, 24), torch.nan), "damaged: 576 of its 576 numbers"),
+        ("speculator.proj.1.weight", torch.ones(24, 24, dtype=torch.int8), "quantized .*int8"),
+        ("speculator.proj.1.weight_scale", torch.ones(1), "quantized .*weight_scale"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(target, tmp_path, name, tensor, said):
+    write(random_speculator(*sizes(target)), tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors") | {name: tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{tmp_path}: .*{said}"):
+        MLPSpeculator.from_pretrained(tmp_path, target)
+
+
 @pytest.mark.parametrize("number", ["3", 3.0, True, None, [3]])
 def test_numbers_of_steps_that_are_none_are_refused(target, tmp_path, number):
     write(random_speculator(*sizes(target)), tmp_path)
