@@ -99,6 +99,48 @@ def test_two_browser_tabs_wait_for_one_another_and_stop_alone(browser, address, 
     second.close()
 
 
+# Whatever shows in part only, because something around it ends before it does, and is not scrolled by its reader.
+_CLIPPED = """() => [...document.querySelectorAll(".gradio-container *")].filter(item => {
+  const {width, right} = item.getBoundingClientRect();
+  return width > 1 && right > innerWidth && !item.closest(".ss-scroll");
+}).map(item => item.outerHTML.slice(0, 80))"""
+_ARROWS = """() => [...document.querySelectorAll("input[role=combobox], input[role=listbox]")].map(input => {
+  const arrow = input.parentElement.querySelector("svg").getBoundingClientRect();
+  return [arrow.left - input.getBoundingClientRect().right, arrow.width];
+}).filter(([, width]) => width > 0)"""
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_texts_of_drop_downs_end_before_their_arrows(browser, address, size):
+    page = _open(browser, address, size)
+    page.get_by_role("button", name="Decoding and length").click()
+    page.wait_for_selector("text=Draft nodes in every step >> visible=true")
+    gaps = [gap for gap, _ in page.evaluate(_ARROWS)]
+    assert len(gaps) == 3 and min(gaps) >= 0
+    page.close()
+
+
+def test_figures_of_loads_fit_on_a_phone(browser, address):
+    """Of two runs, shown as the page shows them: names of runs above, names of figures on the left."""
+    from hf_smartspec.commands.demo.load import LoadRun, LoadSettings, load_html
+
+    steps = [(0.1 * step, 8, 24, 1234) for step in range(50)]
+    names = ("no speculation", "plain"), ("suffix + draft", "drafted")
+    runs = [LoadRun(name, kind, seconds=5.0, num_sent=120, steps=steps, was_cut=True) for name, kind in names]
+    page = _open(browser, address, PHONE)
+    page.get_by_role("tab", name="Load").click()
+    page.wait_for_selector("#ss-load-result >> visible=true")
+    shown = load_html("", LoadSettings("suffix + draft", ["sql"]), runs)
+    page.evaluate("html => document.querySelector('#ss-load-result .prose').innerHTML = html", shown)
+    frame = "#ss-load-result .ss-scroll"
+    assert page.eval_on_selector(frame, "frame => frame.scrollWidth <= frame.clientWidth")
+    cells = page.locator(f"{frame} :is(th, td)")
+    assert cells.evaluate_all("cells => cells.every(cell => cell.scrollWidth <= cell.clientWidth)")
+    lefts = page.locator(f"{frame} thead th").evaluate_all("cells => cells.map(cell => cell.offsetLeft)")
+    assert len(lefts) == 6 and len(set(lefts)) == 1
+    page.close()
+
+
 def test_all_fits_on_a_phone(browser, address):
     page = _open(browser, address, PHONE)
     _shorten(page)
@@ -108,6 +150,7 @@ def test_all_fits_on_a_phone(browser, address):
         page.get_by_role("tab", name=name).click()
         page.wait_for_selector(f"#ss-{name.lower()}-start >> visible=true")
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        assert page.evaluate(_CLIPPED) == [], f"{name}: cut off, with no way to scroll there"
     is_dark = page.evaluate("document.body.classList.contains('dark')")
     page.click(".ss-theme")
     assert page.evaluate("document.body.classList.contains('dark')") is not is_dark
