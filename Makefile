@@ -20,10 +20,10 @@ export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup real demo docs test test-all tests check lint types imports format clean
+.PHONY: help setup real demo docs test test-all test-versions tests check lint types imports format clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-13s %s\n", $$1, $$2 }'
 
 setup: $(INSTALLED) real  ## create .venv with everything in it; the other targets do so by themselves
 
@@ -49,6 +49,9 @@ tests: real
 test-all: check real  ## the same with every combination of every option: long
 	@echo "== all tests"
 	@HF_SMARTSPEC_EXHAUSTIVE=1 $(PYTEST) -q
+
+test-versions: $(INSTALLED)  ## a part of them with every supported release of transformers
+	@$(BIN)/python tests/releases.py --workers $(WORKERS)
 
 check: lint types imports
 

@@ -13,6 +13,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_smartspec.target.compat import drops_soft_caps
+
 VOCAB_SIZE = 97
 WINDOW = 5  # of sliding layers: shorter than nearly every text in the tests
 
@@ -230,6 +232,8 @@ def new_model(
     class_name, arguments = CONFIGS[architecture]
     config = getattr(transformers, class_name)(**copy.deepcopy(arguments) | changes)
     model = _auto_class(architecture).from_config(config).eval()
+    if drops_soft_caps(model):
+        model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:

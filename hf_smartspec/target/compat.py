@@ -91,6 +91,13 @@ def shared_value(config: PreTrainedConfig, name: str) -> Any:
         return None
 
 
+def drops_soft_caps(model: PreTrainedModel) -> bool:
+    """Whether the model's attention leaves its soft caps out (Gemma 2): before 5.21, the default one (sdpa) does."""
+    config = model.config.get_text_config(decoder=True)
+    is_capped = shared_value(config, "attn_logit_softcapping") is not None
+    return is_capped and Version("5.21") > TRANSFORMERS and config._attn_implementation == "sdpa"
+
+
 def num_positions(config: PreTrainedConfig) -> int | None:
     """How many positions a decoder knows, for its config; None where there is no end to them."""
     positions = getattr(config, "max_position_embeddings", None)

@@ -5,9 +5,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from .compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, shared_value
+from .compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, drops_soft_caps, shared_value
 from .packed import PackedForward
-from .private import is_newer
+from .private import TRANSFORMERS, is_newer
 from .probe import Probe, agrees_behind_encoder
 from .rowwise import RowwiseForward
 from .twin import TWIN_REACH, borders, small_twin
@@ -51,6 +51,8 @@ def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | N
         return f"the attention of {type(model).__name__} cannot be packed"
     if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
         return "the model is spread over devices or offloaded"  # one step's indices and masks lie on one device
+    if drops_soft_caps(model):
+        return f"transformers {TRANSFORMERS} leaves the soft caps of {type(model).__name__} out"
     if model.config.is_encoder_decoder:
         return _encoded_obstacle(model)
     if model.config.model_type in TESTED_MODEL_TYPES and _is_usual(model):

@@ -31,7 +31,7 @@ def routes(monkeypatch):
 def check(model, inputs, max_new_tokens=NEW, **ours):
     """The tokens of plain `generate`, with drafts that are right and with drafts that are wrong."""
     inputs = inputs | {"max_new_tokens": max_new_tokens}
-    expected = model.generate(**inputs)
+    expected = model.generate(**inputs, **ours)
     for is_right in (True, False):
         spy = Spy(Oracle(expected, inputs["attention_mask"], is_right))
         with hf_smartspec.enabled(model):

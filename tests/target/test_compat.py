@@ -2,8 +2,14 @@ import functools
 
 import pytest
 import torch
+from packaging.version import Version
 
-from hf_smartspec.target.compat import CACHE, cache_name
+import hf_smartspec
+from hf_smartspec.target.compat import CACHE, TRANSFORMERS, cache_name
+
+from ..cases import left_padded
+from ..models import new_model
+from ..sources import Oracle, Recording
 
 
 def announced(function):
@@ -38,3 +44,14 @@ def test_the_cache_is_named_by_the_signature(function, name):
     layer = torch.nn.Identity()
     layer.forward = function
     assert cache_name(layer.forward) == name
+
+
+@pytest.mark.skipif(Version("5.21") <= TRANSFORMERS, reason="transformers' default attention knows soft caps")
+def test_soft_caps_that_are_left_out_are_left_out_in_speculation_too():
+    model = new_model("gemma2", attn_logit_softcapping=0.5)
+    model.set_attn_implementation("sdpa")
+    kwargs = left_padded([[5, 9, 5, 9, 5], [11], [3, 4, 5, 6, 7, 8]]) | {"max_new_tokens": 12, "eos_token_id": None}
+    expected = model.generate(**kwargs)
+    recording = Recording(Oracle([[token for token in ids if token] for ids in expected.tolist()]))
+    with hf_smartspec.enabled(model):
+        assert torch.equal(model.generate(**kwargs, assistant=recording), expected) and recording.accepted > 0

@@ -201,6 +201,7 @@ def test_packed_models_are_served_packed_with_padding_as_well(architecture, monk
 def test_models_that_count_positions_from_the_padding_are_not_packed_with_padding():
     """Whisper's decoder makes its positions itself, from the first column on, and knows nothing of the mask."""
     size = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "num_mel_bins": 8}
+    size["encoder_layers"] = 2  # which the length of the cache follows
     tokens = {
         "pad_token_id": 0,
         "bos_token_id": 1,

@@ -7,7 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packaging.version import Version
+
 from ...prepare.resolve import check_assistant
+from ...target.private import TRANSFORMERS
 from ..common.addresses import listen_at
 from ..common.arguments import UsageError
 from ..common.demo import demo_folder
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from ...serving.server.guard.keys import ApiKeys
 
 EXTRAS = ("fastapi", "uvicorn", "openai", "prometheus_client", "llguidance")
+OLDEST = "5.23"  # transformers, whose application is the server's: as the extra says
 _MIB = 2**20
 
 
@@ -60,8 +64,8 @@ def check_extras() -> None:
     missing = [name for name in EXTRAS if find_spec(name) is None]
     if missing:
         raise UsageError(f'{", ".join(missing)} not installed: pip install "hf-smartspec[serve]"')
-    if find_spec("transformers.cli.serving") is None:
-        raise UsageError('transformers is too old to serve: pip install "hf-smartspec[serve]"')
+    if Version(OLDEST) > TRANSFORMERS:
+        raise UsageError(f'serving needs transformers {OLDEST}, not {TRANSFORMERS}: pip install "hf-smartspec[serve]"')
 
 
 def name_models(models: list[str]) -> dict[str, str]:

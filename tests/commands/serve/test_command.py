@@ -3,6 +3,7 @@
 import re
 import socket
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def test_a_port_in_use_and_missing_packages(monkeypatch, capsys):
     monkeypatch.setattr(command, "EXTRAS", ("no_such_package",))
     assert call("serve") == 2
     assert 'pip install "hf-smartspec[serve]"' in capsys.readouterr().err
+
+
+def test_releases_of_transformers_that_cannot_serve_are_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(command, "TRANSFORMERS", command.Version("5.22.2"))
+    assert call("serve") == 2
+    assert 'needs transformers 5.23, not 5.22.2: pip install "hf-smartspec[serve]"' in capsys.readouterr().err
+
+
+def test_the_oldest_release_that_serves_is_that_of_the_extra():
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"transformers[serving]>={command.OLDEST}" in extras["serve"]
 
 
 def test_a_folder_without_a_tokenizer(folder, capsys):
