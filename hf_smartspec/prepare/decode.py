@@ -204,7 +204,7 @@ def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
     """All rows' keys and values in the cache that `generate` prepared, as long as it is empty, else in a new one."""
     rows = [request.cache_row for request in call.batch.requests]
     if isinstance(call.forward, RowwiseForward):
-        return call.forward.export(rows)
+        return call.forward.export(rows, prepared)
     columns = [request.columns(total_length) for request in call.batch.requests]
     if isinstance(call.forward, EncodedForward):
         own = prepared.self_attention_cache if isinstance(prepared, EncoderDecoderCache) else DynamicCache()

@@ -94,6 +94,8 @@ def _plain_reason(
         return "gradient checkpointing switches the cache off while the model is in training mode"
     if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
         return f"`cache_implementation={config.cache_implementation!r}` asks for another cache"
+    if config.cache_implementation == "static" and model.config.model_type == "gpt_neo":
+        return "the local attention of GPT-Neo depends on the size of a static cache"  # a fault of transformers
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not model.config.is_encoder_decoder:
         if empty := (mask == 0).all(dim=1).nonzero().flatten().tolist():

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
@@ -208,14 +209,20 @@ class RowwiseForward:
             accepted = row.drafted[: len(path)]
             row.ids = extended(row.ids, accepted)
 
-    def export(self, rows: Sequence[CacheRow]) -> DynamicCache | EncoderDecoderCache | None:
-        """All rows' caches, which must be of one length, as one; None if they hold more than keys and values."""
+    def export(self, rows: Sequence[CacheRow], prepared: Cache | None) -> Cache | None:
+        """
+        All rows' caches, which must be of one length, as one of the kind that `generate` has prepared; None if they
+        hold more than keys and values.
+        """
         caches = [row.kwargs[CACHE] for row in rows if isinstance(row, ModelRow)]
         if not all(isinstance(cache, EncoderDecoderCache) for cache in caches):
-            return _stack(caches)
+            return _as_prepared(_stack(caches), prepared)
         own = _stack([cache.self_attention_cache for cache in caches])
         cross = _stack([cache.cross_attention_cache for cache in caches])
-        return None if own is None or cross is None else EncoderDecoderCache(own, cross)
+        if own is None or cross is None:
+            return None
+        into = prepared.self_attention_cache if isinstance(prepared, EncoderDecoderCache) else None
+        return EncoderDecoderCache(_as_prepared(own, into), cross)
 
 
 def extended(ids: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
@@ -235,6 +242,18 @@ def _stack(caches: Sequence[DynamicCache]) -> DynamicCache | None:
             layers[0].keys = torch.cat([layer.keys for layer in layers])
             layers[0].values = torch.cat([layer.values for layer in layers])
     return caches[0]
+
+
+def _as_prepared(cache: DynamicCache | None, prepared: Cache | None) -> Cache | None:
+    """The same keys and values in the static cache that was prepared, if one was, with zeros for what windows left."""
+    if cache is None or not isinstance(prepared, StaticCache):
+        return cache
+    layers: Any = cache.layers
+    for index, layer in enumerate(layers):
+        num_left = layer.get_seq_length() - layer.keys.shape[2]
+        keys, values = (pad(states, (0, 0, num_left, 0)) for states in (layer.keys, layer.values))
+        prepared.update(keys, values, index)
+    return prepared
 
 
 def _row_of(value: Any, index: int, batch_size: int) -> Any:

@@ -10,6 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria
 import hf_smartspec
 from hf_smartspec.target.compat import CACHE
 
+from ..models import new_model
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts
 
 BATCH = prompts([5, 9, 2, 7])
@@ -357,6 +358,52 @@ def test_static_caches_are_returned_as_such(model, eos):
         for states, wanted in ((layer.keys, reference.keys), (layer.values, reference.values)):
             pair = (item[:, :, :length].transpose(1, 2)[columns] for item in (states, wanted))
             torch.testing.assert_close(*pair, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma3_text", "bloom", "gpt_neo", "gpt_oss", "t5", "bart", "t5gemma", "m2m_100"]
+)
+@pytest.mark.parametrize("max_new_tokens", [2, 12])  # windows that are not full, and that are
+def test_static_caches_of_all_ways_to_be_served(architecture, batch_size, max_new_tokens):
+    """Packed, row by row, after encoders, with windows: plain decoding's lengths, and going on gives its tokens."""
+    model = new_model(architecture)
+    ids, mask = IDS[-batch_size:, -4:].clamp(min=3), torch.ones_like(IDS[-batch_size:, -4:])
+    mask[0, : batch_size // 2] = 0
+    settings = {"max_new_tokens": max_new_tokens, "eos_token_id": None, "return_dict_in_generate": True}
+    settings |= {"attention_mask": mask, "cache_implementation": "static", "max_cache_len": 40}
+    caches, texts = [], []
+    for assistant in (None, "prompt_lookup"):
+        with hf_smartspec.enabled(model):
+            output = model.generate(ids, **settings, **({"assistant": assistant} if assistant else {}))
+        texts.append(output.sequences)
+        caches.append(copy.deepcopy(output[CACHE]))
+    assert torch.equal(*texts)
+    plain, ours = caches
+    assert type(ours) is type(plain)
+    if model.config.is_encoder_decoder:
+        plain, ours = plain.self_attention_cache, ours.self_attention_cache
+        mask = torch.ones_like(texts[0][:, :1])
+    assert type(ours) is type(plain) is StaticCache
+    length = texts[0].shape[1] - 1
+    mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+    for layer, reference in zip(ours.layers, plain.layers, strict=True):
+        assert type(layer) is type(reference) and layer.keys.shape == reference.keys.shape
+        assert int(layer.get_seq_length()) == int(reference.get_seq_length()) == length
+        assert layer.get_mask_sizes(1) == reference.get_mask_sizes(1)
+        kept = min(length, layer.keys.shape[2])
+        seen = mask[:, -kept:].bool()
+        if kept == layer.keys.shape[2]:
+            seen[:, 0] = False  # of a full window, the next token does not see the first one
+        for states, wanted in ((layer.keys, reference.keys), (layer.values, reference.values)):
+            pair = (item[:, :, :kept].transpose(1, 2)[seen] for item in (states, wanted))
+            torch.testing.assert_close(*pair, atol=2e-4, rtol=1e-4)
+        assert not layer.keys[:, :, kept:].any()
+    if not model.config.is_encoder_decoder:
+        more = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "max_new_tokens": 6}
+        more["eos_token_id"] = None
+        going_on = [model.generate(texts[0], **{CACHE: cache}, **more) for cache in caches]
+        assert torch.equal(*going_on)
 
 
 # `custom_generate`, without the patch
