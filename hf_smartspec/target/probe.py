@@ -14,10 +14,14 @@ from ..drafts.tree import DraftTree
 from .compat import renewal_length
 from .encoded import EncodedForward
 from .packed import PackedForward
-from .quantized import rounds_coarsely
+from .quantized import unrounded_tokens
 from .rotary import forget_lengths
 from .rows import CacheRow, RowInput
 from .rowwise import RowwiseForward
+
+_TOLERANCE = 1e-3  # of the logits' spread, in float32
+# The same, root mean square of a line, in half precision: in SmolLM2-135M in bfloat16 0.12, with a wrong tree 1.5.
+_GROSS = 0.6
 
 
 class Forward(Protocol):
@@ -52,6 +56,7 @@ class Probe:
         self.mask = (torch.arange(self.width)[None] >= torch.tensor(pads)[:, None]).long().to(model.device)
 
     @torch.no_grad()
+    @unrounded_tokens()
     def agrees(self, way: type[PackedForward] | type[RowwiseForward]) -> bool:
         """Whether forwards of that kind give the plain logits."""
         modes = [(module, module.training) for module in self.model.modules()]
@@ -111,7 +116,7 @@ class Probe:
             path = list(range(1, 2 * size, 2)) if forward.trees else list(range(size))
             for index, offset in enumerate(offsets):
                 lines = [offset, *(offset + 1 + node for node in path)]
-                if not alike(logits[lines], expected[done : done + size + 1, index], rounds_coarsely(self.model)):
+                if not alike(logits[lines], expected[done : done + size + 1, index], self.model.dtype != torch.float32):
                     return False
             forward.commit(rows, [path[:num_accepted]] * len(rows))
             done += num_accepted + 1
@@ -143,6 +148,7 @@ def _draft(tokens: np.ndarray, is_tree: bool) -> DraftTree:
 
 
 @torch.no_grad()
+@unrounded_tokens()
 def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | type[RowwiseForward]) -> bool:
     """
     Whether chains in a decoder behind an encoder, or every second node of a tree, accepted in part, whole and not at
@@ -172,7 +178,7 @@ def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | typ
             path = list(range(1, 2 * num_drafted, 2)) if forward.trees else list(range(num_drafted))
             for line, length in zip([0, *[1 + node for node in path]], range(end, end + num_drafted + 1)):
                 expected = model(decoder_input_ids=text[:, :length], **kwargs, return_dict=True).logits[:, -1]
-                if not alike(logits[[offset + line for offset in offsets]], expected, rounds_coarsely(model)):
+                if not alike(logits[[offset + line for offset in offsets]], expected, model.dtype != torch.float32):
                     return False
             forward.commit(rows, [path[:num_accepted]] * 2)
             start = end + num_accepted
@@ -185,6 +191,11 @@ def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | typ
 
 
 def alike(actual: torch.Tensor, expected: torch.Tensor, is_coarse: bool = False) -> bool:
-    """Whether lines of logits are the same up to rounding, fine or coarse."""
-    tolerance = 0.1 if is_coarse or actual.dtype != torch.float32 else 1e-3
-    return bool((actual.float() - expected.float()).abs().max() <= tolerance * expected.float().std())
+    """
+    Whether lines of logits `[M, vocab_size]` are the same up to rounding. In half precision, rounding adds up over
+    layers: then only what is grossly wrong is told from it, and a float32 twin shows the rest.
+    """
+    error, spread = actual.float() - expected.float(), expected.float().std()
+    if is_coarse:
+        return bool(error.square().mean(-1).sqrt().max() <= _GROSS * spread)
+    return bool(error.abs().max() <= _TOLERANCE * spread)

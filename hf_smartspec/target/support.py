@@ -3,6 +3,7 @@
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel
 
 from .compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, drops_soft_caps, shared_value
@@ -104,31 +105,38 @@ def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
 
 def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     """
-    Compares with plain decoding, token by token: short texts in the model itself, and texts behind every length at
-    which it changes its ways, in a small twin where these lengths, or the model, are large.
+    Compare with plain decoding, token by token: short texts in the model itself, and texts after every length at which
+    it changes its ways, in a small twin where these lengths, or the model, are large. Models in half precision
+    are compared within rounding, which adds up over their layers; their twins in float32 exactly.
     """
-    name = type(model).__name__
+    name, is_coarse = type(model).__name__, model.dtype != torch.float32
     cannot = f"{name} cannot run several tokens at once and take them back"
-    if model.config.is_encoder_decoder:
-        if way is PackedForward:
-            return None if agrees_behind_encoder(model, way) else f"the attention of {name} cannot be packed"
-        return None if agrees_behind_encoder(model, way) else cannot
-    found = borders(model.config.get_text_config(decoder=True))
+    if way is PackedForward:
+        cannot = f"{name} pads rows in its own way" if is_padded else f"the attention of {name} cannot be packed"
+    is_encoded = model.config.is_encoder_decoder
+    found = {} if is_encoded else borders(model.config.get_text_config(decoder=True))
     near = {key: value for key, value in found.items() if value <= _NEAR}
     prompt_lens = (4, 7) if is_padded else (7,)
-    if not Probe(model, prompt_lens, _SHORT).agrees(way):
-        if way is PackedForward:
-            return f"{name} pads rows in its own way" if is_padded else f"the attention of {name} cannot be packed"
-        return _at_borders(name, near) if near else cannot
-    if not found:
+
+    def agrees(subject: PreTrainedModel, num_tokens: int) -> bool:
+        return (
+            agrees_behind_encoder(subject, way) if is_encoded else Probe(subject, prompt_lens, num_tokens).agrees(way)
+        )
+
+    if not agrees(model, _SHORT):
+        return _at_borders(name, near) if near and way is RowwiseForward else cannot
+    if not found and not is_coarse:
         return None
     is_small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+    is_near = is_small and len(near) == len(found) and not is_coarse
     try:
-        is_near = is_small and len(near) == len(found)
         subject, num_tokens = (model, max(near.values()) + _SHORT) if is_near else (small_twin(model), TWIN_REACH)
     except Exception:  # sizes that depend on one another in unknown ways
-        return f"what {name} does behind {_names(found)} tokens cannot be tried out"
-    return None if Probe(subject, prompt_lens, num_tokens).agrees(way) else _at_borders(name, found)
+        what = f"does behind {_names(found)} tokens" if found else f"computes in {model.dtype}"
+        return f"what {name} {what} cannot be tried out"
+    if agrees(subject, num_tokens):
+        return None
+    return _at_borders(name, found) if found else cannot
 
 
 def _at_borders(name: str, found: dict[str, int]) -> str:

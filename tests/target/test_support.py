@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import hf_smartspec
 from hf_smartspec.target import support
 from hf_smartspec.target.probe import Probe
 from hf_smartspec.target.support import packing_obstacle, rowwise_obstacle
@@ -124,3 +126,22 @@ def test_probes_in_several_threads_leave_the_training_mode_as_it_was(monkeypatch
         found = list(pool.map(lambda _: rowwise_obstacle(model) or packing_obstacle(model), range(8)))
     assert len(set(found)) == 1 and most == [1]
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "int8 bfloat16"])
+def test_real_models_that_round_coarsely_are_packed_and_run_chains(kind, real_folder, monkeypatch):
+    """Rounding adds up over thirty layers, which is no fault of the architecture."""
+    monkeypatch.setattr(support, "TESTED_MODEL_TYPES", ())
+    monkeypatch.setattr(support, "TESTED_ROWWISE_TYPES", ())
+    dtype = torch.float32 if kind == "int8" else getattr(torch, kind.split()[-1])
+    model = AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype)
+    if "int8" in kind:
+        hf_smartspec.quantize(model)
+    assert packing_obstacle(model, is_padded=True) is None and rowwise_obstacle(model) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_a_float32_twin_tells_what_is_wrong(dtype, monkeypatch):
+    model = small_model("granite_swa").to(dtype)
+    monkeypatch.setattr("hf_smartspec.target.probe._GROSS", 100.0)
+    assert packing_obstacle(model), "its window is in its own masks only"

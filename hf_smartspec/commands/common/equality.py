@@ -37,10 +37,13 @@ class Difference:
         return max(gaps) <= self.tolerance or (max(gaps) == math.inf and self.logit_error <= self.tolerance)
 
 
-def find_differences(plain: torch.Tensor, own: torch.Tensor) -> list[Difference]:
-    """The first difference of every row of two `[rows, new]` token tensors; those may be of different lengths."""
+def find_differences(plain: torch.Tensor, own: torch.Tensor, pad_token: int = -1) -> list[Difference]:
+    """
+    Find the first difference of every row of two `[rows, new]` token tensors. The shorter one is padded with
+    `pad_token`: where another row of the batch ends elsewhere, rows that had ended before get more or less padding.
+    """
     width = max(plain.shape[1], own.shape[1])
-    plain, own = (torch.nn.functional.pad(item, (0, width - item.shape[1]), value=-1) for item in (plain, own))
+    plain, own = (torch.nn.functional.pad(item, (0, width - item.shape[1]), value=pad_token) for item in (plain, own))
     differences = []
     for row, column in enumerate((plain != own).int().argmax(dim=1).tolist() if width else []):
         tokens = int(plain[row, column]), int(own[row, column])

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ...target.quantized import is_quantized
+
 # Bounds of the tolerance, in units in the last place of the largest logit: sums run in another order in a batch of
 # another shape, and every layer adds its own rounding. Measured between one forward and a token-by-token one of random
-# Llamas of 8 and 24 layers: 25 and 25 units (float32), 2.1 and 3.8 (bfloat16), 2.4 and 4.2 (float16).
-_BOUNDS = {"float32": (32, 512), "bfloat16": (2, 16), "float16": (2, 16)}
+# Llamas of 8 and 24 layers: 25 and 25 units (float32), 2.1 and 3.8 (bfloat16), 2.4 and 4.2 (float16). In int8,
+# a level is the unit; a token that falls to another one changes most levels of all later layers.
+_BOUNDS = {"float32": (32, 512), "bfloat16": (2, 16), "float16": (2, 16), "int8": (2, 64)}
+_LEVEL = 1 / 127
 
 
 @dataclass(frozen=True)
 class Rounding:
     """
     Args:
-        dtype (`str`): The model's.
+        dtype (`str`): The model's; "int8" where `hf_smartspec.quantize` has changed it.
         measured (`float`): Largest difference between the logits of plain decoding and those of one forward over the
             same text, relative to the largest logit of the position.
     """
@@ -26,7 +30,7 @@ class Rounding:
 
     def tolerance(self, largest: float) -> float:
         """The difference that rounding explains between two logits of magnitude `largest`: twice what was measured."""
-        unit = torch.finfo(getattr(torch, self.dtype)).eps
+        unit = _LEVEL if self.dtype == "int8" else torch.finfo(getattr(torch, self.dtype)).eps
         low, high = (units * unit for units in _BOUNDS[self.dtype])
         return min(max(2 * self.measured, low), high) * max(largest, 1.0)
 
@@ -52,4 +56,5 @@ def measure_rounding(
             output = model(input_ids=torch.cat([text, row[:, :-1]], dim=1))
         errors = (output.logits[0, -len(expected) :].float().cpu() - expected).abs().amax(dim=-1)
         measured = max(measured, float((errors / expected.abs().amax(dim=-1).clamp(min=1)).max()))
-    return Rounding(str(model.dtype).removeprefix("torch."), measured)
+    dtype = "int8" if is_quantized(model) else str(model.dtype).removeprefix("torch.")
+    return Rounding(dtype, measured)

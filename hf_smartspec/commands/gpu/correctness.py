@@ -103,8 +103,9 @@ class Checks:
         outputs = engine.generate(self._prompts(size), max_new_tokens=num_tokens, do_sample=False)
         ends, differences = set(eos_ids(self.target)), []
         for index, (expected, output) in enumerate(zip(plain.tolist(), outputs)):
-            own = [up_to_end(tokens, ends) for tokens in (expected, output.generated_tokens)]
-            found = find_differences(*(torch.tensor([tokens]) for tokens in own))
+            rows = (up_to_end(tokens, ends) for tokens in (expected, output.generated_tokens))
+            plain_row, own_row = (torch.tensor([tokens]) for tokens in rows)
+            found = find_differences(plain_row, own_row)
             differences += [asdict(item) | {"row": index} for item in found]
         counts = engine.statistics
         num = sum(len(output.generated_tokens) for output in outputs)

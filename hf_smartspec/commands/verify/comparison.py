@@ -75,9 +75,9 @@ class Comparison:
         call = (self.model, inputs, self.decoding, self.max_new_tokens)
         continuations = plain.tolist()
         run = decode_speculatively(*call, self.drafting.assistant(continuations))
-        found = find_differences(plain, run.tokens)
+        found = self._differences(plain, run.tokens)
         if checks_default_output and not found:
-            found = find_differences(plain, tokens_by_default(*call, self.drafting.assistant(continuations)))
+            found = self._differences(plain, tokens_by_default(*call, self.drafting.assistant(continuations)))
         if found:
             found = self._with_gaps(found, inputs, continuations)
         ended_at = {item.row: item.position for item in found}
@@ -85,6 +85,10 @@ class Comparison:
         check.differences += [replace(item, row=item.row + check.num_rows) for item in found]
         check.num_rows += len(plain)
         check.statistics += run.statistics
+
+    def _differences(self, plain: torch.Tensor, own: torch.Tensor) -> list[Difference]:
+        pad_token = self.model.generation_config.pad_token_id
+        return find_differences(plain, own, -1 if pad_token is None else pad_token)
 
     def _lengths(self, tokens: torch.Tensor) -> list[int]:
         """Tokens of every row up to and with its end-of-sequence token."""
@@ -131,7 +135,7 @@ class Comparison:
         own = decode_speculatively(*call, self.drafting.assistant(plain.tokens.tolist()), records=True)
         if own.logits is None or own.scores is None:
             return None
-        end = {item.row: item.position + 1 for item in find_differences(plain.tokens, own.tokens)}
+        end = {item.row: item.position + 1 for item in self._differences(plain.tokens, own.tokens)}
         width = min(plain.tokens.shape[1], own.tokens.shape[1])
         stops = [min(end.get(row, width), width) for row in range(len(plain.tokens))]
         logits, scores = (

@@ -22,8 +22,8 @@ _REMEDY = "Load the model anew without it, and quantize that."
 def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     """
     Replaces a model's linear maps, the output layer included, by ones in int8: half the bytes of bfloat16, and up to
-    twice its speed on CPUs with int8 instructions. The same tokens with and without speculation are then those of the
-    quantized model (docs/quantized.md).
+    twice its speed on CPUs with int8 instructions. Last bits, which depend on what is run together, may become
+    other tokens on real models, with and without speculation (docs/quantized.md).
 
     Embeddings, norms, convolutions and experts that are no `nn.Linear` stay as they are. An output layer that is tied
     to the input embeddings gets a weight of its own. Parameters no longer require gradients.
@@ -60,11 +60,6 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
 def is_quantized(model: PreTrainedModel) -> bool:
     """Whether `quantize` has changed the model."""
     return isinstance(getattr(model, "hf_quantizer", None), _Quantizer)
-
-
-def rounds_coarsely(model: PreTrainedModel) -> bool:
-    """Whether the last bit of a float32 number may become visible in the result: half precision, int8."""
-    return model.dtype != torch.float32 or is_quantized(model)
 
 
 class _Quantizer(HfQuantizer):

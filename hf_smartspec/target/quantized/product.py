@@ -1,9 +1,13 @@
 """Products of int8 numbers: one scale per row of the weight, one per token, sums that are exact."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import linear
 
 from ...log import get_logger
 from . import native
@@ -12,7 +16,21 @@ logger = get_logger(__name__)
 
 _MOST = 127  # of the levels, on both sides of zero
 _LEAST_STEP = 1e-30  # so that zeros can be divided by it
+_rounds_tokens: ContextVar[bool] = ContextVar("smartspec_rounds_tokens", default=True)
 _PART = 1024  # products, whose sum float32 can hold: 1024 * 127 ** 2 < 2 ** 24
+
+
+@contextmanager
+def unrounded_tokens() -> Iterator[None]:
+    """
+    Within the context, this thread's products round weights only, not tokens: slow, but last bits of their inputs
+    change no more than last bits of their results, so that two ways of computing the same can be compared.
+    """
+    token = _rounds_tokens.set(False)
+    try:
+        yield
+    finally:
+        _rounds_tokens.reset(token)
 
 
 class Levels(NamedTuple):
@@ -56,6 +74,9 @@ def int8_linear(
         RuntimeError: where `x` is not on the CPU, wants a gradient, or the CPU cannot do this.
     """
     _check(x)
+    if not _rounds_tokens.get():
+        own_bias = None if bias is None else bias.float()
+        return linear(x.float(), weight.float() * scale[:, None], own_bias).to(x.dtype)
     if native.can_multiply(x, weight, scale, bias) and has_right_kernels():
         return native.int8_linear(x, weight, scale, bias)
     return plain_int8_linear(x, weight, scale, bias)

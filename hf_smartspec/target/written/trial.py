@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...drafts.tree import DraftTree
 from ..layout import StepLayout
 from ..packed import PackedForward
-from ..quantized import is_quantized, rounds_coarsely
+from ..quantized import unrounded_tokens
 from ..rotary import forget_lengths
 from ..rows import RowInput
 from ..slot_cache import SlotCache
@@ -37,16 +37,17 @@ _MOST_HEAD = 16.0  # the same of embeddings and logits, which are computed from 
 def check(model: PreTrainedModel, decoder: WrittenDecoder) -> None:
     """
     Compare a written-out decoder with the model's own forward, layer by layer, each from the model's own hidden states,
-    so that rounding does not add up over layers. In half precision and int8, rounding is measured: by how far the
-    model's own layer is from itself in float32, which is a lot where attention is steep.
+    so that rounding does not add up over layers. In half precision, rounding is measured: by how far the model's
+    own layer is from itself in float32, which is a lot where attention is steep. In int8, tokens are not rounded
+    meanwhile: one that falls to its next level changes every later token, of whichever of the two.
 
-    Models with sliding windows and the like, and those in half precision or int8, are tried in a small float32 twin
+    Models with sliding windows and the like, and those in half precision, are tried in a small float32 twin
     first, over every length at which they change their ways.
 
     Raises:
         UnknownStructureError: where they differ, with the layer and by how much.
     """
-    needs_twin = bool(borders(model.config.get_text_config(decoder=True))) or rounds_coarsely(model)
+    needs_twin = bool(borders(model.config.get_text_config(decoder=True))) or model.dtype != torch.float32
     if needs_twin:
         twin = small_twin(model)
         try:
@@ -60,7 +61,8 @@ def check(model: PreTrainedModel, decoder: WrittenDecoder) -> None:
 def _check(model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int) -> None:
     forget_lengths(model)
     try:
-        _Trial(model, decoder, num_tokens).run()
+        with unrounded_tokens():
+            _Trial(model, decoder, num_tokens).run()
     finally:
         forget_lengths(model)
 
@@ -70,9 +72,8 @@ class _Trial:
 
     def __init__(self, model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int):
         self.model, self.decoder, self.plan = model, decoder, decoder.plan
-        self.is_coarse = rounds_coarsely(model)
-        eps = torch.finfo(torch.bfloat16 if is_quantized(model) else model.dtype).eps  # int8 is about as coarse
-        self.rounding = eps * (_LEAST_ROUNDING if self.is_coarse else _FLOAT32_ROUNDING)
+        self.is_coarse = model.dtype != torch.float32
+        self.rounding = torch.finfo(model.dtype).eps * (_LEAST_ROUNDING if self.is_coarse else _FLOAT32_ROUNDING)
         self.lengths = num_tokens + 3, num_tokens
         self.forward = PackedForward(model, 2, 2 * num_tokens + 16, prefill_chunk=num_tokens)
         # Keys and values of their own, in the places that the forward's cache has for them.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+import hf_smartspec
 from hf_smartspec.commands.common.equality import Difference, find_differences
 from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, random_prompts
 from hf_smartspec.commands.common.rounding import Rounding, measure_rounding
@@ -22,6 +23,7 @@ from hf_smartspec.commands.verify.frequencies import (
 from hf_smartspec.decoding import verify as verification
 
 from ...folders import byte_tokenizer, save_tiny_models
+from ...models import new_model
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,25 @@ def test_first_difference_of_every_row_with_unequal_lengths():
     found = [(item.row, item.position, item.plain_token, item.own_token) for item in find_differences(plain, own)]
     assert found == [(0, 3, -1, 8), (1, 1, 6, 9), (2, 3, -1, 8)]
     assert find_differences(plain, plain) == []
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_a_token_at_another_level_counts_as_rounding_in_int8_only(kind):
+    model = new_model("llama")
+    if kind == "int8":
+        hf_smartspec.quantize(model)
+    prompt, tokens = [5, 6, 7], torch.tensor([[8, 9]])
+    plain = model(input_ids=torch.tensor([[*prompt, 8]])).logits[:, -2:].detach()
+    largest = float(plain.abs().max())
+    rounding = measure_rounding(model, [prompt], tokens, plain + 0.1 * largest)
+    assert (rounding.tolerance(1.0) > 0.1) == (kind == "int8")
+
+
+def test_padding_of_rows_that_had_ended_is_no_difference():
+    """The other row goes on for longer on one side: at a tie, where it picks another token."""
+    plain, own = torch.tensor([[5, 2, 2, 2], [5, 6, 7, 8]]), torch.tensor([[5, 2, 2], [5, 9, 2]])
+    found = [(item.row, item.position) for item in find_differences(plain, own, pad_token=2)]
+    assert found == [(1, 1)]
 
 
 @pytest.mark.parametrize(("statistic", "degrees"), [(0.0, 3), (5.0, 5), (40.0, 11), (120.0, 35)])

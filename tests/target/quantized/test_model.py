@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import hf_smartspec
 from hf_smartspec import Engine, Int8Linear, SmartSpecConfig, quantize
@@ -13,7 +14,7 @@ from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.profiling import mode_of, profile_path
 from hf_smartspec.target.quantized import is_quantized
 from hf_smartspec.target.quantized import model as quantized_model
-from hf_smartspec.target.quantized.product import has_exact_product
+from hf_smartspec.target.quantized.product import has_exact_product, int8_linear, plain_int8_linear, unrounded_tokens
 from hf_smartspec.target.written import packed_forward, written_decoder, written_decoders
 
 from ...models import new_model, noisy_model
@@ -246,3 +247,34 @@ def test_adapters_are_refused():
     with pytest.raises(ValueError, match="has adapters"):
         quantize(wrapped.base_model.model)
     quantize(wrapped.merge_and_unload())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_products_of_real_activations_do_not_depend_on_what_is_beside_them(dtype, real_folder, real_tokenizer):
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
+    num_seen = 0
+
+    def compare(module, args, output):
+        nonlocal num_seen
+        num_seen += 1
+        x, parameters = args[0][0], (module.weight, module.scale, module.bias)
+        assert torch.equal(output[0], plain_int8_linear(x, *parameters))
+        for tokens in (slice(0, 1), slice(3, 5), slice(2, 14)):
+            assert torch.equal(int8_linear(x[tokens], *parameters), output[0, tokens])
+
+    for module in linears(model):
+        module.register_forward_hook(compare)
+    model(**real_tokenizer("The capital of France is Paris, and that of Italy is Rome, as", return_tensors="pt"))
+    assert num_seen == 7 * 30 + 1
+
+
+@torch.no_grad()
+def test_tokens_need_not_be_rounded():
+    linear = nn.Linear(8, 3)
+    x, quantized = torch.randn(5, 8), Int8Linear(linear.weight, linear.bias)
+    with unrounded_tokens():
+        actual = quantized(x)
+    expected = x @ (quantized.weight * quantized.scale[:, None]).T + linear.bias
+    assert torch.allclose(actual, expected, atol=1e-6)
+    assert not torch.equal(quantized(x), actual)

@@ -169,7 +169,9 @@ def test_a_real_model_is_taken_but_not_with_wrong_arithmetic_in_one_layer(real_m
         check(real_model(dtype), WrittenDecoder(plan))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @torch.no_grad()
-def test_a_real_model_in_int8_is_taken(real_folder):
-    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=torch.bfloat16))
+def test_a_real_model_in_int8_is_taken(real_folder, dtype):
+    """A last bit moves one number of one token to its next level: all later tokens see that one."""
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
     check(model, WrittenDecoder(make_plan(model)[0]))
