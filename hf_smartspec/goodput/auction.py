@@ -22,6 +22,8 @@ from .trust import Trust
 
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
+_UNKNOWN = 0.16  # log standard deviation of what speculating steps take by plain ones, above which one does without
+_OPTIMISM = 2.0  # standard deviations by which sizes may be cheaper, where nothing pays else
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
 _NUM_NARROW = 4  # of these, which are tried at any rate
@@ -95,6 +97,7 @@ class GoodputAuction(LengthPolicy):
         self.speedup = Speedup()
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
+        self._size = 1  # tokens of the latest step that speculated
 
     # 1. Before each stage drafts
 
@@ -113,8 +116,15 @@ class GoodputAuction(LengthPolicy):
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
-        self._plan.is_baseline = self._num_since_baseline >= _BASELINE_INTERVAL and bool(np.any(rows.caps > 0))
+        self._plan.is_baseline = self._needs_baseline(rows)
         self._plan.node_price = self._node_price(rows) if len(rows) else 0.0
+
+    def _needs_baseline(self, rows: StepRows) -> bool:
+        """Whether it is not known any more, or not yet, what steps cost that do not speculate."""
+        if not self._num_since_baseline or not np.any(rows.caps > 0):
+            return False
+        is_unknown = self.cost.is_doubtful and self.cost.doubt(rows.num_batched, self._size) > _UNKNOWN
+        return is_unknown or self._num_since_baseline >= _BASELINE_INTERVAL
 
     def _before(self, rows: StepRows, trees: Sequence[DraftTree]) -> Before:
         forest = self._plan.forest_of(trees)
@@ -288,25 +298,29 @@ class GoodputAuction(LengthPolicy):
             forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
         mask, won = np.zeros(forest.num_nodes, bool), Won(0, float(len(rows)), plain)
         if forest.num_nodes and not plan.is_baseline:
-            won = self._winners(rows, forest, mask)
+            won = self._winners(rows, forest, mask) or won
+            if not won.num_nodes and self.cost.is_doubtful:
+                won = self._winners(rows, forest, mask, _OPTIMISM) or won
         draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages])
         self.prediction = Prediction(won.tokens, won.seconds + plan.prefill_seconds, draft_seconds)
         plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
         self._learn_benefits(rows, trees, won.tokens - len(rows), won.seconds - plain)
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
+        self._size = rows.num_batched + won.num_nodes
         return forest.keep(mask)
 
-    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> Won:
+    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray, optimism: float = 0.0) -> Won | None:
         """
         Marks the nodes that maximise the profit, B + sum of a_n - lambda * T(S): tokens, less what their time would
-        yield at other steps. None of them, where none has the margin more than plain decoding.
+        yield at other steps. None where none has the margin more than plain decoding. With `optimism`, sizes are as
+        cheap as they may well be: what is too dear by a wrong profile only is tried, and known then.
         """
         gains = forest.along_paths(forest.probs)
         # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
         plan, cost = self._plan, self.cost
-        seconds, factors = cost.by_tokens(rows.num_batched, len(order) + 1)
+        seconds, factors = cost.by_tokens(rows.num_batched, len(order) + 1, optimism)
         context, _, width = rows.forward_size(0, 0)
         fixed, per_width = (cost.alpha + cost.beta * width) * context, cost.beta * rows.num_context
         costs = np.array(
@@ -314,7 +328,13 @@ class GoodputAuction(LengthPolicy):
         )
         counts = np.empty(len(rows), np.int64)
         won = Won(*best_prefix(order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs, seconds, factors, counts, mask))
-        return won if won.num_nodes else Won(0, float(len(rows)), plan.plain_seconds)
+        if not won.num_nodes:
+            return None
+        if optimism:
+            widest = int(np.bincount(forest.row[mask]).max())
+            expected = float(cost.seconds(*rows.forward_size(won.num_nodes, 1 + widest)))
+            won = won._replace(seconds=expected - plan.prefill_seconds)
+        return won
 
     def _least_profit(self, rows: StepRows) -> float:
         """Of a step that speculates: that of plain decoding, and the margin."""

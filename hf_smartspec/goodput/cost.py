@@ -13,13 +13,25 @@ from .cost_fit import Measurements, fit_coefficients
 from .kernels.forwards import by_tokens
 
 _NUM_BINS = 21  # of the running correction, at 1, 2, 4, ... tokens per forward
-_TRUST = 3.0  # in a profile before any observation, in observations
-_MIN_GAIN = 0.1  # weight of the newest observation of a size that is seen at every step ...
-_STALENESS = 0.99  # ... and more where the earlier ones are old: what they count after every step
-_RELAXATION = 0.001  # by which all sizes follow the one that was seen: the machine as a whole may have become slower
-_LARGEST_STEP = 0.4  # of one observation's log ratio: a hiccup of the machine is no news
 _WRONG = 1.5  # factor by which corrections of two sizes differ where the profile is not this machine's
 _PROOF = 24.0  # observations of each of the two, by then
+
+# Of the logarithm of what a step takes by what is predicted, as standard deviations:
+_STEP = 0.1  # of single steps
+_SCALE, _SHAPE = 1.5, 0.25  # of a profile: of all sizes together, which says little, and of each of them beside that
+_SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of what comes between two steps
+_REACH = 2.0  # bins after which what is known of a size's shape counts 1/e for another
+_SURPRISE = 2.0  # beyond which a step counts less: a hiccup of the machine is no news
+
+
+def _covariance(scale: float, shape: float) -> np.ndarray:
+    """Of the log factors of all bins, `[bins, bins]` float64."""
+    bins = np.arange(_NUM_BINS)
+    return scale**2 + shape**2 * np.exp(-np.abs(bins[:, None] - bins) / _REACH)
+
+
+_DOUBT = _covariance(_SCALE, _SHAPE)
+_DRIFT = _covariance(_SCALE_DRIFT, _SHAPE_DRIFT)
 
 
 class CostPoint(NamedTuple):
@@ -60,6 +72,7 @@ class CostModel:
         delta (`float`): Seconds of any forward.
         knots, curve (sequences of `float`): f at rising numbers of tokens; both empty for the line.
         host (`float`): Seconds that a forward takes at least.
+        is_provisional (`bool`): Whether the machine was busy when this was measured.
     """
 
     alpha: float
@@ -69,8 +82,9 @@ class CostModel:
     knots: Sequence[float] = ()
     curve: Sequence[float] = ()
     host: float = 0.0
+    is_provisional: bool = False
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
-    _num_seen: np.ndarray = field(default_factory=lambda: np.full(_NUM_BINS, _TRUST), repr=False, compare=False)
+    _doubt: np.ndarray = field(default_factory=_DOUBT.copy, repr=False, compare=False)  # covariance of the log factors
     _num_observed: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
     _is_corrected: bool = field(default=False, repr=False, compare=False)
 
@@ -113,20 +127,25 @@ class CostModel:
         if not (predicted > 0 and seconds > 0 and math.isfinite(seconds)):
             return
         low, share = self._bin(batched)
-        error = min(max(math.log(seconds / predicted), -_LARGEST_STEP), _LARGEST_STEP)
-        error /= share**2 + (1 - share) ** 2
         self._is_corrected = True
-        self._num_seen *= _STALENESS
-        for index, weight in ((low, 1 - share), (low + 1, share)):
-            gain = max(_MIN_GAIN, 1 / (1 + self._num_seen[index]))
-            self._log_factors[index] += gain * weight * error
-            self._num_seen[index] += weight
-            self._num_observed[index] += weight
-        self._log_factors += _RELAXATION * (self._log_factor(batched) - self._log_factors)
+        doubt = self._doubt + _DRIFT  # a copy: calls in other threads may observe at the same time
+        shared = (1 - share) * doubt[low] + share * doubt[low + 1]  # covariance of this size and each bin
+        variance = float((1 - share) * shared[low] + share * shared[low + 1]) + _STEP**2
+        error = math.log(seconds / predicted)
+        gain = shared / (variance * max(abs(error) / (_SURPRISE * math.sqrt(variance)), 1.0))
+        self._log_factors += gain * error
+        self._doubt = doubt - np.multiply.outer(gain, shared)
+        self._num_observed[low] += 1 - share
+        self._num_observed[low + 1] += share
 
     def correction(self, batched: float) -> float:
         """The factor by which steps of this size have lately differed from the profile."""
         return math.exp(self._log_factor(batched))
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether sizes that were not observed may cost far more, or less, than predicted by those that were."""
+        return self.is_provisional or float(np.abs(self._log_factors).max()) > math.log(_WRONG)
 
     @property
     def is_wrong(self) -> bool:
@@ -156,14 +175,29 @@ class CostModel:
         beyond = np.maximum(batched - x1, 0.0) * ((y1 - y0) / (x1 - x0))
         return np.interp(batched, self.knots, self.curve) + beyond
 
-    def by_tokens(self, first: int, num: int) -> tuple[np.ndarray, np.ndarray]:
+    def by_tokens(self, first: int, num: int, optimism: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """
         f(N) in seconds for N = `first`, `first` + 1, ... tokens, by the profile, and what predictions for forwards of
-        so many are multiplied with: `[num]` float64 each.
+        so many are multiplied with: `[num]` float64 each. With `optimism`, the factors are so many standard deviations
+        lower, for what is not known of a size beside the first.
         """
         seconds, factors = np.empty((2, num))
-        by_tokens(first, *self._curve, self.gamma, self.delta, self._log_factors, seconds, factors)
+        logs = self._log_factors - optimism * self._doubts(first) if optimism else self._log_factors
+        by_tokens(first, *self._curve, self.gamma, self.delta, logs, seconds, factors)
         return seconds, factors
+
+    def doubt(self, batched: float, other: float) -> float:
+        """How little is known of what forwards of one size take by those of another: a log standard deviation."""
+        low, share = self._bin(batched)
+        doubts = self._doubts(other)
+        return float((1 - share) * doubts[low] + share * doubts[low + 1])
+
+    def _doubts(self, than: float) -> np.ndarray:
+        """Of all bins beside a size, `[bins]` float64: log standard deviations."""
+        low, share = self._bin(than)
+        shared = (1 - share) * self._doubt[low] + share * self._doubt[low + 1]
+        own = (1 - share) * shared[low] + share * shared[low + 1]
+        return np.sqrt(np.maximum(self._doubt.diagonal() + own - 2 * shared, 0.0))
 
     @cached_property
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:

@@ -243,6 +243,7 @@ def test_the_price_of_a_node_is_what_it_costs_at_the_number_where_that_is_least(
     slow = line(1e-3)
     for _ in range(200):
         slow.observe(100, 1, 2 * line(1e-3).seconds(100, 1))
+        slow.observe(100, 9, line(1e-3).seconds(100, 9))
     assert slow.seconds(100, 9) < slow.seconds(100, 1)
     price = 1e-3 / line(1e-3).seconds(100, 1)
     for cost, expected in ((line(1e-3), price), (slow, price), (steps, (0.02 - 0.01) / 64 / 0.01)):
@@ -330,6 +331,56 @@ def test_a_profile_that_is_wrong_is_corrected():
     learnt = simulate(policy, drafters, true, steps=600, seed=1)
     best = simulate(FixedLength(1), drafters, true, steps=600, seed=1)
     assert learnt.goodput > 0.97 * best.goodput > plain.goodput
+
+
+# A real model's on two cores: further tokens cost little.
+REAL = CostModel(2e-7, 0, 0, 1e-8, (1, 2, 4, 8, 16, 32, 64), (0.017, 0.0172, 0.0177, 0.0184, 0.021, 0.03, 0.05))
+
+
+def priced(scale=1.0, drafts=1.0, jump=0.0, is_provisional=False):
+    """`REAL`, with everything `scale` times as dear, and what more tokens than one add `drafts` times."""
+    one, *more = REAL.curve
+    curve = scale * np.array([one, *(one + drafts * (other - one) + jump for other in more)])
+    return CostModel(scale * REAL.alpha, 0, 0, scale * REAL.beta, REAL.knots, tuple(curve), 0.0, is_provisional)
+
+
+def first_steps(cost, accuracy, num_rows, silent=False):
+    """(verified nodes, goodput) of the first 24 steps with these prices; if `silent`, after 24 without drafts."""
+    verified, tokens, seconds = 0, 0, 0.0
+    for seed in range(6):
+        policy = GoodputAuction(CostModel.from_dict(cost.as_dict()))
+        drafters = [Drafter(accuracy, accuracy, DraftCost(3e-4))] * num_rows
+        if silent:
+            simulate(policy, [Drafter(accuracy, length=0)] * num_rows, REAL, steps=24)
+        totals = simulate(policy, drafters, REAL, steps=24, seed=seed)
+        verified, tokens, seconds = verified + totals.verified, tokens + totals.tokens, seconds + totals.seconds
+    return verified, tokens / seconds
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("accuracy", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scale": 15.0},
+        {"scale": 1 / 15},
+        {"drafts": 3.0},
+        {"drafts": 0.0},
+        {"scale": 15.0, "drafts": 3.0},
+        {"scale": 7.0, "jump": 0.02, "is_provisional": True},
+    ],
+)
+def test_an_answer_that_begins_with_a_wrong_price_finds_the_right_one_inside_itself(wrong, accuracy, num_rows, silent):
+    right, found = (first_steps(cost, accuracy, num_rows, silent) for cost in (REAL, priced(**wrong)))
+    assert found[0] > 0.5 * right[0] and found[1] > 0.88 * right[1]
+
+
+def test_what_a_provisional_profile_finds_too_dear_is_tried():
+    """By a profile that says so, drafts never pay: two tokens cost twice as much as one. In truth, they are free."""
+    costs = [priced(jump=0.02, is_provisional=provisional) for provisional in (False, True)]
+    (none, kept), (num, tried) = (first_steps(cost, 0.3, num_rows=1) for cost in costs)
+    assert none == 0 and num > 100 and tried > 1.2 * kept
 
 
 def test_without_the_tokens_only_verified_chains_teach():

@@ -72,7 +72,7 @@ def test_seconds_broadcast():
 
 
 def test_as_dict_and_back():
-    for cost in (line(), CostModel(1e-6, 0, 0, knots=(1, 2), curve=(0.1, 0.2))):
+    for cost in (line(), CostModel(1e-6, 0, 0, knots=(1, 2), curve=(0.1, 0.2), is_provisional=True)):
         cost.observe(100, 1, 5.0)
         again = CostModel.from_dict(json.loads(json.dumps(cost.as_dict())))
         assert again == cost and again.correction(1) == 1.0, "what was learnt while serving is not kept"
@@ -81,14 +81,57 @@ def test_as_dict_and_back():
             CostModel.from_dict(wrong)
 
 
-def test_observed_steps_correct_their_own_size_first():
+SIZES = (1, 2, 4, 8, 16, 64)
+
+
+@given(st.floats(0.03, 30.0), st.sampled_from(SIZES), st.integers(0, 2**32 - 1))
+def test_the_first_steps_tell_how_fast_the_machine_is_as_a_whole(factor, size, seed):
+    """Whatever their size: forwards of another keep their price by those."""
+    cost, rng = line(), np.random.default_rng(seed)
+    true = line().seconds(200, np.array(SIZES)) * factor
+    for _ in range(5):
+        cost.observe(200, size, float(true[SIZES.index(size)]) * rng.lognormal(0, 0.03))
+    assert cost.seconds(200, np.array(SIZES)) == pytest.approx(true, rel=0.25)
+
+
+def test_a_first_step_that_took_long_is_soon_forgotten():
     cost = line()
-    before = cost.seconds(200, np.array([1, 2, 16, 64]))
+    cost.observe(200, 4, 5.0)  # something was compiled
+    for _ in range(8):
+        cost.observe(200, 4, float(line().seconds(200, 4)))
+    assert cost.correction(4) < 1.3
+
+
+def test_a_size_that_has_become_slower_than_others_is_told_from_these():
+    cost = line()
+    before = cost.seconds(200, np.array(SIZES))
     for _ in range(60):
-        cost.observe(200, 16, 2.0 * before[2])
-    after = cost.seconds(200, np.array([1, 2, 16, 64])) / before
-    assert after[2] == pytest.approx(2.0, rel=0.02) and cost.correction(16) == pytest.approx(2.0, rel=0.02)
-    assert (after[[0, 1, 3]] < 1.3).all()
+        for size, seconds in zip(SIZES, before):
+            cost.observe(200, size, float(seconds) * (2.0 if size == 16 else 1.0))
+    after = cost.seconds(200, np.array(SIZES)) / before
+    assert after == pytest.approx(np.where(np.array(SIZES) == 16, 2.0, 1.0), rel=0.1)
+
+
+def test_what_is_known_of_a_size_by_another_grows_with_steps_and_fades():
+    cost = line()
+    before = cost.doubt(8, 1)
+    assert cost.doubt(8, 8) == 0.0 and cost.doubt(1, 8) == pytest.approx(before) and before > cost.doubt(2, 1) > 0.1
+    observe(cost, line(), [1], 20)
+    assert 0.5 * before < cost.doubt(8, 1) <= before, "one of two teaches little"
+    observe(cost, line(), [1, 8], 40)
+    known = cost.doubt(8, 1)
+    assert known < 0.5 * before
+    observe(cost, line(), [1], 2000)
+    assert cost.doubt(8, 1) > 2 * known
+
+
+def test_optimism_is_about_sizes_that_are_unknown_beside_the_first():
+    cost = line()
+    observe(cost, line(), [1, 8], 100)
+    seconds, factors = cost.by_tokens(1, 200)
+    same, hopeful = cost.by_tokens(1, 200, optimism=2.0)
+    assert (same == seconds).all() and hopeful[0] == pytest.approx(factors[0])
+    assert (hopeful[1:] < factors[1:]).all() and hopeful[199] / factors[199] < hopeful[7] / factors[7]
 
 
 def test_a_slower_machine_shows_at_all_sizes_in_the_end():
@@ -133,6 +176,14 @@ def test_a_machine_that_is_faster_or_slower_as_a_whole_does_not_make_the_profile
     observe(cost, CostModel(2e-6 * factor, 0.7e-3 * factor, 20e-3 * factor), [1, 2, 5, 9, 17], 600)
     cost.observe(200, 5, 50.0)
     assert not cost.is_wrong and cost.correction(4) == pytest.approx(factor, rel=0.25)
+
+
+def test_a_profile_is_doubtful_if_it_says_so_or_if_steps_have_shown_it():
+    cost = line()
+    observe(cost, line(), [1, 2, 5], 50)
+    assert not cost.is_doubtful and CostModel(1.0, 1.0, 1.0, is_provisional=True).is_doubtful
+    observe(cost, line(gamma=0.7e-2, delta=200e-3), [1], 50)
+    assert cost.is_doubtful
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())

@@ -79,9 +79,10 @@ def test_prompts_and_an_empty_log():
 
 
 def test_a_node_never_has_a_negative_price():
-    """Steps of one size were slow of late, those of the next one have not been seen: no node is free for that."""
+    """Steps of one size were slow of late, those of larger ones were not: no node is free for that."""
     cost = CostModel(alpha=0.0, gamma=0.0001, delta=0.01)
     for _ in range(30):
+        cost.observe(100, 16, float(cost.profiled(100, 16)))
         cost.observe(100, 10, 0.05)
     assert cost.seconds(100, 12) < cost.seconds(100, 10)
     policy = LoggedPolicy(FixedLength(4), cost)
