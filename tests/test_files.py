@@ -18,7 +18,7 @@ from .models import shared_model
 def write_profile(path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "profile_path", lambda model: path)
-        profiling.write_profile(shared_model("llama"), CostModel(0.0, 1.0, 1.0))
+        profiling.keep_profile(shared_model("llama"), CostModel(0.0, 1.0, 1.0))
 
 
 WRITERS = {

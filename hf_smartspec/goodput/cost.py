@@ -15,6 +15,8 @@ from .kernels.forwards import by_tokens
 _NUM_BINS = 21  # of the running correction, at 1, 2, 4, ... tokens per forward
 _WRONG = 1.5  # factor by which corrections of two sizes differ where the profile is not this machine's
 _PROOF = 24.0  # observations of each of the two, by then
+_STEADY = 0.2  # mean error of predictions, up to which the machine is taken to do nothing else
+_MEMORY = 0.05  # weight of the newest error in it
 
 # Of the logarithm of what a step takes by what is predicted, as standard deviations:
 _STEP = 0.1  # of single steps
@@ -86,6 +88,7 @@ class CostModel:
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
     _doubt: np.ndarray = field(default_factory=_DOUBT.copy, repr=False, compare=False)  # covariance of the log factors
     _num_observed: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
+    _mean_error: float = field(default=0.0, repr=False, compare=False)  # absolute, of logarithms
     _is_corrected: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ class CostModel:
         shared = (1 - share) * doubt[low] + share * doubt[low + 1]  # covariance of this size and each bin
         variance = float((1 - share) * shared[low] + share * shared[low + 1]) + _STEP**2
         error = math.log(seconds / predicted)
+        self._mean_error += _MEMORY * (min(abs(error), 1.0) - self._mean_error)
         gain = shared / (variance * max(abs(error) / (_SURPRISE * math.sqrt(variance)), 1.0))
         self._log_factors += gain * error
         self._doubt = doubt - np.multiply.outer(gain, shared)
@@ -151,9 +155,11 @@ class CostModel:
     def is_wrong(self) -> bool:
         """
         Whether steps of some sizes have lately differed from the profile much more than others, and that was seen often
-        enough: then it was measured while the machine did other things, say. A machine that is slower as a whole is no
-        sign of that.
+        enough, and steps of a size were alike: then it was measured while the machine did other things, say. A machine
+        that is slower as a whole is no sign of that, and one that does other things now cannot tell.
         """
+        if self._mean_error > _STEADY:
+            return False
         proven = self._log_factors[self._num_observed >= _PROOF]
         return len(proven) > 1 and float(np.ptp(proven)) > math.log(_WRONG)
 

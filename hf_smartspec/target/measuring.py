@@ -1,6 +1,7 @@
 """Measures forwards of a model: as many sizes, and as large ones, as memory, positions and a few seconds allow."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from ..drafts.tree import DraftTree
-from ..goodput.cost import CostPoint
+from ..goodput.cost import CostModel, CostPoint
 from .compat import num_positions
 from .packed import PackedForward
 from .ranks import clock_of, told_by_first
@@ -26,6 +27,9 @@ _MORE_RUNS = 2  # and may try again
 _SLOTS = (1, 4, 16, 64, 256)  # of the memories: each holds its rows with the longest contexts that they are given
 _CPU_SHARE, _SHARE = 1 / 16, 1 / 2  # of the memory that is still free, for each of them; a GPU's is given back at once
 _FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
+_LEAST_SHARE = 0.8  # of its time that the measuring thread has a processor to itself, where the machine is quiet
+_MOST_SCATTER = 1.5  # of the median run by the fastest one, there
+_BUSY = 0.5  # load by processor from which on the machine is not quiet
 
 
 class Design(NamedTuple):
@@ -75,10 +79,24 @@ HELD_OUT = (
 
 
 class Measured(NamedTuple):
-    """Those of the points that could be measured, in the order given."""
+    """Those of the points that could be measured, in the order given, and whether the machine was busy meanwhile."""
 
     designs: list[CostPoint]
     held_out: list[CostPoint]
+    was_busy: bool = False
+
+    def cost(self) -> CostModel:
+        """Fit the cost of a forward; provisional if the machine was busy."""
+        cost = CostModel.fit(self.designs)
+        cost.is_provisional = self.was_busy
+        return cost
+
+
+class Run(NamedTuple):
+    """Seconds of one forward, and those of them in which the thread had a processor."""
+
+    seconds: float
+    on_processor: float
 
 
 def measure(
@@ -90,8 +108,9 @@ def measure(
     take too long, no larger ones follow. `held_out` are measured as far as the `designs` reach.
 
     All points take turns, so that a change in the machine's load meets all of them, and the fastest run of each counts:
-    what else the machine does meanwhile is not the model's cost. Leaves the model, and the global random states, as
-    they are.
+    what else the machine does meanwhile is not the model's cost. Where even the fastest runs had to wait for a
+    processor, or runs of one point differ much, the machine was busy. Leaves the model, and the global random states,
+    as they are.
 
     Raises:
         ValueError: if the model has too few positions for any of them.
@@ -104,29 +123,47 @@ def measure(
     if not designs:
         raise ValueError(f"A model of {longest} positions is too short to be measured.")
     with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
-        seconds = _measured(model, designs, held_out, progress)
-    return Measured(
-        *([_point(item, seconds[item]) for item in items if item in seconds] for items in (designs, held_out))
-    )
+        runs = _measured(model, designs, held_out, progress)
+    points, others = ([_point(item, runs[item]) for item in items if item in runs] for items in (designs, held_out))
+    was_busy = told_by_first(model, lambda: _were_disturbed(model.device, list(runs.values())))
+    return Measured(points, others, was_busy)
 
 
 def _measured(
     model: PreTrainedModel, designs: Sequence[Design], held_out: Sequence[Design], progress: bool
-) -> dict[Design, list[float]]:
-    """Seconds of every run of each point. All memories are gone when this returns."""
+) -> dict[Design, list[Run]]:
+    """Every run of each point. All memories are gone when this returns."""
     clock = clock_of(model)
     start = clock()
     bench = _Bench(model, [*designs, *held_out])
-    seconds = bench.explore(designs, held_out)
+    runs = bench.explore(designs, held_out)
     for turn in tqdm(_rounds(start, clock), desc="Measuring the model's speed", leave=False, disable=not progress):
-        items = list(seconds)
+        items = list(runs)
         for index in np.random.default_rng(turn).permutation(len(items)):  # what ran before leaves its mark
-            seconds[items[index]].append(bench.run(items[index]))
-    return seconds
+            runs[items[index]].append(bench.run(items[index]))
+    return runs
 
 
-def _point(item: Design, seconds: Sequence[float]) -> CostPoint:
-    return CostPoint(item.rows * item.context, item.batched, item.width, min(seconds))
+def _point(item: Design, runs: Sequence[Run]) -> CostPoint:
+    return CostPoint(item.rows * item.context, item.batched, item.width, min(runs).seconds)
+
+
+def _were_disturbed(device: torch.device, points: Sequence[Sequence[Run]]) -> bool:
+    """Whether the fastest runs of most points had to wait for a processor, or their runs differ much."""
+    fastest = [min(runs) for runs in points]
+    medians = [float(np.median([run.seconds for run in runs])) for runs in points]
+    scatter = np.median([median / best.seconds for median, best in zip(medians, fastest)])
+    share = np.median([run.on_processor / run.seconds for run in fastest])
+    # Who waits for an accelerator may do so without a processor.
+    return bool(scatter > _MOST_SCATTER or (device.type == "cpu" and share < _LEAST_SHARE))
+
+
+def is_busy() -> bool:
+    """Whether the machine has lately had other work for many of its processors, as far as it says."""
+    try:
+        return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # Windows; unobtainable
+        return False
 
 
 def _rounds(start: float, clock: Callable[[], float]) -> Iterator[int]:
@@ -176,8 +213,8 @@ class _Bench:
     def has_room(self, item: Design) -> bool:
         return _columns(item) <= self._capacities[_slots(item.rows)]
 
-    def explore(self, designs: Sequence[Design], held_out: Sequence[Design]) -> dict[Design, list[float]]:
-        """What can be measured, with no seconds yet; all of it has run once, or a few times."""
+    def explore(self, designs: Sequence[Design], held_out: Sequence[Design]) -> dict[Design, list[Run]]:
+        """What can be measured, with no runs yet; all of it has run once, or a few times."""
         found: dict[Design, float] = {}
         for item in sorted(filter(self.has_room, designs), key=lambda item: (item.batched, item.num_columns)):
             least = max([seconds for other, seconds in found.items() if _is_within(other, item)], default=0.0)
@@ -190,28 +227,28 @@ class _Bench:
 
     def _first_run(self, item: Design, expected: float) -> float:
         """Seconds of a point's first run; of a few, where it takes longer than expected."""
-        seconds = self.run(item)
+        seconds = self.run(item).seconds
         for _ in range(_MORE_RUNS):
             if seconds <= expected:
                 break
-            seconds = min(seconds, self.run(item))
+            seconds = min(seconds, self.run(item).seconds)
         return seconds
 
-    def run(self, item: Design) -> float:
-        """Seconds of one forward, of one fed token and a chain in each row. What the cache holds does not change it."""
+    def run(self, item: Design) -> Run:
+        """Time one forward, of one fed token and a chain in each row. What the cache holds does not change it."""
         forward, rows = self._memory(item)
         for row in rows:
             forward.cut(row, item.context)
         chain = DraftTree.chain(self._tokens[1 : item.width])
         inputs = [RowInput(row, self._tokens[:1], chain) for row in rows]
         _synchronize(self.model.device)
-        start = self._clock()
+        start, before = self._clock(), time.thread_time()
         forward.forward(inputs)
         _synchronize(self.model.device)
-        seconds = self._clock() - start
+        run = Run(self._clock() - start, time.thread_time() - before)
         for row in rows:
             forward.cut(row, 0)
-        return seconds
+        return run
 
     def _memory(self, item: Design) -> tuple[PackedForward, list[CacheRow]]:
         num = _slots(item.rows)

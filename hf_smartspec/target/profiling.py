@@ -5,11 +5,13 @@ import json
 import os
 import platform
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import transformers
 from huggingface_hub.constants import HF_HOME
@@ -19,7 +21,7 @@ from ..files import replacing
 from ..goodput.cost import CostModel
 from ..log import get_logger
 from .graphs import records
-from .measuring import DESIGN, measure
+from .measuring import DESIGN, is_busy, measure
 from .quantized import is_quantized
 from .ranks import is_sharded, told_by_first
 from .written import written_decoder, written_decoders
@@ -27,7 +29,8 @@ from .written import written_decoder, written_decoders
 logger = get_logger(__name__)
 
 _FORMAT = 5  # raised where forwards have become faster, too: older profiles do not count
-_MOST_DOUBTS = 2  # profiles of one model that are taken to be wrong; what steps take besides may be why they seem so
+_MOST_TIMES = 4  # that a model is measured unasked; what steps take besides may be why profiles seem wrong
+_COMPARED = 64  # tokens up to which two profiles are compared
 
 _Setting = tuple[torch.dtype, torch.device, int, str]  # what may change between two calls: CPU threads, the mode
 
@@ -46,19 +49,20 @@ def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
         progress (`bool`): Whether to show a bar; `transformers.utils.logging.disable_progress_bar()` hides it too.
 
     Returns:
-        `CostModel`: For contexts, rows and drafts as a step has them.
+        `CostModel`: For contexts, rows and drafts as a step has them; provisional if the machine was busy meanwhile.
     """
-    return CostModel.fit(measure(model, DESIGN, progress=progress).designs)
+    return measure(model, DESIGN, progress=progress).cost()
 
 
 def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
     """
     The model's cost: as known in this process, from disk, or measured now, which takes seconds. The object is one for
     all of a model's dtype, device, mode and torch's number of threads, so that what is learnt while serving is not
-    lost, even when these have changed meanwhile.
+    lost, even when these have changed meanwhile. A provisional profile on disk is used while the machine is busy, and
+    measured anew as soon as a process finds it quiet.
 
     Args:
-        refresh (`bool`): Measures anew.
+        refresh (`bool`): Measures anew. On a busy machine, a profile of lower costs stands all the same.
 
     Returns:
         `CostModel`.
@@ -70,10 +74,10 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
             known = _models.setdefault(model, {})
             if setting in known and not refresh:
                 return known[setting]
-            cost = None if refresh else told_by_first(model, lambda: read_profile(model))
+            cost = None if refresh else told_by_first(model, lambda: _usable(model))
             if cost is None:
-                cost = profile_model(model, progress)
-                write_profile(model, cost)
+                measured = profile_model(model, progress)
+                cost = told_by_first(model, lambda: keep_profile(model, measured))
             known[setting] = cost
     return cost
 
@@ -131,11 +135,19 @@ def _device_name(device: torch.device) -> str:
 
 
 def read_profile(model: PreTrainedModel) -> CostModel | None:
-    """The model's profile on disk; one that cannot be read, or was found wrong, is as good as none."""
+    """The model's profile on disk; one that cannot be read is as good as none."""
     try:
         return CostModel.from_dict(_read(model)["cost"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _usable(model: PreTrainedModel) -> CostModel | None:
+    """The profile on disk, unless it is provisional and now is the time to measure a better one."""
+    cost = read_profile(model)
+    if cost is None or (cost.is_provisional and _times(model) < _MOST_TIMES and not is_busy()):
+        return None
+    return cost
 
 
 def _read(model: PreTrainedModel) -> dict[str, Any]:
@@ -147,18 +159,38 @@ def _read(model: PreTrainedModel) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write_profile(model: PreTrainedModel, cost: CostModel) -> None:
-    """Whole or not at all: other processes may read and write the same file. Failures are logged."""
-    _write(model, {"cost": cost.as_dict(), "doubts": _num_doubts(model)})
+def keep_profile(model: PreTrainedModel, measured: CostModel) -> CostModel:
+    """
+    Files a new profile, and returns the one that stands: the new one if it was measured in quiet, else that of lower
+    costs, since other work only makes forwards slower. Written whole or not at all: other processes may read and write
+    the same file. Failures are logged.
+    """
+    kept, stands = read_profile(model), measured
+    if measured.is_provisional:
+        if kept is not None and _level(kept) < _level(measured):
+            stands = kept
+        logger.info(
+            f"The machine was busy while {type(model).__name__} was measured: "
+            + ("the earlier profile stands." if stands is kept else "the profile is provisional.")
+        )
+    _write(model, {"cost": stands.as_dict(), "times": _times(model) + 1})
+    return stands
+
+
+def _level(cost: CostModel) -> float:
+    """Mean log seconds of the smaller forwards that are measured."""
+    items = [item for item in DESIGN if item.batched <= _COMPARED]
+    sizes = np.array([(item.rows * item.context, item.batched, item.width) for item in items], np.float64).T
+    return float(np.log(cost.profiled(*sizes)).mean())
 
 
 def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
     """
-    Has the next process measure the model anew if steps have shown that the profile is wrong; this one knows better
-    by now. At most once in a process, and not forever: what always differs is not the profile's fault. Costs that are
-    no profile of the model's are none of its business.
+    Marks the model's profile as provisional if steps have shown that it is wrong; this process knows better by now. At
+    most once in a process, and not forever: what always differs is not the profile's fault. Costs that are no profile
+    of the model's are none of its business.
     """
-    if not cost.is_wrong:
+    if not cost.is_wrong or cost.is_provisional:
         return
     with _lock:
         if _judged.get(model) is cost or _models.get(model, {}).get(_setting_of(model)) is not cost:
@@ -168,18 +200,18 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
         if path in _doubted:
             return
         _doubted.add(path)
-    if "cost" not in _read(model) or (num_doubts := _num_doubts(model)) >= _MOST_DOUBTS:
+    if read_profile(model) != cost or (times := _times(model)) >= _MOST_TIMES:  # others may have measured it meanwhile
         return
-    _write(model, {"doubts": num_doubts + 1})
+    _write(model, {"cost": replace(cost, is_provisional=True).as_dict(), "times": times})
     logger.warning(
         f"Steps of {type(model).__name__} take other times than its profile says, some sizes more so than others: it "
-        "was measured while the machine was busy, perhaps, and will be measured anew next time."
+        "will be measured anew when a process finds the machine quiet."
     )
 
 
-def _num_doubts(model: PreTrainedModel) -> int:
-    """How often the model's profile was found wrong."""
-    known = _read(model).get("doubts")
+def _times(model: PreTrainedModel) -> int:
+    """How often the model was measured for its profile."""
+    known = _read(model).get("times")
     return known if isinstance(known, int) else 0
 
 

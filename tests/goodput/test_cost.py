@@ -170,6 +170,17 @@ def test_a_profile_that_is_wrong_about_some_sizes_only_is_found_wrong():
     assert cost.is_wrong
 
 
+def test_a_profile_is_not_refuted_while_the_machine_does_other_things():
+    """Of which some sizes suffer more than others."""
+    quiet = line()
+    for noise, is_wrong in ((0.4, False), (0.05, True)):
+        cost = line()
+        observe(cost, CostModel(2e-6, 6e-3, 10e-3), [1, 2, 5, 9, 17], 600, noise)
+        assert cost.is_wrong == is_wrong
+    observe(quiet, line(), [1, 2, 5, 9, 17], 600, noise=0.4)
+    assert not quiet.is_wrong
+
+
 @pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
 def test_a_machine_that_is_faster_or_slower_as_a_whole_does_not_make_the_profile_wrong(factor):
     cost = line()

@@ -1,6 +1,8 @@
 """Profiles: what is measured, where it is kept, and that the model is left alone."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,7 +14,13 @@ from hf_smartspec.goodput import CostModel
 from hf_smartspec.target import measuring, profiling
 from hf_smartspec.target.measuring import Design
 from hf_smartspec.target.packed import PackedForward
-from hf_smartspec.target.profiling import doubt_profile, load_or_profile, profile_model, profile_path
+from hf_smartspec.target.profiling import (
+    doubt_profile,
+    keep_profile,
+    load_or_profile,
+    profile_model,
+    profile_path,
+)
 from hf_smartspec.target.written import written_decoder, written_decoders
 
 from ..models import new_model, shared_model
@@ -25,6 +33,7 @@ def _few_points(monkeypatch, tmp_path):
     monkeypatch.setattr(profiling, "HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(profiling, "DESIGN", FEW)
     monkeypatch.setattr(measuring, "_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "_were_disturbed", lambda *_: False)
 
 
 def test_the_model_and_the_random_states_stay_as_they_are():
@@ -108,10 +117,7 @@ def test_a_model_in_training_is_measured_and_filed_by_the_forward_that_runs_it(m
 def wrong_profile():
     """One that has proved wrong about the sizes that were not disturbed while it was measured."""
     cost = CostModel(0.0, 1.0, 1.0)
-    for _ in range(100):
-        cost.observe(0, 1, 2.0)
-        cost.observe(0, 64, 6.5)
-    assert cost.is_wrong
+    prove_wrong(cost)
     return cost
 
 
@@ -128,30 +134,119 @@ def next_process(monkeypatch):
     return begin
 
 
-def test_a_profile_that_proves_wrong_is_measured_anew_by_the_next_process(monkeypatch, next_process):
-    model, wrong, lines = new_model("llama"), wrong_profile(), []
+@pytest.fixture
+def machine(monkeypatch):
+    """Says what is measured (`costs`, one after the other), how often it was, and whether the machine is busy."""
+    state = SimpleNamespace(costs=[], num_measured=0, is_busy=False)
+
+    def profile(*_):
+        state.num_measured += 1
+        return replace(state.costs.pop(0) if len(state.costs) > 1 else state.costs[0])
+
+    monkeypatch.setattr(profiling, "profile_model", profile)
+    monkeypatch.setattr(profiling, "is_busy", lambda: state.is_busy)
+    return state
+
+
+RIGHT = CostModel(0.0, 1.0, 1.0)
+NOISY = CostModel(0.0, 20.0, 15.0, is_provisional=True)
+
+
+def prove_wrong(cost, times=100):
+    for _ in range(times):
+        cost.observe(0, 1, 2.0)
+        cost.observe(0, 64, 6.5)
+    assert cost.is_wrong
+
+
+def test_a_profile_that_proves_wrong_is_measured_anew_as_soon_as_the_machine_is_quiet(
+    monkeypatch, next_process, machine
+):
+    model, lines, better = new_model("llama"), [], CostModel(0.0, 2.0, 1.0)
     monkeypatch.setattr(profiling.logger, "warning", lines.append)
-    monkeypatch.setattr(profiling, "profile_model", lambda *_: wrong)
-    assert load_or_profile(model) is wrong
+    machine.costs = [RIGHT, better]
+    wrong = load_or_profile(model)
+    prove_wrong(wrong)
     for _ in range(3):
         doubt_profile(model, wrong)
-    assert len(lines) == 1 and "measured anew next time" in lines[0]
+    assert len(lines) == 1 and "measured anew" in lines[0]
     assert load_or_profile(model) is wrong, "this process knows better by now"
     next_process()
-    better = CostModel(0.0, 2.0, 1.0)
-    monkeypatch.setattr(profiling, "profile_model", lambda *_: better)
-    assert load_or_profile(model) is better
+    machine.is_busy = True
+    assert load_or_profile(model) == replace(RIGHT, is_provisional=True) and machine.num_measured == 1
     next_process()
-    assert load_or_profile(model) == better and load_or_profile(model) is not better, "from disk"
+    machine.is_busy = False
+    assert load_or_profile(model) == better and machine.num_measured == 2
+    next_process()
+    assert load_or_profile(model) == better and machine.num_measured == 2, "from disk"
 
 
-def test_a_model_whose_profiles_always_prove_wrong_is_not_measured_for_ever(monkeypatch, next_process):
-    model, num_measured = new_model("llama"), []
-    monkeypatch.setattr(profiling, "profile_model", lambda *_: num_measured.append(1) or wrong_profile())
-    for _ in range(6):
-        doubt_profile(model, load_or_profile(model))
+def test_a_model_whose_profiles_always_prove_wrong_is_not_measured_for_ever(next_process, machine):
+    model, machine.costs = new_model("llama"), [RIGHT]
+    for _ in range(8):
+        cost = load_or_profile(model)
+        if not cost.is_provisional:
+            prove_wrong(cost)
+        doubt_profile(model, cost)
         next_process()
-    assert len(num_measured) == 3
+    assert machine.num_measured == profiling._MOST_TIMES
+    load_or_profile(model, refresh=True)
+    assert machine.num_measured == profiling._MOST_TIMES + 1, "who asks for it gets it"
+
+
+def test_a_profile_taken_in_noise_is_used_and_gives_way_to_one_taken_in_quiet(next_process, machine):
+    model, machine.costs, machine.is_busy = new_model("llama"), [NOISY, RIGHT], True
+    for _ in range(3):
+        assert load_or_profile(model) == NOISY and machine.num_measured == 1, "not measured in noise again"
+        next_process()
+    machine.is_busy = False
+    assert load_or_profile(model) == RIGHT
+    next_process()
+    assert load_or_profile(model) == RIGHT and machine.num_measured == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "measured", "stands"),
+    [
+        (RIGHT, NOISY, RIGHT),
+        (NOISY, replace(NOISY, delta=30.0), NOISY),
+        (NOISY, replace(NOISY, delta=5.0), replace(NOISY, delta=5.0)),
+        (NOISY, RIGHT, RIGHT),
+        (RIGHT, CostModel(0.0, 1.0, 2.0), CostModel(0.0, 1.0, 2.0)),  # measured in quiet: it is the truth today
+        (None, NOISY, NOISY),
+    ],
+)
+def test_of_two_profiles_the_lower_one_stands_unless_a_quiet_one_says_more(
+    kept, measured, stands, next_process, machine
+):
+    model, machine.is_busy = new_model("llama"), True
+    if kept is not None:
+        keep_profile(model, kept)
+    assert keep_profile(model, measured) == stands == load_or_profile(model)
+
+
+def test_a_good_profile_that_is_used_under_load_stays(next_process, machine):
+    """Steps take much longer, those of some sizes more so, and no two are alike."""
+    model, machine.costs, rng = new_model("llama"), [RIGHT, NOISY], np.random.default_rng(0)
+    cost = load_or_profile(model)
+    for _ in range(300):
+        for size, factor in ((1, 8.0), (16, 3.0)):
+            cost.observe(0, size, float(RIGHT.seconds(0, size)) * factor * rng.lognormal(0, 0.5))
+    machine.is_busy = True
+    doubt_profile(model, cost)
+    next_process()
+    assert load_or_profile(model) == RIGHT and machine.num_measured == 1
+    assert load_or_profile(model, refresh=True) == RIGHT, "nor does noise take its place when somebody asks for it"
+
+
+def test_what_another_process_has_measured_meanwhile_is_not_doubted(next_process, machine):
+    model, machine.costs = new_model("llama"), [RIGHT]
+    wrong, better = load_or_profile(model), CostModel(0.0, 2.0, 1.0)
+    prove_wrong(wrong)
+    keep_profile(model, better)
+    doubt_profile(model, wrong)
+    next_process()
+    assert load_or_profile(model) == better
 
 
 def test_what_was_doubted_once_is_not_looked_for_again(monkeypatch, next_process):

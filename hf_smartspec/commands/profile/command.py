@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...goodput import CostModel, CostPoint, Roofline, free_tokens
 from ...target.measuring import DESIGN, HELD_OUT, measure
-from ...target.profiling import profile_path, read_profile, write_profile
+from ...target.profiling import keep_profile, profile_path, read_profile
 from ...target.support import can_pack
 from ..common.arguments import UsageError
 from ..common.console import make_console, table
@@ -34,12 +34,11 @@ def run(args: argparse.Namespace) -> int:
     model = _load(args)
     measured = measure(model, DESIGN, HELD_OUT)
     points = {"design": measured.designs, "held out": measured.held_out}
-    cost = None if args.refresh else read_profile(model)
-    is_new = cost is None
-    if cost is None:
-        cost = CostModel.fit(points["design"])
-        write_profile(model, cost)
-    report = _report(args, model, cost, points) | {"is_new": is_new}
+    cost = read_profile(model)
+    if cost is None or cost.is_provisional or args.refresh:
+        cost = keep_profile(model, measured.cost())
+    is_new = cost == measured.cost()
+    report = _report(args, model, cost, points) | {"is_new": is_new, "was_busy": measured.was_busy}
     _print(report, make_console())
     if args.json:
         write_json(args.json, report)
@@ -106,6 +105,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report["was_busy"]:
+        console.print("[yellow]The machine was busy meanwhile: what was measured now is too high.[/yellow]\n")
     for name, title in (("design", "At the points of the fit"), ("held out", "At other points")):
         _print_points(report["points"][name], title, console)
         console.print(f"median error: {report['median_error'][name]:.1%}\n", highlight=False)
