@@ -15,6 +15,7 @@ from hf_smartspec.commands.verify import command as verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target.packed import PackedForward
 from hf_smartspec.target.slot_cache import SlotCache
+from hf_smartspec.training.medusa import MedusaTraining
 
 from .helpers import call
 
@@ -234,7 +235,35 @@ def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, 
 def test_verify_without_tokenizer_and_assistant(folder, capsys):
     assert call("verify", folder / "bare", *SHORT) == 0
     out = capsys.readouterr().out
-    assert "random token ids" in out and "prompt_lookup" in out
+    assert "random token ids" in out and "assistant auto" in out
+
+
+def test_verify_takes_what_generate_takes(folder, tmp_path, capsys):
+    store, heads = tmp_path / "texts.sssd", tmp_path / "heads"
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "a", "response": "The capital of France"}\n')
+    tokenizer = ["--tokenizer", folder / "target", "--output", store]
+    assert call("datastore", "build", tmp_path / "texts.jsonl", *tokenizer) == 0
+    model = LlamaForCausalLM.from_pretrained(folder / "target")
+    MedusaTraining(model, 2).heads.save_pretrained(heads, base_model_name_or_path="target")
+    few = [*SHORT, "--max-new-tokens", "6", "--batch-sizes", "3"]
+    names = ("auto", "suffix", "none", "early_exit:1", f"datastore:{store}", heads, f"suffix+{folder / 'draft'}")
+    for name in names:
+        assert call("verify", folder / "target", *few, "--assistant", name) == 0, name
+        assert "Lossless: the same tokens in every comparison." in capsys.readouterr().out, name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sufix", "Unknown `assistant` preset 'sufix': did you mean 'suffix'?"),
+        ("suffix+./nope", "no such model folder: './nope'"),
+        ("early_exit:9", "`num_layers` of LlamaForCausalLM"),
+    ],
+)
+def test_verify_refuses_what_generate_refuses(folder, name, message, capsys):
+    assert call("verify", folder / "target", *SHORT, "--assistant", name) == 2
+    err = capsys.readouterr().err
+    assert "--assistant: " in err and message in err
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])

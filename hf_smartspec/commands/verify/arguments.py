@@ -10,9 +10,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="target model: a local folder or a hub id")
     parser.add_argument(
         "--assistant",
-        default="prompt_lookup",
-        metavar="MODEL_OR_PRESET",
-        help="draft model (folder or hub id) or preset (none, prompt_lookup); default: prompt_lookup",
+        default="auto",
+        metavar="NAME",
+        help="what drafts, as in `assistant=`: a preset, the folder or hub id of a draft model or of heads, or some of "
+        "these joined by plus signs (default: auto)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
     parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")

@@ -9,20 +9,22 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...prepare.resolve import PRESETS
+from ...prepare.resolve import check_assistant
 from ..common.arguments import UsageError
 from ..common.console import make_console
+from ..common.drafters import DrafterFiles
 from ..common.models import (
     PROMPTS,
+    check_folder,
     encode,
     left_padded,
-    load_draft,
     load_model,
     load_tokenizer,
     random_prompts,
     read_prompts,
     use_machine,
 )
+from ..common.names import is_model, parts_of
 from ..common.outputs import check_output, write_json
 from ..common.progress import track
 from ..common.rounding import Rounding, measure_rounding
@@ -82,13 +84,15 @@ def _without_sampling(model: PreTrainedModel) -> GenerationConfig:
     return config
 
 
-def _load_assistant(args: argparse.Namespace, model: PreTrainedModel) -> str | PreTrainedModel:
-    if args.assistant in PRESETS:
-        return args.assistant
+def _load_assistant(args: argparse.Namespace, model: PreTrainedModel) -> Any:
+    """Return what `assistant=` is: names of presets as they are, models and learned drafters loaded."""
     try:
-        return load_draft(args.assistant, model, args.dtype)
-    except UsageError as error:
-        raise UsageError(f"--assistant: {error} (presets are {', '.join(sorted(PRESETS))})") from error
+        for item in filter(is_model, parts_of(args.assistant)):
+            check_folder(item)
+        check_assistant(parts_of(args.assistant))
+    except (TypeError, ValueError, UsageError) as error:
+        raise UsageError(f"--assistant: {error}") from error
+    return DrafterFiles(model, option="--assistant").named(args.assistant).assistant
 
 
 def _encoded_prompts(
@@ -117,7 +121,7 @@ class Verifier:
 
     Args:
         model (`PreTrainedModel`): The target; its generation config must not sample.
-        assistant (`str` or `PreTrainedModel`): A preset or a draft model.
+        assistant: What `assistant=` takes.
         prompts (list of token ids): Without padding.
         batch_sizes (sequence of `int`): All prompts are decoded at each of them.
         max_new_tokens, seed (`int`): Of decoding, and of sampling.
@@ -126,7 +130,7 @@ class Verifier:
     def __init__(
         self,
         model: PreTrainedModel,
-        assistant: str | PreTrainedModel,
+        assistant: Any,
         prompts: list[list[int]],
         batch_sizes: Sequence[int],
         max_new_tokens: int,

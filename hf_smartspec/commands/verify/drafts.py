@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ...candidates import TreeCandidateGenerator
 from ...drafts.tree import DraftTree
 from ...prepare.config import SmartSpecConfig
+from ..common.names import JOINT
 
 
 class ReplayCandidates(TreeCandidateGenerator):
@@ -107,17 +108,24 @@ class Drafting:
         return cls(name, lambda _: config)
 
 
-def ways_of_drafting(assistant: str | PreTrainedModel, vocab_size: int) -> list[Drafting]:
-    """Chains and trees of a draft model, or a preset; and replayed text, which drafts on every model."""
+def ways_of_drafting(assistant: Any, vocab_size: int) -> list[Drafting]:
+    """Chains and trees of a draft model, or any other assistant; and replayed text, which drafts on every model."""
     if isinstance(assistant, PreTrainedModel):
         ways = [
             Drafting.with_config("draft chain", SmartSpecConfig(assistant, num_nodes=5)),
             Drafting.with_config("draft tree", SmartSpecConfig(assistant, num_nodes=10, width=3)),
         ]
     else:
-        ways = [Drafting.with_config(assistant, SmartSpecConfig(assistant))]
+        ways = [Drafting.with_config(name_of(assistant), SmartSpecConfig(assistant))]
     return [
         *ways,
         Drafting("replayed chain", lambda rows: ReplayCandidates(rows, vocab_size)),
         Drafting("replayed tree", lambda rows: ReplayCandidates(rows, vocab_size, width=3)),
     ]
+
+
+def name_of(assistant: Any) -> str:
+    """Return what an assistant is called in the report."""
+    if isinstance(assistant, list):
+        return JOINT.join(map(name_of, assistant))
+    return assistant if isinstance(assistant, str) else type(assistant).__name__
