@@ -8,6 +8,7 @@ TURNS = ("all", "last", "none")
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"  # in place of a dtype: that of the model's files
 QUANTIZATIONS = ("int8",)  # kinds that `quantize` takes
 
 
@@ -103,17 +104,24 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_target_arguments(parser: argparse.ArgumentParser, dtype: str | None = "bfloat16") -> None:
-    """`dtype` is the default; None is left to the command: what the machine is fast in."""
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `load_target` takes."""
     parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
     parser.add_argument(
         "--parameters", type=number, metavar="N",
         help="enlarge the target to about N parameters without a change of its output, so that real text meets real "
         f"cost; 0 leaves it as it is (default: {PARAMETERS:.0e} for the demo's target, 0 for others)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype or 'the faster one here'}")
+    add_dtype_argument(parser)
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="run the target's linear maps in it, on the CPU")
     add_machine_arguments(parser)
+
+
+def add_dtype_argument(parser: argparse._ActionsContainer, note: str = "") -> None:
+    parser.add_argument(
+        "--dtype", choices=(AUTO, *DTYPES), default=AUTO,
+        help=f"auto: that of the model's files{note} (default: %(default)s)",
+    )  # fmt: skip
 
 
 def add_machine_arguments(parser: argparse._ActionsContainer) -> None:

@@ -12,7 +12,7 @@ from ...candidates.heads.learned import LearnedDrafter
 from ...goodput.acceptance import Calibrator
 from ...prepare.resolve import resolve
 from .arguments import UsageError
-from .models import load_draft
+from .models import load_draft, name_of
 from .names import is_model, parts_of, shown
 from .narrowed import NarrowedCandidates
 
@@ -91,7 +91,7 @@ class DrafterFiles:
                 drafter = load(item, self.target)
             except (ValueError, OSError) as error:
                 raise UsageError(f"{self._option}: {error}") from error
-            dtype = str(self.target.dtype).removeprefix("torch.")
+            dtype = name_of(self.target.dtype)
             self._known[item] = load_draft(item, self.target, dtype) if drafter is None else drafter
         return self._known[item]
 

@@ -63,6 +63,11 @@ def use_machine(args: argparse.Namespace) -> None:
     check_device(args.device)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name as `--dtype` takes it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def load_model(
     name: str, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False, is_draft: bool = False
 ) -> PreTrainedModel:

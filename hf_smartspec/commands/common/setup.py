@@ -17,7 +17,7 @@ from .cost_matched import enlarge
 from .data_sets import DataSet, answered, remember
 from .demo import demo_folder
 from .drafters import DrafterFiles
-from .models import load_draft, load_model, load_tokenizer, use_machine, use_quantized
+from .models import load_draft, load_model, load_tokenizer, name_of, use_machine, use_quantized
 from .names import SOURCES, WITH_DRAFT_MODEL, check_distinct, shown
 from .recordings import Fields, Recording, read_requests
 from .replaying import ReplayEngine
@@ -195,7 +195,7 @@ def missing_arguments(args: argparse.Namespace) -> list[str]:
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    The model that `add_target_arguments` names, greedy, with its tokenizer.
+    Load the model that `add_target_arguments` names, greedy, and its tokenizer; `args.dtype` becomes that of the model.
 
     Raises:
         UsageError: for a device or a model that cannot be used.
@@ -203,6 +203,7 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     use_machine(args)
     name = args.model or str(demo_folder("--model") / "models" / "target")
     model = load_model(name, args.dtype, args.device)
+    args.dtype = name_of(model.dtype)
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise UsageError(f"--model: {name!r} has no tokenizer")

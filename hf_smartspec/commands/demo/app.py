@@ -144,8 +144,9 @@ def connect(
 
 
 def _title(world: World) -> str:
+    same = "the same text" if world.is_exact else "the same up to rounding"
     return (
-        '<header class="ss-title"><div><h1>Faster text, the same text</h1><p>Speculative decoding: something cheap '
+        f'<header class="ss-title"><div><h1>Faster text, {same}</h1><p>Speculative decoding: something cheap '
         "drafts several tokens, the model checks them all in one forward and keeps those that it would have written "
         "itself.</p>"
         f'<p class="ss-machine">{escape(world.describe())}</p></div><button class="ss-theme" type="button" '

@@ -8,7 +8,7 @@ from ..common.arguments import add_target_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target_arguments(parser, dtype=None)
+    add_target_arguments(parser)
     parser.add_argument(
         "--draft", nargs="+", metavar="MODEL",
         help="draft models and learned drafters to choose among, by folder or hub id (default: the demo's for the "

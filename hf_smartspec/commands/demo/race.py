@@ -170,10 +170,9 @@ def _verdict_html(world: World, race: Race) -> str:
             f'<b class="ss-differs">Not identical</b> from token {place + 1} on, which must not be: please report it.'
         )
     else:
-        name = str(world.model.dtype).removeprefix("torch.")
         verdict = (
-            f'<b class="ss-differs">Not identical</b> from token {place + 1} on. In {name}, forwards of several tokens '
-            "round differently from forwards of one, and a tie between two words may fall otherwise; in float32 "
+            f'<b class="ss-differs">Not identical</b> from token {place + 1} on. In {world.dtype}, forwards of several '
+            "tokens round differently from forwards of one, and a tie between two words may fall otherwise; in float32 "
             "(--dtype float32) texts are the same."
         )
     facts = (
@@ -187,6 +186,21 @@ def _verdict_html(world: World, race: Race) -> str:
             "ratio is that of two plain decoders."
         )
     return f'<p class="ss-verdict">{verdict} {facts}</p>'
+
+
+def usual_baseline(world: World) -> str:
+    """Return the plain lane unless readers choose: in half precision the own forward, whose rounding drafts share."""
+    return GENERATE if world.is_exact else ENGINE
+
+
+def why_baseline(world: World) -> str:
+    """Return what readers are told about the choice of the plain lane."""
+    if world.is_exact:
+        return "Against our own forward, the ratio is the gain of speculation alone."
+    return (
+        f"In {world.dtype}, transformers' generate rounds otherwise than our forward, and texts part where two words "
+        "are nearly tied: plain is our own forward unless you choose."
+    )
 
 
 def _timing_html(race: Race) -> str:

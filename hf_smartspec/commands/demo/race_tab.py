@@ -8,7 +8,7 @@ import gradio as gr
 
 from ..common.names import JOINT
 from ..common.runs import Decoding
-from .race import ENGINE, GENERATE, Race, RaceSettings, progress_html, race_html, run_race
+from .race import ENGINE, GENERATE, Race, RaceSettings, progress_html, race_html, run_race, usual_baseline, why_baseline
 from .texts import notice
 from .trees import best_step, tree_html
 from .world import AUTO, NONE, World
@@ -28,9 +28,8 @@ def race_tab(world: World, connect: Callable[..., None]) -> None:
         with gr.Column(scale=2, min_width=300):
             source = gr.Dropdown(choices(world), value=most_telling(world), label="What drafts", interactive=True)
             baseline = gr.Radio(
-                [GENERATE, ENGINE], value=GENERATE, label="Plain lane", info="Against our own forward, the ratio is "
-                "the gain of speculation alone.",
-            )  # fmt: skip
+                [GENERATE, ENGINE], value=usual_baseline(world), label="Plain lane", info=why_baseline(world)
+            )
     with gr.Accordion("Decoding and length", open=False):
         with gr.Row():
             decoding = gr.Radio([GREEDY, SAMPLED], value=GREEDY, label="Decoding", min_width=200)

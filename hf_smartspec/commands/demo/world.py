@@ -14,15 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.base import NoCandidates
-from ..common.arguments import UsageError
+from ..common.arguments import AUTO, UsageError
 from ..common.demo import demo_folder
 from ..common.drafters import DrafterFiles
-from ..common.models import check_device, check_folder, default_device, encode, read_prompts
+from ..common.models import check_device, check_folder, default_device, encode, name_of, read_prompts
 from ..common.names import JOINT, is_model, parts_of, shown
 from ..common.setup import load_target, num_parameters
 from ..common.timing import environment
 
-AUTO, LOOKUP, NONE = "auto", "prompt_lookup", "none"
+LOOKUP, NONE = "prompt_lookup", "none"
 _EMBEDDED = ("draft", "medusa", "eagle3")
 _CATEGORIES = "category"
 
@@ -137,6 +137,10 @@ class World:
         return f"{name}: {size}. {system['dtype']}, {threads}{system['device']}"
 
     @property
+    def dtype(self) -> str:
+        return name_of(self.model.dtype)
+
+    @property
     def is_exact(self) -> bool:
         """Whether texts must be identical, to the last token."""
         return self.model.dtype == torch.float32
@@ -164,7 +168,8 @@ def load_world(args: argparse.Namespace) -> World:
     """
     args.device = args.device or default_device()
     check_device(args.device)
-    args.dtype = args.dtype or default_dtype(args.device)
+    if args.dtype == AUTO and not args.model:
+        args.dtype = default_dtype(args.device)
     prompts = _prompts(args.prompts or demo_folder("--prompts") / "prompts.jsonl")
     for path in args.draft or ():
         for item in filter(is_model, parts_of(path)):

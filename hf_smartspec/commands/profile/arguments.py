@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from ..common.arguments import DTYPES, add_json_argument, add_machine_arguments, number
+from ..common.arguments import add_dtype_argument, add_json_argument, add_machine_arguments, number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
+    add_dtype_argument(parser)
     add_machine_arguments(parser)
     parser.add_argument(
         "--parameters", type=number, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..common.addresses import host, port
 from ..common.arguments import (
-    DTYPES,
     QUANTIZATIONS,
+    add_dtype_argument,
     add_machine_arguments,
     not_negative,
     not_negative_number,
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or hub id, by which clients ask for it, or NAME=MODEL (default: demo=, the demo's target)",
     )  # fmt: skip
     _add_speculation(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    add_dtype_argument(parser)
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="run linear maps in it, on the CPU")
     add_machine_arguments(parser)
     parser.add_argument(

@@ -20,7 +20,7 @@ from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
 from ...sharing.outputs import SharedOutputs
 from ..common.arguments import UsageError
-from ..common.models import load_draft, load_model, load_tokenizer, use_quantized
+from ..common.models import load_draft, load_model, load_tokenizer, name_of, use_quantized
 
 _MIB = 2**20
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -112,5 +112,5 @@ def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, 
 def _assistant(args: argparse.Namespace, model: PreTrainedModel) -> Any:
     sources: list[Any] = list(args.assistant)
     if args.draft:
-        sources = [*(item for item in sources if item != "none"), load_draft(args.draft, model, args.dtype)]
+        sources = [*(item for item in sources if item != "none"), load_draft(args.draft, model, name_of(model.dtype))]
     return sources[0] if len(sources) == 1 else sources

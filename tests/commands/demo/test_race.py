@@ -1,15 +1,27 @@
 """Races without a browser: lanes, who wrote what, and their pictures."""
 
+import copy
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 
 from hf_smartspec import TracedStep
 from hf_smartspec.commands.common.runs import Decoding
+from hf_smartspec.commands.demo.app import _title
 from hf_smartspec.commands.demo.charts import Series, chart_html
 from hf_smartspec.commands.demo.lanes import Lane
-from hf_smartspec.commands.demo.race import ENGINE, GENERATE, RaceSettings, progress_html, race_html, run_race
+from hf_smartspec.commands.demo.race import (
+    ENGINE,
+    GENERATE,
+    RaceSettings,
+    progress_html,
+    race_html,
+    run_race,
+    usual_baseline,
+    why_baseline,
+)
 from hf_smartspec.commands.demo.texts import pieces, visible
 from hf_smartspec.commands.demo.trees import best_step, tree_html
 from hf_smartspec.commands.demo.world import AUTO, NONE, RefusedError
@@ -41,6 +53,13 @@ def test_both_lanes_write_the_same(world, baseline):
     shown = re.findall(r'class="t (\S+)" data-t="([\d.]+)"', page)[len(race.plain.tokens) :]
     assert [name != "target" for name, _ in shown] == [source is not None for source in race.drafted.sources]
     assert tree_html(race.drafted, best_step(race.drafted.steps), world.tokenizer)
+
+
+def test_in_half_precision_the_plain_lane_is_our_own_and_the_page_says_why(world):
+    assert usual_baseline(world) == GENERATE and "Faster text, the same text" in _title(world)
+    half = replace(world, model=copy.deepcopy(world.model).bfloat16())
+    assert usual_baseline(half) == ENGINE and "the same up to rounding" in _title(half)
+    assert "In bfloat16, transformers' generate rounds otherwise" in why_baseline(half)
 
 
 def test_every_source_of_the_page_drafts(world):

@@ -4,17 +4,16 @@ import argparse
 from typing import Any, NamedTuple
 
 from ..arguments import (
-    DTYPES,
+    AUTO,
     QUANTIZATIONS,
     UsageError,
+    add_dtype_argument,
     add_machine_arguments,
     not_negative,
     number,
     positive,
     positive_number,
 )
-
-AUTO = "auto"
 
 
 class Sampling(NamedTuple):
@@ -57,10 +56,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "folder or hub id of a draft model or of heads, or some of these joined by plus signs (default: auto)",
     )  # fmt: skip
     group.add_argument("--draft", metavar="MODEL", help="a draft model that is asked beside: NAME+MODEL")
-    group.add_argument(
-        "--dtype", choices=(AUTO, *DTYPES), default=AUTO,
-        help="auto: that of the model's files, float32 for the embedded one (default: auto)",
-    )  # fmt: skip
+    add_dtype_argument(group, ", float32 for the embedded one")
     group.add_argument("--quantize", choices=QUANTIZATIONS, help="run the model's linear maps in it, on the CPU")
     add_machine_arguments(group)
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies beside the model")
