@@ -45,6 +45,7 @@ HERE = Path(__file__).resolve().parent
 _NUM_PARAMETERS = 200e6  # what the embedded target costs, so that its speed says something about real models
 _MAX_SECONDS = 75.0  # per batch size, warm-up included: as many repetitions as begin within, and at least one
 _MAX_SPREAD = 1.3
+_MINUTES = 3  # two batch sizes, loading, an answer and the check of sampling
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -221,6 +222,12 @@ def _about(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     console = make_console()
+    console.print(
+        f"This takes about {_MINUTES} minutes, on a slow machine more: at most {_MAX_SECONDS:.0f} s at each of two "
+        "batch sizes, and an answer before them.",
+        style="dim",
+        highlight=False,
+    )
     torch.set_num_threads(args.threads)
     check_device(args.device)
     check_output(args.json)

@@ -21,7 +21,7 @@ def demo_folder(*needed: str) -> Path:
     The same, in place of arguments that were not given.
 
     Args:
-        needed (`str`): The arguments that name what is taken from it.
+        needed (`str`): The arguments that name what is taken from it; none, if nothing can take its place.
 
     Raises:
         UsageError: where there is none; says which arguments to give.
@@ -29,5 +29,8 @@ def demo_folder(*needed: str) -> Path:
     folder = find_demo()
     if folder is None:
         missing = " and ".join(needed)
-        raise UsageError(f"name {missing}: the demo's are not here (they come with the repository, not the package)")
+        remedy = f"name {missing}, or call this" if needed else "call this"
+        raise UsageError(
+            f"the demo's models and prompts come with the repository, not the package: {remedy} in a checkout"
+        )
     return folder

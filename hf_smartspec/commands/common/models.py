@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...prepare.model_state import load_whole
 from ...target.quantized import quantize
 from .arguments import UsageError
 
+_GGUF = ".gguf"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 
 # Neutral, of different lengths, and partly repetitive, so that prompt lookup finds something.
@@ -72,7 +74,7 @@ def load_model(
     name: str, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False, is_draft: bool = False
 ) -> PreTrainedModel:
     """
-    A causal or sequence-to-sequence language model from a local folder or the hub, ready for inference.
+    A causal or sequence-to-sequence language model from a local folder, a .gguf file or the hub, ready for inference.
 
     Args:
         dtype (`str`): One of `DTYPES`, or "auto": that of its files.
@@ -80,15 +82,17 @@ def load_model(
         is_draft (`bool`): Whether files that lack weights are refused.
     """
     check_folder(name)
-    options = {"trust_remote_code": True} if trust_remote_code else {}
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    given = name
     try:
+        name, options = _place_of(name, options)
         config = AutoConfig.from_pretrained(name, **options)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         load = partial(load_whole, factory) if is_draft else factory.from_pretrained
         model: PreTrainedModel = load(name, dtype=kind, **options)
     except Exception as error:  # of many kinds; all mean that it cannot be loaded
-        raise UsageError(f"cannot load the model {name!r}: {_first_line(error)}") from error
+        raise UsageError(f"cannot load the model {given!r}: {_first_line(error)}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
     return model.eval()
 
@@ -123,7 +127,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         return None  # transformers would make up an empty one from the model's type
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        name, options = _place_of(name, {"trust_remote_code": trust_remote_code})
+        return AutoTokenizer.from_pretrained(name, **options)
     except Exception:  # transformers raises many kinds for a missing or unreadable tokenizer
         return None
 
@@ -131,14 +136,28 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 def check_folder(name: str) -> None:
     """
     Raises:
-        UsageError: for the name of a folder that is not there, or holds no model.
+        UsageError: for the name of a folder or .gguf file that is not there, or holds no model.
     """
+    if Path(name).is_file() and name.endswith(_GGUF):
+        if find_spec("gguf") is None:
+            raise UsageError(f'{name!r} is read by a package that is not installed: pip install "hf-smartspec[gguf]"')
+        return
     looks_local = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or not name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise UsageError(f"the folder {name!r} holds no model: it has no config.json")
     elif looks_local or Path(name).exists():
         raise UsageError(f"no such model folder: {name!r}")
+
+
+def _place_of(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return what `from_pretrained` takes for a folder, hub id or .gguf file."""
+    path = Path(name)
+    return (
+        (str(path.parent), options | {"gguf_file": path.name})
+        if name.endswith(_GGUF) and path.is_file()
+        else (name, options)
+    )
 
 
 def _first_line(error: Exception) -> str:

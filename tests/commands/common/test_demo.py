@@ -23,6 +23,7 @@ def _no_demo(monkeypatch):
         (["bench", "timeline", "{file}"], "--model"),
         (["bench", "batch"], "FILE and --model"),
         (["bench", "queue"], "FILE and --model"),
+        (["bench", "peers"], ""),
         (["bench", "memory"], "FILE and --tokenizer"),
         (["bench", "simulate"], "FILE and --tokenizer"),
         (["bench", "sources", "{file}"], "--tokenizer"),
@@ -35,10 +36,11 @@ def test_a_command_says_what_to_pass(arguments, needed, tmp_path, monkeypatch, c
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     assert call(*(argument.format(file="data.jsonl") for argument in arguments)) == 2
     error = capsys.readouterr().err
-    assert f"name {needed}: the demo's are not here" in error and error.count("\n") == 1
+    remedy = f"name {needed}, or call this in a checkout" if needed else "package: call this in a checkout"
+    assert "come with the repository, not the package" in error and remedy in error and error.count("\n") == 1
 
 
 def test_prompts_are_missing_where_only_the_model_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert call("bench", "load", "--model", save_tiny_models(tmp_path) / "target") == 2
-    assert "name FILE: the demo's are not here" in capsys.readouterr().err
+    assert "name FILE, or call this in a checkout" in capsys.readouterr().err
