@@ -18,6 +18,7 @@ from ..models import EngineState
 from ..request.fields import ChatFields, read_fields
 from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
+from ..request.tool_calls import forced_form
 from ..served import ServedModel
 from ..tokens.processors import TokenLogprobs
 from .streaming import AnswerStream, event, events
@@ -38,9 +39,10 @@ class EngineChatHandler(ChatCompletionHandler):
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, fields.reasoning_effort)
         messages = [message.model_dump(exclude_none=True) for message in fields.messages]
         prompt = await served.in_worker(render, served, messages, tools, kwargs)
+        calls = await served.in_worker(forced_form, served, fields, tools, prompt)
         limit = fields.max_completion_tokens or fields.max_tokens
         num_top = (fields.top_logprobs or 0) if fields.logprobs else None
-        settings = read_settings(fields, served.model.generation_config, limit, num_top)
+        settings = read_settings(fields, served.model.generation_config, limit, num_top, calls=calls)
         prediction = await served.prediction_of(settings)
         answers = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
         exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request_id}", tools, prediction)
@@ -78,7 +80,7 @@ class _Exchange:
         return result.model_dump(exclude_none=True) | {"metrics": speculation_of(outputs)}
 
     def _choice(self, index: int, piece: Piece) -> Choice:
-        items = MessageReader(self._served, self._prompt, self._tools).feed(piece.text, is_last=True)
+        items = MessageReader(self._served, self._prompt, self._tools).feed(piece.text, piece.finish_reason)
         calls = [_tool_call(piece, number, item) for number, item in enumerate(_of_kind(items, ToolCall))]
         reasoning = "".join(_of_kind(items, ReasoningText)) or None
         content = "".join(item for item in items if type(item) is str)
@@ -101,7 +103,7 @@ class _Exchange:
             last[index] = piece
             is_last = piece.finish_reason is not None
             deltas: list[dict[str, Any]] = []
-            for item in readers[index].feed(piece.text, is_last):
+            for item in readers[index].feed(piece.text, piece.finish_reason):
                 if isinstance(item, ToolCall):
                     deltas.append(
                         {"tool_calls": [{"index": num_calls[index], **_tool_call(piece, num_calls[index], item)}]}

@@ -15,6 +15,7 @@ from ..models import EngineState
 from ..request.fields import ResponseFields, read_fields
 from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
+from ..request.tool_calls import forced_form
 from ..served import ServedModel
 from .streaming import AnswerStream
 from .usage import speculation_of
@@ -32,11 +33,13 @@ class EngineResponseHandler(ResponseHandler):
         effort = None if fields.reasoning is None else fields.reasoning.effort
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, effort)
         prompt = await served.in_worker(render, served, self._messages(body), tools, kwargs)
+        calls = await served.in_worker(forced_form, served, fields, tools, prompt)
         form = (fields.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise ApiError(400, "text: format must be an object", param="text")
         limit = fields.max_output_tokens or fields.max_tokens
-        settings = read_settings(fields, served.model.generation_config, limit, response_format=form)
+        own = served.model.generation_config
+        settings = read_settings(fields, own, limit, response_format=form, calls=calls)
         prediction = await served.prediction_of(settings)
         [answer] = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
         manager = _OneAnswer(served, answer, tools)
@@ -126,7 +129,7 @@ class _OneAnswer(BaseGenerateManager):
             async for piece in self._answer.pieces():
                 self.last_piece = piece
                 streamer.total_tokens += len(piece.tokens)
-                for item in reader.feed(piece.text, piece.finish_reason is not None):
+                for item in reader.feed(piece.text, piece.finish_reason):
                     queue.put_nowait(item)
             queue.put_nowait(None)
         except Exception as error:

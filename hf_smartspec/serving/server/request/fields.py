@@ -140,14 +140,34 @@ class Message(Fields):
     tool_calls: Items[dict[str, Any]] | None = None
 
 
-class ChatFields(GenerationFields):
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """A function that must be called: chats have its name one level deeper than responses."""
+
+    type: Literal["function"]
+    function: NamedFunction | None = None
+    name: str | None = None
+
+    @property
+    def called(self) -> str | None:
+        return self.name if self.function is None else self.function.name
+
+
+class ToolFields(GenerationFields):
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class ChatFields(ToolFields):
     messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -155,8 +175,6 @@ class ChatFields(GenerationFields):
     def _tops_with_logprobs(self) -> "ChatFields":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ValueError("tool_choice must be 'auto' or 'none': no tool can be forced here")
         return self
 
 
@@ -190,17 +208,14 @@ class Reasoning(Fields):
     effort: str | None = None
 
 
-class ResponseFields(GenerationFields):
+class ResponseFields(ToolFields):
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: Any = None
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _what_is_kept(self) -> "ResponseFields":
@@ -208,8 +223,6 @@ class ResponseFields(GenerationFields):
             raise ValueError("previous_response_id: responses are not kept here; send the whole conversation")
         if self.n not in (None, 1):
             raise ValueError("n must be 1")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ValueError("tool_choice must be 'auto' or 'none': no tool can be forced here")
         return self
 
 

@@ -16,7 +16,7 @@ from ..errors import ApiError
 
 _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"
-_LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # small models otherwise write nothing but blanks
+LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # small models otherwise write nothing but blanks
 _KEPT = 64  # forms whose grammar is kept
 _MOST_CHARS = 2**18  # of a form: others wait while it is read, seconds for a million
 
@@ -77,28 +77,28 @@ class Grammars:
         return lambda prompt_len: GrammarProcessor(matcher.deep_copy(), prompt_len)
 
     def _compile(self, form: str) -> LLMatcher:
+        kind, value = json.loads(form)
+        field = "tools" if kind == "tools" else "response_format"
         if len(form) > _MOST_CHARS:
-            message = f"response_format: {len(form)} characters are too many: {_MOST_CHARS} are the most"
-            raise ApiError(400, message, param="response_format")
+            raise ApiError(400, f"{field}: {len(form)} characters are too many: {_MOST_CHARS} are the most", field)
         if self._llguidance_tokenizer is None:
             self._llguidance_tokenizer = llguidance.hf.from_tokenizer(
                 self._tokenizer,  # type: ignore[arg-type]  # it is one of these, which was checked before
                 n_vocab=self._num_tokens,
                 eos_token=self._eos_token_ids or None,
             )
-        kind, value = json.loads(form)
         try:
             matcher = LLMatcher(self._llguidance_tokenizer, _grammar(kind, value), log_level=0)
         except Exception as error:  # of several kinds, for what the schema says
-            raise ApiError(400, f"response_format: {error}", param="response_format") from None
+            raise ApiError(400, f"{field}: {error}", field) from None
         if matcher.is_error():
-            raise ApiError(400, f"response_format: {matcher.get_error()}", param="response_format")
+            raise ApiError(400, f"{field}: {matcher.get_error()}", field)
         return matcher
 
 
 def _grammar(kind: str, value: Any) -> str:
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(value, defaults=_LAYOUT)
+        return LLMatcher.grammar_from_json_schema(value, defaults=LAYOUT)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(value)
     return LLMatcher.grammar_from_lark(value)

@@ -88,21 +88,30 @@ class MessageReader:
         self._unread = ""  # text since the last item
         self._specials = [] if self._parser is None else served.tokenizer.all_special_tokens
 
-    def feed(self, text: str, is_last: bool) -> list[Any]:
+    def feed(self, text: str, finish_reason: str | None) -> list[Any]:
+        """
+        What has become readable.
+
+        Args:
+            finish_reason (`str`, *optional*): Of the answer, with its last text. A call that was cut off ("length") is
+                none: parsers of some forms would make one of what there is of its arguments.
+        """
         items, self._first = self._first, []
         if self._parser is None:
             return [*items, self._plain(text)] if text else items
         try:
-            found = self._read(self._parser.feed(text)) if text else []
+            found = read_events(self._parser.feed(text)) if text else []
         except Exception as error:  # of many kinds: a model may write anything
             logger.info(f"A message could not be read: {type(error).__name__}")
             self._parser = None
             return [*items, self._plain(self._unread + text)]
         self._unread = _behind(self._unread + text, found)
         items = items + found
-        if is_last:
+        if finish_reason is not None:
             try:
-                items = items + self._read(self._parser.finalize()[1])
+                last = read_events(self._parser.finalize()[1])
+                is_cut = finish_reason == "length"
+                items = items + [item for item in last if not (is_cut and isinstance(item, ToolCall))]
             except Exception as error:  # the answer ended within a tool call, say
                 logger.info(f"The end of a message could not be read: {type(error).__name__}")
         return items
@@ -113,12 +122,13 @@ class MessageReader:
             text = text.replace(special, "")
         return text
 
-    @staticmethod
-    def _read(events: list[dict[str, Any]]) -> list[Any]:
-        items = response_events_to_chunks(events)
-        if not all(isinstance(item.name, str) for item in items if isinstance(item, ToolCall)):
-            raise ValueError("a tool without a name")
-        return items
+
+def read_events(events: list[dict[str, Any]]) -> list[Any]:
+    """Text, reasoning and calls in a parser's events. Raises errors of many kinds for calls that are none."""
+    items = response_events_to_chunks(events)
+    if not all(isinstance(item.name, str) for item in items if isinstance(item, ToolCall)):
+        raise ValueError("a tool without a name")
+    return items
 
 
 def _behind(text: str, items: Sequence[Any]) -> str:

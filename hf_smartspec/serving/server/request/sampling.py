@@ -59,12 +59,21 @@ def read_settings(
     max_new_tokens: int | None,
     num_top: int | None = None,
     response_format: dict[str, Any] | None = None,
+    calls: str | None = None,
 ) -> Settings:
     """
     Args:
         own (`GenerationConfig`): The model's, which decides where the request says nothing.
         max_new_tokens (`int`, *optional*): What the request says of it, under whatever name.
+        calls (`str`, *optional*): The form of tool calls that the answer must be, see `forced_form`.
+
+    Raises:
+        ApiError: 400, for what is no form, or two forms of one answer.
     """
+    form = form_of(response_format or fields.response_format, fields.structured_outputs)
+    if calls is not None and form is not None:
+        message = "tool_choice: an answer that must call a tool cannot have another form as well"
+        raise ApiError(400, message, param="tool_choice")
     told = _told(fields.generation_config)
     arguments = {**told, **_sampling(fields, told, own)}
     limit = arguments.pop("max_new_tokens", None)
@@ -86,7 +95,7 @@ def read_settings(
         fields.stops,
         bool(fields.include_stop_str_in_output),
         num_top,
-        form_of(response_format or fields.response_format, fields.structured_outputs),
+        form or calls,
         fields.presence_penalty or 0.0,
         fields.frequency_penalty or 0.0,
         speculation.assistant,

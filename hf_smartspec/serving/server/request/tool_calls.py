@@ -1,0 +1,167 @@
+"""Answers that must call tools: the model's own way to write a call, as a grammar."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.utils import build_response_parser, get_response_template
+
+from ..errors import ApiError
+from ..served import ServedModel
+from .fields import NamedTool, ToolFields
+from .grammar import LAYOUT
+from .written_calls import WrittenCall, length_in_common, written_call
+
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TEXT = r"/(.|\n)*/"
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of response templates
+
+
+def forced_form(
+    served: ServedModel, fields: ToolFields, tools: Sequence[dict[str, Any]] | None, prompt: Sequence[int]
+) -> str | None:
+    """
+    The form, as of `form_of`, of an answer that must call tools; None where it need not.
+
+    Args:
+        fields (`ToolFields`): Whose `tool_choice` says so.
+        tools (sequence of `dict`, *optional*): In the form of chats.
+        prompt (sequence of `int`): What is answered: reasoning may have begun in it.
+
+    Raises:
+        ApiError: 400, for tools that are not there, and where it is not known how the model writes a call.
+    """
+    choice = fields.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    functions = [_function_of(tool) for tool in tools or ()]
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function["name"] == choice.called]
+    if not functions:
+        missing = repr(choice.called) if isinstance(choice, NamedTool) else "tools to choose from"
+        raise ApiError(400, f"tool_choice: there is no {missing} in tools", param="tool_choice")
+    template = get_response_template(served.tokenizer, served.model)
+    call = None if template is None else written_call(served, template)
+    if template is None or call is None:
+        raise ApiError(
+            400,
+            f"tool_choice: no tool can be forced, since it is not known how {served.name} writes a call (its tokenizer "
+            "needs a `response_template` with `tool_calls`): choose 'auto'",
+            param="tool_choice",
+        )
+    writer = _Writer(served.tokenizer)
+    rules = [writer.call_rules(f"call_{number}", call, function) for number, function in enumerate(functions)]
+    repeats = fields.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    repeats = repeats and bool(template["fields"]["tool_calls"].get("repeats"))
+    reasoning = writer.reasoning_rules(template, _is_reasoning(served, prompt))
+    start = ("reasoning " if reasoning else "") + "call" + (r" (/\n?/ call)*" if repeats else "")
+    any_call = " | ".join(f"call_{number}" for number in range(len(functions)))
+    return json.dumps(["tools", "\n".join([f"start: {start}", reasoning, f"call: {any_call}", *rules])])
+
+
+def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not _FUNCTION_NAME.fullmatch(str(function.get("name"))):
+        raise ApiError(400, "tools: a function must have a name of letters, digits, '_', '-' and '.'", param="tools")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise ApiError(400, f"tools: parameters of {function['name']!r} must be a JSON schema", param="tools")
+    return function
+
+
+def _is_reasoning(served: ServedModel, prompt: Sequence[int]) -> bool:
+    """Whether the prompt ends within reasoning."""
+    parser = build_response_parser(served.tokenizer, served.model, list(prompt))
+    assert parser is not None, "there is a template"
+    events = [event["type"] for event in parser.initial_events if event.get("field") in _REASONING]
+    return events.count("region_open") > events.count("region_close")
+
+
+# As a grammar
+
+
+class _Writer:
+    """Rules in llguidance's form of Lark, in which special tokens of a tokenizer are named by their ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._special = {item.content: ident for ident, item in tokenizer.added_tokens_decoder.items() if item.special}
+
+    def literal(self, text: str) -> str:
+        pattern = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
+        parts = [part for part in re.split(f"({pattern})", text) if part]
+        return " ".join(f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts)
+
+    def text_until(self, name: str, end: str) -> str:
+        """A rule for any text up to the first `end`, and that."""
+        if any(special in end for special in self._special):  # texts have no special tokens in them
+            return f"{name}: {_TEXT} {self.literal(end)}"
+        return f"{name}[suffix={_quoted(end)}]: {_TEXT}"
+
+    def reasoning_rules(self, template: dict[str, Any], has_begun: bool) -> str:
+        """What may, or where it has begun must, come before a call; nothing for models that do not reason."""
+        field: dict[str, Any] = next((item for name, item in template["fields"].items() if name in _REASONING), {})
+        begin, end = field.get("open"), field.get("close")
+        if not isinstance(begin, str) or not isinstance(end, str):
+            return ""
+        thoughts = r"thoughts /\s{0,2}/" if has_begun else rf"({self.literal(begin)} thoughts /\s{{0,2}}/)?"
+        return f"{self.text_until('thoughts', end)}\nreasoning: {thoughts}\n"
+
+    def call_rules(self, name: str, call: WrittenCall, function: dict[str, Any]) -> str:
+        """Rules for a call of this function, of which the first one bears the name."""
+        call = call.of(function["name"])
+        schema = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+        if call.key_end is None:
+            schema = {"additionalProperties": False} | schema | {"x-guidance": LAYOUT}
+            whole = f"{name}: {self.literal(call.before)} {name}_all {self.literal(call.after)}"
+            return f"{whole}\n{name}_all: %json {json.dumps(schema)}"
+        return self._rules_by_argument(name, call, call.key_end, schema)
+
+    def _rules_by_argument(self, name: str, call: WrittenCall, key_end: str, schema: dict[str, Any]) -> str:
+        """
+        Arguments one by one, in the schema's order: `NAME_first_N` for those from the Nth on where none has come, and
+        `NAME_rest_N` where one has.
+        """
+        arguments, required = schema["properties"], schema.get("required") or ()
+        end = _common_end(call)  # of every value
+        separator, after = self.literal(call.separator[len(end) :]), self.literal(call.after[len(end) :])
+        ways = [f"{self.literal(call.before)} {name}_first_0 {after}"] if arguments else []
+        if call.empty and not any(key in required for key in arguments):
+            ways.append(self.literal(call.empty))
+        if not ways:
+            raise ApiError(400, "tools: a function without parameters cannot be forced here", param="tools")
+        rules = [f"{name}: {' | '.join(ways)}"]
+        for number, (key, value) in enumerate(arguments.items()):
+            this, following, is_last = f"{name}_argument_{number}", number + 1, number + 1 == len(arguments)
+            rest = "" if is_last else f" {name}_rest_{following}"
+            may_lack = key not in required and not is_last
+            rules.append(f"{name}_first_{number}: {this}{rest}" + (f" | {name}_first_{following}" if may_lack else ""))
+            if number:
+                lacking = ' | ""' if is_last else f" | {name}_rest_{following}"
+                lacking = lacking if key not in required else ""
+                rules.append(f"{name}_rest_{number}: {separator} {this}{rest}{lacking}")
+            rules.append(f"{this}: {self.literal(key + key_end)} {this}_value")
+            rules.append(self._value_rule(f"{this}_value", value, schema, end))
+        return "\n".join(rules)
+
+    def _value_rule(self, name: str, value: Any, schema: dict[str, Any], end: str) -> str:
+        """A rule for a value and what ends it: strings are written as they are, everything else is JSON."""
+        value = value if isinstance(value, dict) else {}
+        choices = value.get("enum")
+        if isinstance(choices, list) and choices and all(isinstance(item, str) for item in choices):
+            return f"{name}: ({' | '.join(map(self.literal, choices))}) {self.literal(end)}"
+        if value.get("type", "string") == "string" and "$ref" not in value:
+            return self.text_until(name, end)
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _common_end(call: WrittenCall) -> str:
+    """What every value is followed by, up to a border of its tags."""
+    common = call.separator[: length_in_common(call.separator, call.after)]
+    border = re.match(r".*[>\s]", common, re.DOTALL)
+    return common if border is None else border[0]
