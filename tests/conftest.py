@@ -88,6 +88,15 @@ def real_tokenizer(real_folder):
     return AutoTokenizer.from_pretrained(real_folder, padding_side="left")
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium. Tests that use it are marked `tests.browser.NEEDED`."""
+    from .browser import launched
+
+    with launched() as browser:
+        yield browser
+
+
 @pytest.fixture
 def deprecated_by_itself(monkeypatch):
     """For tests of code of transformers that uses what transformers deprecates."""

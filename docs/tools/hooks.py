@@ -22,6 +22,12 @@ _HOME = {site: source for source, site in ELSEWHERE.items()}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 _REFERENCE = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+_CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
+_CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
+# After these, code may go on in a new line; what stands in tags is no code.
+_AFTER = re.compile(r"([/(]|=(?!\d)|\.(?=[A-Za-z]{5}))(?=[\w\"'])(?![^<]*>)")
+_TEXT_LEN = 24  # characters of a cell, from which on its lines should have several words
 log = logging.getLogger("mkdocs.hooks.pages")  # warnings fail `--strict`
 
 
@@ -44,6 +50,19 @@ def on_page_markdown(markdown, page, **_):
         if re.match(r" {1,3}`", fence):
             log.warning("%s: a block of code in a list needs four spaces: %r", source, fence[:40])
     return "".join(parts)
+
+
+def on_page_content(html, **_):
+    """Mark cells of text, to which `site.css` gives room, and show where code in cells may be broken."""
+    return _CELL.sub(_laid_out, html)
+
+
+def _laid_out(match):
+    attributes, cell = match[1], match[2]
+    if len(_TAG.sub("", cell)) >= _TEXT_LEN:
+        attributes += " data-text"
+    cell = _CODE.sub(lambda code: _AFTER.sub(r"\1<wbr>", code[0]), cell)
+    return f"<td{attributes}>{cell}</td>"
 
 
 def _relinked(match, source, site):

@@ -15,6 +15,8 @@ from mkdocs.exceptions import Abort
 import hf_smartspec
 from hf_smartspec import candidates
 
+from ..browser import BROKEN_WORDS, DESK, NEEDED, PHONE
+
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -76,6 +78,29 @@ def test_the_reference_shows_every_public_name(site):
         assert f'id="hf_smartspec.{name}"' in reference
     for name in set(candidates.__all__) - set(hf_smartspec.__all__):
         assert f'id="hf_smartspec.candidates.{name}"' in reference
+
+
+@NEEDED
+@pytest.mark.long
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_tables_break_no_word_and_scroll_in_their_own_frames(site, browser, size):
+    page = browser.new_page(viewport=size)
+    for name in ("overview", "peers", "policies", "reference", "security", "sources", "walk", "sources/suffix-trees"):
+        page.goto((site / f"{name}.html").as_uri())
+        assert page.locator(".md-typeset__scrollwrap").count() > 0
+        assert page.evaluate(BROKEN_WORDS) == [], name
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
+    page.close()
+
+
+@NEEDED
+@pytest.mark.long
+def test_cells_of_text_have_several_words_to_a_line(site, browser):
+    page = browser.new_page(viewport=PHONE)
+    page.goto((site / "security.html").as_uri())
+    widths = page.locator("td[data-text]").evaluate_all("cells => cells.map(cell => cell.clientWidth)")
+    assert len(widths) > 20 and min(widths) >= 120
+    page.close()
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from .metrics import ServerMetrics
 from .models import EngineState, ServedModels
 from .served import ServedModel
 
-# transformers' routes for what engines do not do: sounds, classification, and unloading models.
-_NOT_SERVED = ("/v1/audio/transcriptions", "/v1/systemone", "/reset")
+# transformers' routes for what engines do not do (sounds, classification, unloading models), and one that fails for
+# names that are no text, in place of which there is our own.
+_NOT_SERVED = ("/v1/audio/transcriptions", "/v1/systemone", "/reset", "/load_model")
 
 
 class Server(NamedTuple):

@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 STREAM_END = "data: [DONE]\n\n"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -57,6 +58,10 @@ class ApiError(Exception):
 def invalid(error: ValidationError | RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is no valid JSON: {first['ctx']['error']}, at character {first['loc'][-1]}")
+    if first["loc"] == ("body",):
+        return ApiError(400, "The body must be a JSON object, sent with Content-Type: application/json")
     names = [str(part) for part in first["loc"] if part != "body"]
     where = ".".join(names)
     message = first["msg"].removeprefix("Value error, ")
@@ -74,10 +79,16 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
         return invalid(error).response()
 
-    @app.exception_handler(HTTPException)
-    async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
-        status = 400 if error.status_code == 422 else error.status_code
-        return ApiError(status, str(error.detail)).response()
+    @app.exception_handler(HTTPException)  # FastAPI's own is one of these; the router raises them for 404 and 405
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message, headers = str(error.detail), error.headers or {}
+        if error.status_code == 404:
+            message = f"There is no {request.url.path} here"
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}, but {headers.get('Allow', 'others')}"
+        response = ApiError(400 if error.status_code == 422 else error.status_code, message).response()
+        response.headers.update(headers)
+        return response
 
     @app.exception_handler(Exception)
     async def _fault(_: Request, error: Exception) -> JSONResponse:  # and the server writes it down

@@ -1,7 +1,6 @@
 """The models of a server, as transformers' application asks for them."""
 
-import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.cli.serving.model_manager import ModelManager
@@ -32,15 +31,6 @@ class ServedModels(ModelManager):
         """Raises `ApiError`, 404, for others than those that are served."""
         served = find(self._models, model_id_and_revision)
         return served.model, served.tokenizer
-
-    async def load_model_streaming(self, model_id_and_revision: str, *_: Any, **__: Any) -> AsyncIterator[str]:
-        """What `transformers chat` waits for before it asks."""
-        status = {"status": "ready", "model": model_id_and_revision, "cached": True}
-        try:
-            find(self._models, model_id_and_revision)
-        except ApiError as error:
-            status = {"status": "error", "model": model_id_and_revision, "message": error.message}
-        yield f"data: {json.dumps(status)}\n\n"
 
     def list_models(self, cache_dir: str | None = None) -> list[dict]:
         return [model_card(served) for served in self._models.values()]

@@ -1,18 +1,14 @@
 """The page in a browser without a screen: one session through its tabs, at a desk's and a phone's width."""
 
-import shutil
 import threading
 
 import pytest
 
-pytest.importorskip("gradio", reason="the page is made with Gradio")
-sync_api = pytest.importorskip("playwright.sync_api", reason="a browser is driven by Playwright")
+from ...browser import DESK, NEEDED, PHONE
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+pytest.importorskip("gradio", reason="the page is made with Gradio")
+pytestmark = NEEDED
 TIMEOUT = 120_000  # milliseconds, which only a failure takes
-PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +18,6 @@ def address(world):
     app = build_app(world)
     yield launch_app(app)
     app.close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def _open(browser, address, size=DESK):

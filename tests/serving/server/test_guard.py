@@ -95,12 +95,49 @@ def check_serves(server, demo) -> None:
         ("/detokenize", {"tokens": ["x"]}),
         ("/detokenize", {"tokens": [5] * 2049}),
         ("/load_model", {}),
+        ("/load_model", {"model": 1}),
+        ("/load_model", {"model": [{}]}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_told(server, path, body):
     answer = httpx.post(server.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500, answer.text
     assert answer.json()["error"]["message"] and answer.json()["error"]["type"]
+
+
+@pytest.mark.parametrize(
+    "method, path, content, error, message",
+    [
+        ("POST", CHAT, b"{not", openai.BadRequestError, "no valid JSON: Expecting property name .*, at character 1"),
+        ("POST", CHAT, b'{"messages": [{"role":', openai.BadRequestError, "no valid JSON: Expecting value"),
+        ("POST", CHAT, b"", openai.BadRequestError, "The body must be a JSON object"),
+        ("POST", CHAT, b"[1, 2]", openai.BadRequestError, "The body must be a JSON object"),
+        ("POST", CHAT, b'{"a": "\xff"}', openai.BadRequestError, "parsing the body"),
+        ("POST", "/tokenize", b"[" * 100_000, openai.BadRequestError, "parsing the body"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"max_tokens": ' + b"9" * 5000 + b"}",
+            openai.BadRequestError,
+            "parsing the body",
+        ),
+        ("POST", "/v1/embeddings", b"{}", openai.NotFoundError, "There is no /v1/embeddings here"),
+        ("GET", "/", b"", openai.NotFoundError, "There is no / here"),
+        ("GET", CHAT, b"", openai.APIStatusError, f"{CHAT} does not take GET, but POST"),
+        ("DELETE", "/metrics", b"", openai.APIStatusError, "/metrics does not take DELETE, but GET"),
+    ],
+)
+def test_errors_before_any_handler_are_openais_too(server, method, path, content, error, message):
+    """By `openai`'s own client, which makes its exceptions of them."""
+    client = server.client().with_options(default_headers={"Content-Type": "application/json"})
+    client.base_url = server.url
+    with pytest.raises(error, match=message) as raised:
+        getattr(client, method.lower())(path, cast_to=object, **({"content": content} if content else {}))
+    told = raised.value
+    assert told.status_code == {openai.APIStatusError: 405}.get(error, told.status_code)
+    assert isinstance(told.body, dict) and set(told.body) == {"message", "type", "param", "code"}
+    assert told.type == ("not_found_error" if error is openai.NotFoundError else "invalid_request_error")
+    assert told.status_code != 405 or told.response.headers["allow"]
 
 
 def test_texts_that_no_context_holds_are_refused_before_they_are_read(server):

@@ -1,5 +1,6 @@
 """Routes that transformers' application lacks: what clients ask of servers beside answers."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,10 @@ from ..request.fields import Fields, Items, Message, TokenId, read_fields
 from ..request.rendering import render, template_kwargs
 
 _NEITHER = "prompt or messages: name one of them"
+
+
+class LoadFields(Fields):
+    model: str
 
 
 class TokenizeFields(Fields):
@@ -40,7 +45,10 @@ def add_routes(
     version_shown: str,
     template_defaults: Mapping[str, Any],
 ) -> None:
-    """`/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/metrics`, `/load`, `/version` and `/ping`."""
+    """
+    `/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/load_model`, `/metrics`, `/load`, `/version` and
+    `/ping`.
+    """
 
     @app.post("/tokenize")
     async def tokenize(body: dict) -> JSONResponse:
@@ -79,6 +87,17 @@ def add_routes(
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> JSONResponse:
         return JSONResponse(model_card(state.find(name)))
+
+    @app.post("/load_model")
+    async def load_model(body: dict) -> Response:
+        """What `transformers chat` waits for before it asks: models are loaded before the server starts, and stay."""
+        status: dict[str, Any] = {"model": read_fields(LoadFields, body).model}
+        try:
+            state.find(status["model"])
+            status |= {"status": "ready", "cached": True}
+        except ApiError as error:
+            status |= {"status": "error", "message": error.message}
+        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
