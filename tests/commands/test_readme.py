@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_smartspec
 from hf_smartspec import LengthPolicy, goodput
@@ -62,7 +63,7 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
         return  # what follows is transformers' own, and may name models of the hub
     outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
     for word in arguments:
-        if re.search(r"[/.]", word) and not re.fullmatch(r"[\d/.]+", word) and word not in outputs:
+        if " " not in word and re.search(r"[/.]", word) and not re.fullmatch(r"[\d/.]+", word) and word not in outputs:
             path_named = word.rpartition("=")[2]  # of NAME=PATH
             assert (REPOSITORY / path_named).exists(), f"{word!r} is not in the repository"
 
@@ -169,6 +170,31 @@ def test_the_examples_of_the_pages_run(tmp_path):
     environment["HF_HOME"] = str(tmp_path / "home")  # what is measured here, beside other tests, is nobody's profile
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_first_example_prints_what_the_readme_shows(capsys, monkeypatch):
+    """All but its counts, which differ between machines."""
+    monkeypatch.chdir(REPOSITORY)
+    text = (REPOSITORY / "README.md").read_text()
+    outputs = re.findall(r"^```text\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    example = _examples(REPOSITORY / "README.md")[0]
+    (shown,) = [output for output in outputs if text.index(output) > text.index(example)]
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert re.sub(r"\d+( forwards|% of)", r"#\1", printed) == re.sub(r"\d+( forwards|% of)", r"#\1", shown)
+    assert len(shown.splitlines()) == 5 and "pad" not in shown
+
+
+def test_the_readme_shows_three_lines_for_a_model_of_ones_own_first(real_model, real_tokenizer):
+    lines = re.search(r"^```py\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    assert len(lines.splitlines()) <= 4
+    model, inputs = real_model(torch.bfloat16), real_tokenizer("The capital of France is", return_tensors="pt")
+    names = {"model": model, "inputs": inputs | {"max_new_tokens": 8}}
+    try:
+        exec(compile(lines, "README.md", "exec"), names)
+    finally:
+        hf_smartspec.disable(model)
+    assert "Paris" in real_tokenizer.decode(names["output"][0])
 
 
 def test_the_example_of_a_source_is_short():
