@@ -1,0 +1,59 @@
+"""Ctrl-C in `generate` and in `Engine.generate`: it ends at once, the next call works, and nothing is left behind."""
+
+import os
+import signal
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+import hf_smartspec
+from hf_smartspec import Engine
+
+from ..models import new_model
+from .helpers import Asked
+
+IDS = [5, 6, 7, 5, 6, 7, 5]
+NEW = {"max_new_tokens": 12, "eos_token_id": None}
+
+
+class Interrupts(StoppingCriteria):
+    """Sends this process Ctrl-C after three tokens."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.count += 1
+        if self.count == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return torch.full((len(input_ids),), False)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "t5"])  # packed, row by row, after an encoder
+@pytest.mark.parametrize("assistant", ["none", "prompt_lookup", "auto"])
+def test_generate(architecture, assistant):
+    model = hf_smartspec.enable(new_model(architecture))
+    expected = model.generate(torch.tensor([IDS]), **NEW)
+    criterion, endless = Interrupts(), NEW | {"max_new_tokens": 500}
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(torch.tensor([IDS]), assistant=assistant, stopping_criteria=[criterion], **endless)
+    assert criterion.count < 500
+    assert torch.equal(model.generate(torch.tensor([IDS]), assistant=assistant, **NEW), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+@pytest.mark.parametrize("is_running", [False, True])  # before the call, which else starts and stops it
+def test_engine(architecture, is_running):
+    model = new_model(architecture)
+    engine = Engine(model, "prompt_lookup", max_batch_size=2)
+    if is_running:
+        engine.start()
+    endless = NEW | {"max_new_tokens": 500}
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([IDS] * 3, stopping_criteria=[Interrupts()], **endless)
+    assert engine.is_running == is_running
+    (output,) = engine.generate([IDS], **NEW)
+    assert output.generated_tokens == Asked(IDS, NEW).alone(model)
+    assert not engine._results.is_open() and not engine._results._finished and not len(engine._memory.scheduler)
+    engine.stop()
