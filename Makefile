@@ -50,7 +50,7 @@ test-all: check real  ## the same with every combination of every option: long
 	@echo "== all tests"
 	@HF_SMARTSPEC_EXHAUSTIVE=1 $(PYTEST) -q
 
-test-versions: $(INSTALLED)  ## a part of them with every supported release of transformers
+test-versions: $(INSTALLED)  ## a part of them with every supported release of transformers; writes the table in README.md
 	@$(BIN)/python tests/releases.py --workers $(WORKERS)
 
 check: lint types imports
