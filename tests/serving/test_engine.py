@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from hf_smartspec import Engine, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.goodput import CostModel, GoodputAuction
+from hf_smartspec.goodput import GoodputAuction
 
+from ..costs import UnmovedCost
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
 from .helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
@@ -156,7 +157,7 @@ def test_wide_drafts_need_no_more_memory_than_usual_ones(model):
     source, rng, text = SuffixTreeCandidates(max_bytes=2**22), np.random.default_rng(0), np.array(asked.alone(model))
     forks = [np.append(text[end - 2 : end], rng.integers(3, VOCAB_SIZE, 4)) for end in range(2, 24) for _ in range(20)]
     source.add_outputs(forks, progress=False)
-    policy = GoodputAuction(CostModel(alpha=0.0, gamma=1e-9, delta=0.02))  # nodes are free
+    policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-9, delta=0.02))  # nodes are free
     with Engine(model, SmartSpecConfig(source, policy=policy), max_kv_bytes=max_bytes) as engine:
         check_all(engine, model, [asked])
         assert engine._runner.memory.num_bytes <= max_bytes
