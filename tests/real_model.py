@@ -82,9 +82,7 @@ def main() -> None:
     if FOLDER.is_dir():
         return
     print(f"== fetching {NAME} (93 MB) for the tests, into {CACHE}", flush=True)
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    os.environ["TQDM_DISABLE"] = "1"
     try:
         fetch()
     except subprocess.CalledProcessError as error:
