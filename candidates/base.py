@@ -40,6 +40,8 @@ class TreeCandidateGenerator(CandidateGenerator):
             node, is not worth that.
         follows_target (`bool`): Whether it drafts from what the target's forward has left of the text before the last
             token: while a prompt is still being run, it is not asked.
+        is_learned (`bool`): Whether it drafts with weights that were trained for targets like this one, so that drafts
+            which are hardly ever accepted mean wrong ones, and are reported.
         needs (`frozenset` of `str`): What it must be told of beside tokens: "hidden_states" of the target, "scores" of
             the target. `observe` then gets a `Committed` in place of tokens.
         hidden_layers (sequence of `int`): Which hidden states. k >= 0 is the residual stream behind k decoder layers:
@@ -57,6 +59,7 @@ class TreeCandidateGenerator(CandidateGenerator):
     width: int = 1
     heeds_prices: bool = False
     follows_target: bool = False
+    is_learned: bool = False
     needs: frozenset[str] = frozenset()
     hidden_layers: Sequence[int] = (LAST,)
     num_likeliest: int = 0

@@ -44,6 +44,7 @@ class DraftModelCandidates(GrowingCandidates):
     """
 
     label = "draft_model"
+    is_learned = True
     weights_version = 0
 
     def __init__(

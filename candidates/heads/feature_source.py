@@ -85,6 +85,7 @@ class FeatureCandidates(GrowingCandidates):
 
     needs = frozenset({HIDDEN_STATES})
     follows_target = True
+    is_learned = True
 
     def __init__(
         self,

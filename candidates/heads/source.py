@@ -53,6 +53,7 @@ class MedusaCandidates(TreeCandidateGenerator):
     label = "medusa"
     needs = frozenset({HIDDEN_STATES})
     follows_target = True
+    is_learned = True
     hidden_layers = (LAST,)
 
     def __init__(

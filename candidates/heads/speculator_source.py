@@ -67,6 +67,7 @@ class MLPSpeculatorCandidates(GrowingCandidates):
     label = "mlp_speculator"
     needs = frozenset({HIDDEN_STATES})
     follows_target = True
+    is_learned = True
     hidden_layers = (LAST,)
 
     def __init__(

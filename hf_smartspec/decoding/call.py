@@ -15,6 +15,7 @@ from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
 from ..target.hidden_states import HiddenStateTaps
 from ..target.rows import CacheRow, RowInput
+from .alarm import leaves_drafts_a_chance
 from .batch import DecodingBatch
 from .learning import Learning
 from .line import SourceLine
@@ -92,6 +93,8 @@ class DecodingCall:
             and not self.batch.records
             and all(request.seed is None for request in self.batch.requests)
         )
+        # Drafts of sources that learn are poor at first.
+        self.is_judged = self.learning is None and leaves_drafts_a_chance(self.picker)
         # Where processors look at scores alone, the tokens behind all nodes may be picked without knowing the text.
         self.may_pick_ahead = self.picker.score_only and not self.batch.records
         # Rows of calls that pick alike are picked for together.

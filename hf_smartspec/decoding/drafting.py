@@ -12,6 +12,7 @@ from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from ..goodput.running import Running
 from ..goodput.stage import Stage
 from ..target.ranks import Ranks
+from .alarm import AcceptanceAlarm
 from .call import ModelLimits, StepDrafts, padded_context
 from .request import Request
 from .source_guard import GuardedSources
@@ -31,6 +32,7 @@ class Drafting:
         statistics (`GenerationStatistics`): Counts the seconds.
         clock (`Callable`): Seconds.
         ranks (`Ranks`, *optional*): Who holds the model with this process: the first of them drafts for all.
+        alarm (`AcceptanceAlarm`, *optional*): Of the model, for all loops that run it.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Drafting:
         statistics: GenerationStatistics,
         clock: Callable[[], float],
         ranks: Ranks | None = None,
+        alarm: AcceptanceAlarm | None = None,
     ):
         self.policy, self.limits, self.statistics, self.clock = policy, limits, statistics, clock
-        self.ranks = ranks
+        self.ranks, self.alarm = ranks, alarm or AcceptanceAlarm()
         self.sources = GuardedSources(limits.vocab_size)
         self.is_traced = False  # whether some row is
         self._unlearnt: Callable[[], None] | None = None  # what came of the latest step, where that is put off
@@ -155,11 +158,16 @@ class Drafting:
         self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], seconds: StepSeconds
     ) -> None:
         """
-        How far the drafts of later stages came true, whether they were verified or not; and for the policy, what came
-        of its decisions.
+        How far the drafts of later stages came true, whether they were verified or not; whether those of learned
+        sources ever do; and for the policy, what came of its decisions.
         """
         step = drafts.policy_rows
         for stage in step.stages:
+            if stage.cost.is_learned and self.alarm.watches(stage.name):
+                judged = [index for index, request in enumerate(drafts.rows) if request.call.is_judged]
+                self.alarm.observe(
+                    stage.name, [stage.proposed[index] for index in judged], [tokens[index] for index in judged]
+                )
             if stage.position:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):

@@ -66,4 +66,5 @@ def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
         source=source.name,
         heeds_prices=source.heeds_prices,
         follows_target=source.follows_target,
+        is_learned=source.is_learned,
     )

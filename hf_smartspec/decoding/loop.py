@@ -13,6 +13,7 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
 from ..target.ranks import Ranks
 from ..target.rows import RowInput
+from .alarm import AcceptanceAlarm
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
 from .committed import run_forward, show_steps
 from .drafting import Drafting
@@ -40,6 +41,7 @@ class DecodingLoop:
             place of its removal.
         clock (`Callable`): Seconds, by which the loop measures itself.
         ranks (`Ranks`, *optional*): Who holds the model with this process.
+        alarm (`AcceptanceAlarm`, *optional*): Of the model, for all loops that run it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class DecodingLoop:
         release: Callable[[Request], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranks: Ranks | None = None,
+        alarm: AcceptanceAlarm | None = None,
     ):
         self.policy = policy
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
@@ -64,7 +67,7 @@ class DecodingLoop:
         self._learning: set[Learning] = set()
         self._num_waiting = 0
         self.statistics = GenerationStatistics()
-        self.drafting = Drafting(policy, limits, self.statistics, clock, ranks)
+        self.drafting = Drafting(policy, limits, self.statistics, clock, ranks, alarm)
 
     def add(self, call: DecodingCall) -> None:
         """A call joins; its rows that have no place in the cache yet get one."""

@@ -23,6 +23,7 @@ class DraftCost:
             it promises.
         follows_target (`bool`): Whether it drafts from what the target has left of a text, and so nothing while a
             prompt is run.
+        is_learned (`bool`): See `TreeCandidateGenerator`.
     """
 
     per_call: float = 0.0
@@ -32,6 +33,7 @@ class DraftCost:
     source: str = ""
     heeds_prices: bool = False
     follows_target: bool = False
+    is_learned: bool = False
 
     @classmethod
     def of_model(cls, cost: CostModel, mean_context: float, width: int = 1, source: str = "") -> "DraftCost":

@@ -38,7 +38,7 @@ from ..target.rows import RowInput
 from ..target.rowwise import RowwiseForward
 from ..target.wrappers import row_mixing
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
-from .model_state import record, warn_once
+from .model_state import record, state_of, warn_once
 from .plain import decode_plainly
 from .policy import policy_of
 
@@ -116,7 +116,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     call = decoding_call(prepared)
     call.keeps_cache = config.return_dict_in_generate or gives_back
     with torch.no_grad(), policy_of(model, prepared.assistant, call.forward) as policy:
-        loop = DecodingLoop(policy, model_limits(model), ranks=ranks_of(model))
+        loop = DecodingLoop(policy, model_limits(model), ranks=ranks_of(model), alarm=state_of(model).alarm)
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)

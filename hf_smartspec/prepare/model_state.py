@@ -20,6 +20,7 @@ from transformers import (
 from ..candidates import SuffixTreeCandidates
 from ..candidates.heads.kinds import load
 from ..candidates.heads.learned import LearnedDrafter
+from ..decoding.alarm import AcceptanceAlarm
 from ..decoding.statistics import GenerationStatistics
 from ..decoding.trace import TracedRequest
 from ..goodput import CostModel, GoodputAuction
@@ -40,6 +41,7 @@ class ModelState:
 
     def __init__(self) -> None:
         self.calibrator = Calibrator()  # of fused sources
+        self.alarm = AcceptanceAlarm()
         self.lock = Lock()
         self._loading = Lock()  # held while files are read, which takes long: who needs none of them does not wait
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'

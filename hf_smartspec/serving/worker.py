@@ -16,6 +16,7 @@ from ..decoding.loop import DecodingLoop
 from ..goodput.policy import LengthPolicy
 from ..log import get_logger
 from ..prepare.call import model_limits
+from ..prepare.model_state import state_of
 from ..target.compat import RequestStatus
 from ..target.ranks import Ranks
 from .memory import RequestMemory
@@ -59,6 +60,7 @@ class EngineRunner:
             on_failure=self._on_failure,
             release=memory.keeper,
             ranks=ranks,
+            alarm=state_of(model).alarm,
         )
         self._ranks = ranks
         self._tickets: dict[DecodingCall, Ticket] = {}  # that wait or run

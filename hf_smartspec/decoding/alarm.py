@@ -1,0 +1,87 @@
+"""An alarm on acceptance: files of a drafter that are wrong show nowhere else, since outputs stay right."""
+
+from collections.abc import Sequence
+from math import comb
+from threading import Lock
+
+import numpy as np
+
+from ..drafts.tree import DraftTree
+from ..log import get_logger
+from ..sampling.processors import TokenPicker
+
+logger = get_logger(__name__)
+
+_LEAST = 0.05  # of the drafts of a drafter that fits begin with the right token, at least
+_DOUBT = 0.05  # that a drafter is reported which is just as good
+_MOST_HITS = 12  # right first tokens after which a drafter is above suspicion ...
+_MOST_DRAFTS = 500  # ... as it is after so many drafts
+_MOST_TEMPERATURE = 1.0
+
+
+class AcceptanceAlarm:
+    """
+    Reports learned sources of a model whose first drafts hardly ever begin with the right token, once each. First
+    tokens are what is judged: deeper nodes count only where those before them were right. Loops in several threads may
+    share one, so that short calls add up.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}  # drafts, and right first tokens, of sources that are watched
+        self._settled: set[str] = set()  # names of sources that are not
+        self._lock = Lock()
+
+    def watches(self, source: str) -> bool:
+        """Whether nothing is known of the source of this name yet."""
+        return source not in self._settled
+
+    def observe(self, source: str, trees: Sequence[DraftTree], tokens: Sequence[np.ndarray]) -> None:
+        """
+        Count what a source drafted in one step, whether it was verified or not.
+
+        Args:
+            source (`str`): Its name.
+            trees (sequence of `DraftTree`), tokens (sequence of `np.ndarray`): The draft of each row, and what the row
+                committed; rows without either do not count.
+        """
+        judged = [(tree, line[0]) for tree, line in zip(trees, tokens) if len(tree.tokens) and len(line)]
+        hits = sum(bool((tree.tokens[tree.parents < 0] == token).any()) for tree, token in judged)
+        with self._lock:
+            if source in self._settled:
+                return
+            num_drafts, num_hits = self._counts.get(source, (0, 0))
+            num_drafts, num_hits = num_drafts + len(judged), num_hits + hits
+            self._counts[source] = num_drafts, num_hits
+            is_bad = is_near_zero(num_drafts, num_hits)
+            if is_bad or num_hits >= _MOST_HITS or num_drafts >= _MOST_DRAFTS:
+                self._settled.add(source)
+                del self._counts[source]
+        if is_bad:
+            logger.warning(
+                f"{source} hardly ever drafts what comes: {num_hits} of its first {num_drafts} drafts began with the "
+                "right token. Outputs are right, but drafting is wasted. Likely causes: its files are of another "
+                "target or another tokenizer, its weights are damaged or untrained, or it reads other layers of the "
+                "target than it was trained on."
+            )
+
+
+def is_near_zero(num_drafts: int, num_hits: int) -> bool:
+    """
+    Whether so few hits are too unlikely (binomial, one-sided) for a source of which one draft in 20 is right at first:
+    none of 59, one of 93, two of 124.
+    """
+    if num_hits >= _LEAST * num_drafts:
+        return False
+    terms = (
+        comb(num_drafts, hits) * _LEAST**hits * (1 - _LEAST) ** (num_drafts - hits) for hits in range(num_hits + 1)
+    )
+    return sum(terms) <= _DOUBT
+
+
+def leaves_drafts_a_chance(picker: TokenPicker) -> bool:
+    """
+    Whether what a target picks can be foreseen: not at high temperatures, where good drafts fail too, nor where
+    processors of unknown kind may force tokens.
+    """
+    temperatures = [getattr(processor, "temperature", 0.0) for processor in picker.processors]
+    return picker.is_known and all(value <= _MOST_TEMPERATURE for value in temperatures)
