@@ -72,7 +72,9 @@ def write_checkpoint(folder: Path, step: int) -> Iterator[Path]:
     shutil.rmtree(final, ignore_errors=True)  # an incomplete one
     os.replace(written_folder, final)
     shutil.rmtree(place)
-    for old in _newest_first(folder)[_KEPT:]:
+    found = _newest_first(folder)
+    newest = found.index(final)  # those beyond were incomplete when training went on before them
+    for old in found[:newest] + found[newest + _KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
 
 

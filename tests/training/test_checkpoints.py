@@ -7,7 +7,7 @@ import torch
 
 from hf_smartspec.commands.train.kinds import shortened
 from hf_smartspec.training import loop
-from hf_smartspec.training.checkpoints import distinct, load_weights, newest_checkpoint
+from hf_smartspec.training.checkpoints import distinct, load_weights, newest_checkpoint, write_checkpoint
 from hf_smartspec.training.draft import DraftTraining
 from hf_smartspec.training.loop import Schedule, train
 
@@ -64,6 +64,21 @@ def test_a_half_written_one_is_skipped(module, tmp_path, every_step, caplog, nam
     for key, item in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[key], item)
     assert newest_checkpoint(tmp_path).step == 6
+
+
+def test_an_incomplete_one_takes_no_place_of_those_that_are_kept(tmp_path):
+    for step in (100, 200):
+        write(tmp_path, step)
+    (tmp_path / "checkpoint-200" / "state.json").unlink(missing_ok=True)
+    for step in (150, 170):
+        write(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-150", "checkpoint-170"]
+
+
+def write(folder, step):
+    with write_checkpoint(folder, step) as place:
+        (place / f"checkpoint-{step}").mkdir()
+        (place / f"checkpoint-{step}" / "state.json").write_text("{}")
 
 
 def test_an_end_while_one_is_written_leaves_the_one_before(module, tmp_path, every_step, monkeypatch):

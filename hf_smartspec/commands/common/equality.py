@@ -1,6 +1,7 @@
 """Is what speculation returns what plain `generate` returns: tokens, scores and logits."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +38,19 @@ class Difference:
         return max(gaps) <= self.tolerance or (max(gaps) == math.inf and self.logit_error <= self.tolerance)
 
 
-def find_differences(plain: torch.Tensor, own: torch.Tensor, pad_token: int = -1) -> list[Difference]:
+def without_padding(tokens: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     """
-    Find the first difference of every row of two `[rows, new]` token tensors. The shorter one is padded with
-    `pad_token`: where another row of the batch ends elsewhere, rows that had ended before get more or less padding.
+    Replace with -1 what follows the first of the end-of-sequence ids `ends` in every row of `[rows, new]`: there is
+    more or less of it, where another row of the batch ends elsewhere.
     """
+    is_end = torch.isin(tokens, torch.tensor(list(ends), dtype=tokens.dtype, device=tokens.device))
+    return tokens.masked_fill(is_end.cumsum(1) > is_end, -1)
+
+
+def find_differences(plain: torch.Tensor, own: torch.Tensor) -> list[Difference]:
+    """Find the first difference of every row of two `[rows, new]` token tensors; -1 stands after a row's end."""
     width = max(plain.shape[1], own.shape[1])
-    plain, own = (torch.nn.functional.pad(item, (0, width - item.shape[1]), value=pad_token) for item in (plain, own))
+    plain, own = (torch.nn.functional.pad(item, (0, width - item.shape[1]), value=-1) for item in (plain, own))
     differences = []
     for row, column in enumerate((plain != own).int().argmax(dim=1).tolist() if width else []):
         tokens = int(plain[row, column]), int(own[row, column])

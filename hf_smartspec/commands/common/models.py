@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -87,6 +88,8 @@ def load_model(
     try:
         name, options = _place_of(name, options)
         config = AutoConfig.from_pretrained(name, **options)
+        if "gguf_file" in options:  # plain linear maps, whatever kernels are installed
+            options["quantization_config"] = GgufConfig(dequantize=True)
         factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         load = partial(load_whole, factory) if is_draft else factory.from_pretrained

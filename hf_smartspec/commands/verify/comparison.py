@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...decoding.statistics import GenerationStatistics
 from ...sampling.noise import SeededGumbelLogitsProcessor, add_gumbel_noise
-from ..common.equality import Difference, find_differences
+from ..common.equality import Difference, find_differences, without_padding
 from ..common.rounding import Rounding
 from ..common.runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default
 from .drafts import Drafting
@@ -87,8 +87,8 @@ class Comparison:
         check.statistics += run.statistics
 
     def _differences(self, plain: torch.Tensor, own: torch.Tensor) -> list[Difference]:
-        pad_token = self.model.generation_config.pad_token_id
-        return find_differences(plain, own, -1 if pad_token is None else pad_token)
+        ends = eos_ids(self.model)
+        return find_differences(without_padding(plain, ends), without_padding(own, ends))
 
     def _lengths(self, tokens: torch.Tensor) -> list[int]:
         """Tokens of every row up to and with its end-of-sequence token."""

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chi2
 
 import hf_smartspec
-from hf_smartspec.commands.common.equality import Difference, find_differences
+from hf_smartspec.commands.common.equality import Difference, find_differences, without_padding
 from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, random_prompts
 from hf_smartspec.commands.common.rounding import Rounding, measure_rounding
 from hf_smartspec.commands.common.runs import Decoding, decode_plainly
@@ -74,8 +74,15 @@ def test_a_token_at_another_level_counts_as_rounding_in_int8_only(kind):
 def test_padding_of_rows_that_had_ended_is_no_difference():
     """The other row goes on for longer on one side: at a tie, where it picks another token."""
     plain, own = torch.tensor([[5, 2, 2, 2], [5, 6, 7, 8]]), torch.tensor([[5, 2, 2], [5, 9, 2]])
-    found = [(item.row, item.position) for item in find_differences(plain, own, pad_token=2)]
-    assert found == [(1, 1)]
+    found = find_differences(without_padding(plain, [2]), without_padding(own, [2]))
+    assert [(item.row, item.position) for item in found] == [(1, 1)]
+
+
+def test_an_end_that_is_missing_is_a_difference_though_padding_is_the_same_token():
+    plain, own = torch.tensor([[5, 6, 2, 2], [5, 6, 7, 8]]), torch.tensor([[5, 6, 9, 2], [5, 6, 7, 8]])
+    for longer, shorter in ((plain, own), (plain[:1, :3], plain[:1, :2])):
+        found = find_differences(without_padding(longer, [2]), without_padding(shorter, [2]))
+        assert [(item.row, item.position) for item in found] == [(0, 2)]
 
 
 @pytest.mark.parametrize(("statistic", "degrees"), [(0.0, 3), (5.0, 5), (40.0, 11), (120.0, 35)])

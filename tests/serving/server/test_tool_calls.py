@@ -55,6 +55,12 @@ TOOLS = [
     {"type": "function", "function": {"name": "look_up"}},
 ]
 NONSENSE = {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"type": "nothing"}}}}}
+
+
+def with_parameters(**schema):
+    return {"type": "function", "function": {"name": "a", "parameters": {"type": "object", **schema}}}
+
+
 PAINTING = {"type": "function", "function": {"name": "paint"}}
 MESSAGES = [{"role": "user", "content": "Paint the door."}]
 ASKED = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 400}
@@ -169,6 +175,8 @@ def test_reasoning_may_come_first_and_must_end_where_the_prompt_begins_it(demo, 
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a b"}}]}, "must have a name"),
         ({"tool_choice": "required", "tools": [NONSENSE]}, "tools: "),
+        ({"tool_choice": "required", "tools": [with_parameters(properties=None)]}, "must be a JSON schema"),
+        ({"tool_choice": "required", "tools": [with_parameters(required=True)]}, "must be a JSON schema"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another form as well"),
     ],
 )  # fmt: skip

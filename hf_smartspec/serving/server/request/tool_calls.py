@@ -65,7 +65,9 @@ def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict) or not _FUNCTION_NAME.fullmatch(str(function.get("name"))):
         raise ApiError(400, "tools: a function must have a name of letters, digits, '_', '-' and '.'", param="tools")
-    if not isinstance(function.get("parameters") or {}, dict):
+    schema = function.get("parameters") or {}
+    is_schema = isinstance(schema, dict) and isinstance(schema.get("properties", {}), dict)
+    if not is_schema or not isinstance(schema.get("required", []), list):
         raise ApiError(400, f"tools: parameters of {function['name']!r} must be a JSON schema", param="tools")
     return function
 
