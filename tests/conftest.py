@@ -92,6 +92,15 @@ def real_tokenizer(real_folder):
     return AutoTokenizer.from_pretrained(real_folder, padding_side="left")
 
 
+@pytest.fixture
+def said_at_info(caplog):
+    """Record of the log, from level INFO on. The library's level follows transformers' again afterwards."""
+    root = logging.getLogger("hf_smartspec")
+    root.setLevel(logging.INFO)
+    yield caplog
+    root.setLevel(logging.NOTSET)
+
+
 @pytest.fixture(scope="module")
 def browser():
     """Chromium. Tests that use it are marked `tests.browser.NEEDED`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from numba import config
 from numba.core import event
+from transformers.utils import logging as transformers_logging
 
 import hf_smartspec
 from hf_smartspec import jit
@@ -126,6 +127,7 @@ def test_a_terminal_has_a_bar_while_something_is_compiled(package, monkeypatch):
     shown = io.StringIO()
     shown.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)  # commands that ran in this process switch it off
     call_anew()
     assert "compiling inner loops" in shown.getvalue() and "total" in shown.getvalue()
     assert shown.getvalue().endswith("\r"), "nothing is left of it"

@@ -30,6 +30,14 @@ class Interrupts(StoppingCriteria):
         return torch.full((len(input_ids),), False)
 
 
+@pytest.fixture(autouse=True)
+def default_interrupt():
+    """Python's own handler of Ctrl-C: processes that a shell starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "t5"])  # packed, row by row, after an encoder
 @pytest.mark.parametrize("assistant", ["none", "prompt_lookup", "auto"])
 def test_generate(architecture, assistant):

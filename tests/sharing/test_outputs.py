@@ -333,7 +333,7 @@ def test_what_cannot_be_read_keeps_nobody_from_writing_and_is_reported_once(tmp_
             enough.set()
         raise PermissionError(len(attempts))  # never the same words
 
-    with monkeypatch.context() as patch, caplog.at_level("WARNING", "hf_smartspec"):
+    with monkeypatch.context() as patch:
         patch.setattr(SharedFolder, "read", refused)
         with shared.attached(source):
             assert enough.wait(30)

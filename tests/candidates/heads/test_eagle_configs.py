@@ -1,7 +1,6 @@
 """Configs and names of published heads of EAGLE: what is read as their authors do, and what is refused."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -76,13 +75,12 @@ READ_AS = {
 
 
 @pytest.mark.parametrize("case", READ_AS)
-def test_layers_by_both_conventions_are_read_and_logged(deep, tmp_path, caplog, case):
+def test_layers_by_both_conventions_are_read_and_logged(deep, tmp_path, said_at_info, case):
     nested, top, expected = READ_AS[case]
     entries = {"eagle_config": {} if nested is None else {IDS: nested}} | ({} if top is None else {IDS: top})
     write(deep, tmp_path, change_config=lambda config: config | entries)
-    with caplog.at_level(logging.INFO, "hf_smartspec"):
-        assert EagleHeads.from_pretrained(tmp_path, deep).hidden_layers == expected
-    assert f"{tmp_path} reads hidden states {list(expected)}" in caplog.text
+    assert EagleHeads.from_pretrained(tmp_path, deep).hidden_layers == expected
+    assert f"{tmp_path} reads hidden states {list(expected)}" in said_at_info.text
 
 
 def test_layers_for_gpt_oss_are_never_shifted(tmp_path):

@@ -146,16 +146,15 @@ def test_what_is_computed_between_layers_is_seen():
 
 
 @torch.no_grad()
-def test_the_reason_is_said(caplog, monkeypatch):
+def test_the_reason_is_said(said_at_info, monkeypatch):
     def wrong_plan(model):
         plan, bypassed = make_plan(model)
         _with_swapped_heads(plan.layers[1])
         return plan, bypassed
 
     monkeypatch.setattr(registry, "make_plan", wrong_plan)
-    with caplog.at_level("INFO", "hf_smartspec"):
-        assert written_decoder(distinct(new_model("llama"))) is None
-    assert "LlamaForCausalLM is run by its own forward: layer 1 differs by" in caplog.text
+    assert written_decoder(distinct(new_model("llama"))) is None
+    assert "LlamaForCausalLM is run by its own forward: layer 1 differs by" in said_at_info.text
 
 
 @pytest.mark.parametrize("dtype", HALF)
