@@ -166,18 +166,23 @@ class _Progress:
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if self._bar is not None and not self._depth:
-            self._bar.close()
-            self._bar = None
-        global_compiler_lock.release()
+        try:
+            if self._bar is not None and not self._depth:
+                bar, self._bar = self._bar, None
+                with suppress(Exception):  # such as a stream that was closed meanwhile
+                    bar.close()
+        finally:
+            global_compiler_lock.release()
 
     def show(self, name: str) -> None:
         """Count a function that is not on the disk."""
-        if self._bar is None and sys.stderr.isatty():
-            self._bar = progress_bar(desc="compiling inner loops, once", unit=" functions", leave=False, mininterval=0)
-        if self._bar is not None:
-            self._bar.set_postfix_str(name, refresh=False)
-            self._bar.update()
+        with suppress(Exception):  # whatever stands for stderr: none, a closed one, one that knows no terminals
+            if self._bar is None and sys.stderr.isatty():
+                description = "compiling inner loops, once"
+                self._bar = progress_bar(desc=description, unit=" functions", leave=False, mininterval=0)
+            if self._bar is not None:
+                self._bar.set_postfix_str(name, refresh=False)
+                self._bar.update()
 
 
 _progress = _Progress()

@@ -34,6 +34,7 @@ class PackedMtp:
         # Some change what they keep with the length of the text, on which the target relies.
         self._rotary: Any = copy.deepcopy(model.rotary_emb)
         self._configs = attention_configs(model.layers)
+        self._cache_names = [cache_name(layer.forward) for layer in model.layers]
 
     @property
     def num_layers(self) -> int:
@@ -87,7 +88,7 @@ class PackedMtp:
                 position_embeddings=rotary,
                 attention_mask=positions.new_zeros(1, 1, 1, 1),  # tree attention reads the layout instead
                 position_ids=positions,
-                **{cache_name(self.model.layers[number].forward): cache},
+                **{self._cache_names[number]: cache},
             )
         if self.model.use_shared_post_norm:
             output = self.model.shared_post_norm(output)

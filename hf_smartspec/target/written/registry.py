@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from functools import partial
 from threading import RLock
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -49,6 +50,7 @@ class _Entry:
         is_tried: bool = False,
     ):
         self.decoder, self.is_tried = decoder, is_tried
+        self.is_put_off = False  # the trial: to the next call of `generate`
         self.watch = None if decoder is None else Watch(model, bypassed)
         self.setting = _setting(model) if decoder is None else None
 
@@ -115,11 +117,16 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
         return entry.decoder if entry.watch.is_bypassable(thoroughly) else None
     if model.training and is_checkpointing(model):
         return None  # its own forward would do without the cache
+    if entry.is_put_off and not thoroughly:
+        return None
     with _lock:  # a trial in another thread has hooks in the model until it ends
         known: _Entry | None = vars(model).get(_ENTRY)
         if known is not None and known is entry and entry.watch.is_bypassable(thoroughly):
             known = vars(model)[_ENTRY] = _tried(model, known)
-    return known.decoder if known is not None and known.is_tried else None
+    if known is None or known.watch is None or not known.is_tried:
+        return None
+    # Who waited for the trial may autocast, or somebody may have hooked the model meanwhile.
+    return known.decoder if known.watch.is_bypassable(thoroughly) else None
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -145,6 +152,13 @@ def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
             maps.lay_side_by_side()
         # Trials may have left something behind: what the watch compares with is how it is now.
         return _Entry(model, decoder, watch.bypassed(), is_tried=True)
+    except (torch.OutOfMemoryError, MemoryError):
+        logger.warning_once(
+            f"{type(model).__name__} is run by its own, slower forward in this call: there is too little memory to try "
+            "out the faster one, which takes as much as a layer in float32."
+        )
+        entry.is_put_off = True
+        return entry
     except Exception as error:
         return _refused(model, error)
 

@@ -1,6 +1,7 @@
 """Trials: a written-out decoder that rounds elsewhere is taken, one whose arithmetic is wrong in one layer is not."""
 
 import copy
+from threading import Event, RLock, Thread
 
 import pytest
 import torch
@@ -143,6 +144,55 @@ def test_what_is_computed_between_layers_is_seen():
     model.model.layers[1].__class__ = Scaled
     with pytest.raises(UnknownStructureError, match="between layers 0 and 1"):
         check(model, WrittenDecoder(make_plan(shared_model("llama"))[0]))
+
+
+@torch.no_grad()
+def test_too_little_memory_puts_the_trial_off_to_the_next_call(monkeypatch, caplog):
+    attempts, model = [], new_model("llama")
+
+    def fail(*args):
+        attempts.append(1)
+        raise torch.OutOfMemoryError("a layer too much")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "check", fail)
+        assert written_decoder(model, thoroughly=True) is None and len(attempts) == 1
+        assert written_decoder(model) is None and len(attempts) == 1  # not before every forward
+    assert "too little memory" in caplog.text
+    assert written_decoder(model, thoroughly=True) is not None
+
+
+def test_who_waited_for_a_trial_and_autocasts_gets_no_decoder(monkeypatch):
+    model, is_trying, waits, found = new_model("llama"), Event(), Event(), []
+
+    class Lock:
+        def __init__(self):
+            self.lock = RLock()
+
+        def __enter__(self):
+            if is_trying.is_set():
+                waits.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    def slow(*args):
+        is_trying.set()
+        assert waits.wait(30)
+
+    def use_autocast():
+        assert is_trying.wait(30)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(written_decoder(model))
+
+    monkeypatch.setattr(registry, "_lock", Lock())
+    monkeypatch.setattr(registry, "check", slow)
+    thread = Thread(target=use_autocast)
+    thread.start()
+    assert written_decoder(model) is not None
+    thread.join()
+    assert found == [None]
 
 
 @torch.no_grad()
