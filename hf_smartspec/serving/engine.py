@@ -315,7 +315,9 @@ class Engine:
             self._num_offline += is_own
         names: list[str] = []
         try:
-            names += (self.add_request(prompt, **kwargs) for prompt in prompts)
+            for prompt in prompts:
+                names.append(self._new_name())  # before: an interrupt may come once it is queued
+                self.add_request(prompt, request_id=names[-1], **kwargs)
             self.start()
             with tqdm(total=len(names), desc="generating", unit=" requests", disable=not progress_bar) as progress:
                 outputs = []

@@ -65,3 +65,18 @@ def test_engine(architecture, is_running):
     assert output.generated_tokens == Asked(IDS, NEW).alone(model)
     assert not engine._results.is_open() and not engine._results._finished and not len(engine._memory.scheduler)
     engine.stop()
+
+
+def test_interrupts_between_queueing_and_return_leave_nothing_behind(monkeypatch):
+    engine = Engine(new_model("llama"), "prompt_lookup", max_batch_size=2)
+    submit = engine._runner.submit
+
+    def interrupted(ticket):
+        submit(ticket)
+        raise KeyboardInterrupt
+
+    with engine:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine._runner, "submit", interrupted)
+            engine.generate([IDS] * 3, **NEW)
+        assert not engine._results.is_open()
