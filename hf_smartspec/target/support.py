@@ -1,5 +1,6 @@
 """What a model can do: whether trees can be packed in its forward, and whether its rows can run chains one by one."""
 
+from contextlib import suppress
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -11,12 +12,13 @@ from .packed import PackedForward
 from .private import TRANSFORMERS, is_newer
 from .probe import Probe, agrees_behind_encoder
 from .rowwise import RowwiseForward
-from .twin import TWIN_REACH, borders, small_twin
+from .twin import TWIN_REACH, borders, float32_copy, small_twin
 
 Way = type[PackedForward] | type[RowwiseForward]
 
 _SMALL = 5_000_000  # parameters of models that are probed behind their own borders, where these are near
 _NEAR = 32  # tokens
+_COPIED = 2**28  # parameters of models in half precision that are copied to float32, 1 GiB, where they have no twin
 _SHORT = 6  # tokens behind the prompts of short texts
 
 # What probes have found: why a model cannot be run in some way, alone or in padded batches; None where it can.
@@ -107,7 +109,7 @@ def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     """
     Compare with plain decoding, token by token: short texts in the model itself, and texts after every length at which
     it changes its ways, in a small twin where these lengths, or the model, are large. Models in half precision
-    are compared within rounding, which adds up over their layers; their twins in float32 exactly.
+    are compared within rounding, which adds up over their layers; their twins, or copies, in float32 exactly.
     """
     name, is_coarse = type(model).__name__, model.dtype != torch.float32
     cannot = f"{name} cannot run several tokens at once and take them back"
@@ -127,16 +129,34 @@ def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
         return _at_borders(name, near) if near and way is RowwiseForward else cannot
     if not found and not is_coarse:
         return None
-    is_small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    is_near = is_small and len(near) == len(found) and not is_coarse
-    try:
-        subject, num_tokens = (model, max(near.values()) + _SHORT) if is_near else (small_twin(model), TWIN_REACH)
-    except Exception:  # sizes that depend on one another in unknown ways
+    reach = max(near.values(), default=0) + _SHORT if len(near) == len(found) else None
+    exact = _exact_subject(model, reach)
+    if exact is None:
         what = f"does behind {_names(found)} tokens" if found else f"computes in {model.dtype}"
         return f"what {name} {what} cannot be tried out"
-    if agrees(subject, num_tokens):
+    if agrees(*exact):
         return None
     return _at_borders(name, found) if found else cannot
+
+
+def _exact_subject(model: PreTrainedModel, reach: int | None) -> tuple[PreTrainedModel, int] | None:
+    """
+    Return a model in float32 to compare in place of a large one or one in half precision, and the number of tokens
+    after its prompts: the model itself, its small twin, or a copy. None where none of them serves.
+
+    Args:
+        reach (`int`, *optional*): Tokens that lead the model itself across its borders, where these are near.
+    """
+    is_coarse = model.dtype != torch.float32
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if reach is not None and not is_coarse and num_parameters <= _SMALL:
+        return model, reach
+    with suppress(Exception):  # sizes that depend on one another in unknown ways
+        return small_twin(model), TWIN_REACH
+    if reach is not None and is_coarse and num_parameters <= _COPIED:
+        with suppress(Exception):  # too little memory, parts that cannot be copied
+            return float32_copy(model), reach
+    return None
 
 
 def _at_borders(name: str, found: dict[str, int]) -> str:

@@ -1,11 +1,18 @@
-"""Small twins of models: the same architecture in a few narrow layers, with every border at a few tokens."""
+"""
+What models are tried out in: small twins, the same architecture in a few narrow layers with every border at a few
+tokens, and copies in float32.
+"""
 
+import copy
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # What configs call the lengths at which a model changes its ways, and what twins have in their place.
 BORDERS = {
@@ -95,6 +102,27 @@ def small_twin(model: PreTrainedModel) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         twin = type(model)._from_config(small_config(model.config), dtype=torch.float32)
     return sharpened(twin.eval().requires_grad_(False))
+
+
+@torch.no_grad()
+def float32_copy(module: Module, shared: Iterable[Any] = ()) -> Module:
+    """
+    Copy a module to float32 without a copy in its own dtype on the way. Parameters that need no conversion are the
+    module's own: use the copy for forwards only.
+
+    Args:
+        shared (iterable): Objects that module and copy are to have in common.
+    """
+    memo = {id(item): item for item in shared}
+    for parameter in module.parameters():
+        wide = nn.Parameter(parameter.float(), requires_grad=False) if _is_converted(parameter) else parameter
+        memo[id(parameter)] = wide
+    memo |= {id(buffer): buffer.float() for buffer in module.buffers() if _is_converted(buffer)}
+    return copy.deepcopy(module, memo)
+
+
+def _is_converted(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float32
 
 
 def sharpened(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:

@@ -140,6 +140,32 @@ def test_real_models_that_round_coarsely_are_packed_and_run_chains(kind, real_fo
     assert packing_obstacle(model, is_padded=True) is None and rowwise_obstacle(model) is None
 
 
+@pytest.fixture
+def without_twins(monkeypatch):
+    def fail(model):
+        raise ValueError("sizes that depend on one another")
+
+    monkeypatch.setattr(support, "small_twin", fail)
+    monkeypatch.setattr("hf_smartspec.target.probe._GROSS", 100.0)  # the half-precision model itself tells nothing
+
+
+@pytest.mark.parametrize("name", ["apertus", "granite_swa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_that_have_no_twin_are_tried_out_in_a_float32_copy(name, dtype, without_twins):
+    model = small_model(name).to(dtype)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert rowwise_obstacle(model) is None
+    assert (packing_obstacle(model) is None) == (name == "apertus"), "Granite's window is in its own masks only"
+    state = model.state_dict()
+    assert all(state[key].dtype == value.dtype and torch.equal(state[key], value) for key, value in weights.items())
+
+
+def test_models_in_half_precision_that_are_too_large_for_a_copy_are_decoded_plainly(without_twins, monkeypatch):
+    model = small_model("apertus").bfloat16()
+    monkeypatch.setattr(support, "_COPIED", sum(item.numel() for item in model.parameters()) - 1)
+    assert packing_obstacle(model) == "what ApertusForCausalLM computes in torch.bfloat16 cannot be tried out"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_a_float32_twin_tells_what_is_wrong(dtype, monkeypatch):
     model = small_model("granite_swa").to(dtype)

@@ -17,6 +17,7 @@ logger = get_logger(__name__)
 _MOST = 127  # of the levels, on both sides of zero
 _LEAST_STEP = 1e-30  # so that zeros can be divided by it
 _rounds_tokens: ContextVar[bool] = ContextVar("smartspec_rounds_tokens", default=True)
+_ROWS = 256  # of a weight, that are in float32 at a time where tokens are not rounded
 _PART = 1024  # products, whose sum float32 can hold: 1024 * 127 ** 2 < 2 ** 24
 
 
@@ -75,8 +76,7 @@ def int8_linear(
     """
     _check(x)
     if not _rounds_tokens.get():
-        own_bias = None if bias is None else bias.float()
-        return linear(x.float(), weight.float() * scale[:, None], own_bias).to(x.dtype)
+        return _unrounded_linear(x, weight, scale, bias)
     if native.can_multiply(x, weight, scale, bias) and has_right_kernels():
         return native.int8_linear(x, weight, scale, bias)
     return plain_int8_linear(x, weight, scale, bias)
@@ -106,6 +106,17 @@ def plain_int8_linear(
     output = torch.empty(len(x), len(weight))
     torch.mul(_sums(values, weight), scale, out=output)
     output.mul_(steps)
+    if bias is not None:
+        output.add_(bias)
+    return output.to(x.dtype)
+
+
+def _unrounded_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`int8_linear` of tokens as they are. The weight is widened to float32 a few rows at a time, never as a whole."""
+    x_wide = x.float()
+    output = torch.cat([linear(x_wide, rows.float()) for rows in weight.split(_ROWS)], dim=-1).mul_(scale)
     if bias is not None:
         output.add_(bias)
     return output.to(x.dtype)

@@ -1,24 +1,27 @@
 """Trials: whether a written-out decoder computes what the model's own forward does."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...device import Wire
 from ...drafts.tree import DraftTree
+from ..attention import attention_configs, tree_attention_step
 from ..layout import StepLayout
 from ..packed import PackedForward
 from ..quantized import unrounded_tokens
 from ..rotary import forget_lengths
 from ..rows import RowInput
 from ..slot_cache import SlotCache
-from ..twin import TWIN_REACH, borders, small_twin
+from ..twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
 from .parts import CalledMLP
 from .plan import UnknownStructureError, make_plan
@@ -67,8 +70,23 @@ def _check(model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int) -> 
         forget_lengths(model)
 
 
+class _Call(NamedTuple):
+    """One call of a layer by the model's own forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    x: torch.Tensor  # [N, hidden_size], what went in
+    output: torch.Tensor  # [N, hidden_size]
+    layout: StepLayout
+    tables: Mapping[str | None, Tables]
+
+
 class _Trial:
-    """Two forwards of ragged rows, with drafts, whose layers' inputs are given to the written-out layers too."""
+    """
+    Two forwards of ragged rows, with drafts. What the model's own layers were called with is then given to the
+    written-out layers, and in half precision to copies of the own layers in float32, one layer after the other: no
+    more than one is ever held in float32.
+    """
 
     def __init__(self, model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int):
         self.model, self.decoder, self.plan = model, decoder, decoder.plan
@@ -76,11 +94,11 @@ class _Trial:
         self.rounding = torch.finfo(model.dtype).eps * (_LEAST_ROUNDING if self.is_coarse else _FLOAT32_ROUNDING)
         self.lengths = num_tokens + 3, num_tokens
         self.forward = PackedForward(model, 2, 2 * num_tokens + 16, prefill_chunk=num_tokens)
-        # Keys and values of their own, in the places that the forward's cache has for them.
-        self.written, self.wide = _beside(self.forward.cache), _beside(self.forward.cache)
-        self.tables: Mapping[str | None, Tables] = {}
+        self.forward.wire = _LastingWire()
+        self.configs = attention_configs(model)
+        self.calls: defaultdict[int, list[_Call]] = defaultdict(list)  # by layer
+        self.tables: Mapping[str | None, Tables] = {}  # of the latest forward
         self.output: torch.Tensor | None = None  # of the latest layer
-        self.errors: dict[int, list[torch.Tensor]] = {}  # by layer, in roundings, of each token
 
     def run(self) -> None:
         size = self.model.config.get_text_config(decoder=True).vocab_size
@@ -91,14 +109,18 @@ class _Trial:
             row.ahead, row.least_length = max(self.lengths) - len(texts[row.slot]), max(self.lengths)
         tree = DraftTree(rng.choice(texts[0], 4), np.array([-1, 0, 0, 2]), np.ones(4, np.float32))
         chain = DraftTree.chain(rng.choice(texts[0], 2))
-        with self._compared():
+        with self._noting():
             for drafts in ((DraftTree.empty(), tree), (chain, chain)):
                 inputs = [RowInput(row, text[row.length :], draft) for row, text, draft in zip(rows, texts, drafts)]
                 self._compare_logits(self.forward.forward(inputs)[0])
                 self.forward.commit(rows, [[]] * 2)
                 texts = [np.append(text, text[0]) for text in texts]
-        for index, errors in self.errors.items():
-            self._judge(index, torch.cat(errors))
+        for index, layer in enumerate(self._layers()):
+            self._compare_layer(index, layer)
+
+    def _layers(self) -> Sequence[nn.Module]:
+        decoder: Any = self.model.get_decoder()
+        return decoder.layers[: len(self.plan.layers)]
 
     def _likely(self, rng: np.random.Generator, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Texts `[length]` of tokens that the model itself finds likely after those of random ones."""
@@ -111,64 +133,62 @@ class _Trial:
         return np.split(likely, np.cumsum([len(text) for text in texts])[:-1])
 
     @contextmanager
-    def _compared(self) -> Iterator[None]:
-        decoder: Any = self.model.get_decoder()
+    def _noting(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for index, layer in enumerate(decoder.layers[: len(self.plan.layers)]):
+            for index, layer in enumerate(self._layers()):
                 stack.callback(layer.register_forward_hook(self._hook(index), with_kwargs=True).remove)
             yield
 
     def _hook(self, index: int) -> Callable[..., None]:
         thread = get_ident()
 
-        def compare(layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            if get_ident() != thread:  # somebody else uses the model
-                return
-            x = args[0] if args else kwargs["hidden_states"]
-            self._compare_layer(index, x[0], _first(output)[0], lambda: self._run_wide(layer, args, kwargs))
+        def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if get_ident() == thread:  # else somebody else uses the model
+                self._note(index, args, kwargs, _first(output)[0])
 
-        return compare
+        return note
 
-    def _compare_layer(
-        self, index: int, x: torch.Tensor, own: torch.Tensor, run_wide: Callable[[], torch.Tensor]
-    ) -> None:
-        """
-        Args:
-            x, own (`torch.Tensor` of shape `[N, hidden_size]`): Input and output of the model's own layer.
-            run_wide (`Callable`): Gives the output of the model's own layer in float32.
-        """
+    def _note(self, index: int, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        """Keep a call for later, and compare what comes before the layer: embeddings, or nothing."""
         layout = self.forward.cache.layout
         assert layout is not None
+        x = (args[0] if args else kwargs["hidden_states"])[0]
         if index == 0:
-            self._begin(layout, x)
+            self.tables = self.decoder.tables(x, layout.positions)
+            self._compare_directly("the embeddings", self.decoder.embed(layout.tokens), x)
         elif self.output is None or not torch.equal(x, self.output.to(x.device)):
             raise UnknownStructureError(f"something is computed between layers {index - 1} and {index}")
-        self.output = own
-        written = run_layer(self.plan.layers[index], x, layout, self.written.layer(index), self.tables)
-        unit, expected = self._unit(own), own
-        if self.is_coarse:
-            expected = run_wide()
-            unit = torch.maximum(unit, _distance(own, expected))
-        self.errors.setdefault(index, []).append((_distance(written, expected) / unit).cpu())
+        self.output = output
+        self.calls[index].append(_Call(args, kwargs, x, output, layout, self.tables))
+
+    def _compare_layer(self, index: int, layer: nn.Module) -> None:
+        # Keys and values of their own, in the places that the forward's cache has for them.
+        written, wide, errors = _beside(self.forward.cache), _beside(self.forward.cache), []
+        # The model's own configs, not copies, say how the copy attends.
+        in_float32 = float32_copy(layer, self.configs) if self.is_coarse else None
+        for call in self.calls.pop(index):
+            written.layout = wide.layout = call.layout
+            output = run_layer(self.plan.layers[index], call.x, call.layout, written.layer(index), call.tables)
+            expected, unit = call.output, self._unit(call.output)
+            if in_float32 is not None:
+                expected = self._run_wide(in_float32, call, wide)
+                unit = torch.maximum(unit, _distance(call.output, expected))
+            errors.append((_distance(output, expected) / unit).cpu())
+        self._judge(index, torch.cat(errors))
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         """How much states `[N, size]` are rounded at least, `[N]`."""
         return (x.norm(dim=-1, dtype=_wide(x)) * self.rounding).clamp_min(torch.finfo(torch.float32).tiny)
 
-    def _begin(self, layout: StepLayout, x: torch.Tensor) -> None:
-        self.written.layout = self.wide.layout = layout
-        self.tables = self.decoder.tables(x, layout.positions)
-        self._compare_directly("the embeddings", self.decoder.embed(layout.tokens), x)
-
-    def _run_wide(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _run_wide(self, layer: nn.Module, call: _Call, cache: SlotCache) -> torch.Tensor:
         """
-        Run a copy of the model's own layer in float32, which tells how much the layer's own rounding changes: a lot
-        where scores of attention are steep.
+        Run a layer in float32, which tells how much the own layer's rounding changes: a lot where scores of attention
+        are steep.
         """
-        cast = _Cast(self.forward.cache, self.wide)
-        wide = copy.deepcopy(layer).float()
-        # `forward`, past the hooks, of which the copy has its own.
-        return _first(wide.forward(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()}))[0]
+        cast = _Cast(self.forward.cache, cache)
+        kwargs = {name: cast(value) for name, value in call.kwargs.items()}
+        with tree_attention_step(self.configs, call.layout):
+            return _first(layer.forward(*map(cast, call.args), **kwargs))[0]
 
     def _compare_logits(self, own: torch.Tensor) -> None:
         layout = self.forward.cache.layout
@@ -190,6 +210,13 @@ class _Trial:
                 f"layer {index} differs by {typical:.3g} roundings in half of the tokens (at most {_MOST_TYPICAL:g}), "
                 f"by {rare:.3g} in a tenth (at most {_MOST_RARE:g})"
             )
+
+
+class _LastingWire(Wire):
+    """Sends every layout to memory of its own, since layers are compared after the last forward."""
+
+    def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        return Wire().send(tensors, device)
 
 
 class _Cast:

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_smartspec import Int8Linear
-from hf_smartspec.target.quantized import product
+from hf_smartspec.target.quantized import product, unrounded_tokens
 from hf_smartspec.target.quantized.product import has_exact_product, to_levels
 
 pytestmark = pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
@@ -53,6 +54,36 @@ def test_sums_are_exact():
     sums = values.long() @ module.weight.long().t()
     assert torch.equal(module(x), sums.float() * module.scale * steps)
     assert values.abs().max() == 127 and module.weight.abs().amax(1).eq(127).all()
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes the numbers of every floating-point tensor that an operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_rounded_tokens_weights_are_never_whole_in_float32(dtype, bias):
+    linear, x = nn.Linear(70, 600, bias=bias, dtype=dtype).requires_grad_(False), new_tokens(dtype=dtype)[:5]
+    module, sizes = Int8Linear(linear.weight, linear.bias), _Sizes()
+    with unrounded_tokens(), sizes:
+        actual = module(x)
+    weight = module.weight.double() * module.scale[:, None].double()
+    expected = nn.functional.linear(x.double(), weight, None if linear.bias is None else linear.bias.double())
+    error = (actual.double() - expected).abs()
+    assert actual.dtype == dtype
+    sums = x.double().abs() @ weight.abs().t()
+    assert (error <= torch.finfo(dtype).eps * expected.abs() + 1e-6 * sums + torch.finfo(dtype).tiny).all()
+    assert 0 < sizes.largest < module.weight.numel() / 2
 
 
 @pytest.mark.parametrize("num_inputs", [1024, 1025, 3000])

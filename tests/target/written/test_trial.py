@@ -1,14 +1,16 @@
 """Trials: a written-out decoder that rounds elsewhere is taken, one whose arithmetic is wrong in one layer is not."""
 
 import copy
+import weakref
 from threading import Event, RLock, Thread
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_smartspec.target.quantized import quantize
-from hf_smartspec.target.written import registry, written_decoder
+from hf_smartspec.target.written import registry, trial, written_decoder
 from hf_smartspec.target.written.decoder import WrittenDecoder
 from hf_smartspec.target.written.parts import RMSNorm
 from hf_smartspec.target.written.plan import UnknownStructureError, make_plan
@@ -123,6 +125,28 @@ def test_int8_is_told_from_wrong_arithmetic(dtype):
     _with_swapped_heads(plan.layers[1])
     with pytest.raises(UnknownStructureError, match="layer 1 differs"):
         check(model, WrittenDecoder(plan))
+
+
+@torch.no_grad()
+def test_each_layer_is_copied_once_straight_to_float32_and_gone_before_the_next(monkeypatch):
+    model = new_model("llama", dtype=torch.bfloat16)
+    sources, copies, copy_layer = [], [], trial.float32_copy
+
+    def noting(layer, *args):
+        assert not any(known() for known in copies), "one layer at a time"
+        copied = copy_layer(layer, *args)
+        sources.append(layer)
+        copies.append(weakref.ref(copied))
+        assert {item.dtype for item in copied.parameters()} == {torch.float32}
+        return copied
+
+    def fail(parameter, memo):
+        raise AssertionError(f"a copy in {parameter.dtype}")
+
+    monkeypatch.setattr(trial, "float32_copy", noting)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", fail)
+    check(model, WrittenDecoder(make_plan(model)[0]))
+    assert sources == list(model.model.layers)
 
 
 @torch.no_grad()
