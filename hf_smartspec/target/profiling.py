@@ -77,7 +77,7 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
             cost = None if refresh else told_by_first(model, lambda: _usable(model))
             if cost is None:
                 measured = profile_model(model, progress)
-                cost = told_by_first(model, lambda: keep_profile(model, measured))
+                cost = told_by_first(model, lambda: keep_profile(model, measured, is_asked=refresh))
             known[setting] = cost
     return cost
 
@@ -159,11 +159,14 @@ def _read(model: PreTrainedModel) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def keep_profile(model: PreTrainedModel, measured: CostModel) -> CostModel:
+def keep_profile(model: PreTrainedModel, measured: CostModel, is_asked: bool = False) -> CostModel:
     """
     Files a new profile, and returns the one that stands: the new one if it was measured in quiet, else that of lower
     costs, since other work only makes forwards slower. Written whole or not at all: other processes may read and write
     the same file. Failures are logged.
+
+    Args:
+        is_asked (`bool`): Somebody asked for the measurement, so that it does not count among those taken unasked.
     """
     kept, stands = read_profile(model), measured
     if measured.is_provisional:
@@ -173,7 +176,7 @@ def keep_profile(model: PreTrainedModel, measured: CostModel) -> CostModel:
             f"The machine was busy while {type(model).__name__} was measured: "
             + ("the earlier profile stands." if stands is kept else "the profile is provisional.")
         )
-    _write(model, {"cost": stands.as_dict(), "times": _times(model) + 1})
+    _write(model, {"cost": stands.as_dict(), "times": _times(model) + (not is_asked)})
     return stands
 
 
@@ -200,9 +203,11 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
         if path in _doubted:
             return
         _doubted.add(path)
-    if read_profile(model) != cost or (times := _times(model)) >= _MOST_TIMES:  # others may have measured it meanwhile
-        return
-    _write(model, {"cost": replace(cost, is_provisional=True).as_dict(), "times": times})
+        # Still locked: another thread that measures the model anew must not find its profile overwritten. Another
+        # process may have done so.
+        if read_profile(model) != cost or (times := _times(model)) >= _MOST_TIMES:
+            return
+        _write(model, {"cost": replace(cost, is_provisional=True).as_dict(), "times": times})
     logger.warning(
         f"Steps of {type(model).__name__} take other times than its profile says, some sizes more so than others: it "
         "will be measured anew when a process finds the machine quiet."
@@ -210,7 +215,7 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
 
 
 def _times(model: PreTrainedModel) -> int:
-    """How often the model was measured for its profile."""
+    """How often the model was measured for its profile without being asked to."""
     known = _read(model).get("times")
     return known if isinstance(known, int) else 0
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
@@ -194,6 +195,57 @@ def test_a_model_whose_profiles_always_prove_wrong_is_not_measured_for_ever(next
     assert machine.num_measured == profiling._MOST_TIMES + 1, "who asks for it gets it"
 
 
+def test_measurements_that_somebody_asked_for_use_none_of_those_taken_unasked(next_process, machine):
+    model, better, machine.costs = new_model("llama"), CostModel(0.0, 2.0, 1.0), [RIGHT]
+    for _ in range(2 * profiling._MOST_TIMES):
+        cost = load_or_profile(model, refresh=True)
+        next_process()
+    cost, machine.costs = load_or_profile(model), [better]
+    prove_wrong(cost)
+    doubt_profile(model, cost)
+    next_process()
+    assert load_or_profile(model) == better
+
+
+def test_a_profile_that_another_thread_measures_meanwhile_is_not_overwritten_by_a_doubt(
+    next_process, machine, monkeypatch
+):
+    model, better, machine.costs = new_model("llama"), CostModel(0.0, 2.0, 1.0), [RIGHT]
+    wrong, machine.costs = load_or_profile(model), [better]
+    prove_wrong(wrong)
+    has_ended_or_waits, read = Event(), profiling.read_profile
+
+    class Watched:
+        def __init__(self):
+            self.lock = Lock()
+
+        def __enter__(self):
+            if not self.lock.acquire(blocking=False):
+                has_ended_or_waits.set()
+                self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    def refresh():
+        load_or_profile(model, refresh=True)
+        has_ended_or_waits.set()
+
+    def read_slowly(model):
+        found = read(model)
+        if not thread.ident:
+            thread.start()
+            assert has_ended_or_waits.wait(60)
+        return found
+
+    thread = Thread(target=refresh)
+    monkeypatch.setattr(profiling, "_lock", Watched())
+    monkeypatch.setattr(profiling, "read_profile", read_slowly)
+    doubt_profile(model, wrong)
+    thread.join(60)
+    assert read(model) == better
+
+
 def test_a_profile_taken_in_noise_is_used_and_gives_way_to_one_taken_in_quiet(next_process, machine):
     model, machine.costs, machine.is_busy = new_model("llama"), [NOISY, RIGHT], True
     for _ in range(3):
@@ -301,6 +353,7 @@ def test_the_command_prints_draws_and_keeps(tmp_path, capsys, monkeypatch):
         tokens = point["rows"] * point["width"]
         predicted = cost.seconds(point["rows"] * point["context"], tokens, point["width"])
         assert point["predicted"] == pytest.approx(float(predicted))
+    assert json.loads(profile_path(shared_model("llama")).read_text())["times"] == 0, "somebody asked for it"
     assert main(arguments) == 0
     assert "as kept in" in capsys.readouterr().out
     assert json.loads(numbers.read_text())["cost"] == report["cost"]

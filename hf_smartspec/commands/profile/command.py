@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     points = {"design": measured.designs, "held out": measured.held_out}
     cost = read_profile(model)
     if cost is None or cost.is_provisional or args.refresh:
-        cost = keep_profile(model, measured.cost())
+        cost = keep_profile(model, measured.cost(), is_asked=True)
     is_new = cost == measured.cost()
     report = _report(args, model, cost, points) | {"is_new": is_new, "was_busy": measured.was_busy}
     _print(report, make_console())
