@@ -97,7 +97,7 @@ class GoodputAuction(LengthPolicy):
         self.speedup = Speedup()
         self._probe_seconds = 0.0  # saved for the next probe
         self._num_since_baseline = 0
-        self._size = 1  # tokens of the latest step that speculated
+        self._size = 1  # tokens of the latest step, drafts included
 
     # 1. Before each stage drafts
 
@@ -299,8 +299,6 @@ class GoodputAuction(LengthPolicy):
         mask, won = np.zeros(forest.num_nodes, bool), Won(0, float(len(rows)), plain)
         if forest.num_nodes and not plan.is_baseline:
             won = self._winners(rows, forest, mask) or won
-            if not won.num_nodes and self.cost.is_doubtful:
-                won = self._winners(rows, forest, mask, _OPTIMISM) or won
         draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages])
         self.prediction = Prediction(won.tokens, won.seconds + plan.prefill_seconds, draft_seconds)
         plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
@@ -309,32 +307,34 @@ class GoodputAuction(LengthPolicy):
         self._size = rows.num_batched + won.num_nodes
         return forest.keep(mask)
 
-    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray, optimism: float = 0.0) -> Won | None:
+    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> Won | None:
         """
         Marks the nodes that maximise the profit, B + sum of a_n - lambda * T(S): tokens, less what their time would
-        yield at other steps. None where none has the margin more than plain decoding. With `optimism`, sizes are as
-        cheap as they may well be: what is too dear by a wrong profile only is tried, and known then.
+        yield at other steps. None where none has the margin more than plain decoding. Where costs are doubtful, the
+        same bids are then compared with sizes as cheap as they may well be: what is too dear by a wrong profile only is
+        tried, and known then.
         """
         gains = forest.along_paths(forest.probs)
-        # Strictly less than the parent's, rounding or not; nodes that cannot come true stay out.
+        # Strictly less than the parent's, rounding or not; nodes that cannot be accepted stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
         plan, cost = self._plan, self.cost
-        seconds, factors = cost.by_tokens(rows.num_batched, len(order) + 1, optimism)
         context, _, width = rows.forward_size(0, 0)
         fixed, per_width = (cost.alpha + cost.beta * width) * context, cost.beta * rows.num_context
         costs = np.array(
             [len(rows), self._least_profit(rows), self._price(rows), fixed, per_width, cost.host, plan.prefill_seconds]
         )
+        scanned = order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs
         counts = np.empty(len(rows), np.int64)
-        won = Won(*best_prefix(order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs, seconds, factors, counts, mask))
-        if not won.num_nodes:
-            return None
-        if optimism:
-            widest = int(np.bincount(forest.row[mask]).max())
-            expected = float(cost.seconds(*rows.forward_size(won.num_nodes, 1 + widest)))
-            won = won._replace(seconds=expected - plan.prefill_seconds)
-        return won
+        won = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
+        if not won.num_nodes and cost.is_doubtful:
+            hopeful = cost.by_tokens(rows.num_batched, len(order) + 1, _OPTIMISM)
+            won = Won(*best_prefix(*scanned, *hopeful, counts, mask))
+            if won.num_nodes:
+                widest = int(np.bincount(forest.row[mask]).max())
+                expected = float(cost.seconds(*rows.forward_size(won.num_nodes, 1 + widest)))
+                won = won._replace(seconds=expected - plan.prefill_seconds)
+        return won if won.num_nodes else None
 
     def _least_profit(self, rows: StepRows) -> float:
         """Of a step that speculates: that of plain decoding, and the margin."""

@@ -34,6 +34,9 @@ def _covariance(scale: float, shape: float) -> np.ndarray:
 
 _DOUBT = _covariance(_SCALE, _SHAPE)
 _DRIFT = _covariance(_SCALE_DRIFT, _SHAPE_DRIFT)
+# Share of the doubt that goes with every step. Without it, drift would add up for sizes that no step has: after weeks,
+# they would seem to be free in doubt. With it, a size's shape is never less known than before the first step.
+_FADING = (_SHAPE_DRIFT / _SHAPE) ** 2
 
 
 class CostPoint(NamedTuple):
@@ -131,7 +134,7 @@ class CostModel:
             return
         low, share = self._bin(batched)
         self._is_corrected = True
-        doubt = self._doubt + _DRIFT  # a copy: calls in other threads may observe at the same time
+        doubt = (1 - _FADING) * self._doubt + _DRIFT  # a copy: calls in other threads may observe at the same time
         shared = (1 - share) * doubt[low] + share * doubt[low + 1]  # covariance of this size and each bin
         variance = float((1 - share) * shared[low] + share * shared[low + 1]) + _STEP**2
         error = math.log(seconds / predicted)
@@ -148,7 +151,12 @@ class CostModel:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether sizes that were not observed may cost far more, or less, than predicted by those that were."""
+        """
+        Whether sizes that were not observed may cost far more, or less, than predicted by those that were. A profile
+        that is wrong as a whole is doubted, too, not only one whose factors differ: while all steps are of one size,
+        all factors move together, and show nothing of errors in the shape, which are likely where the scale is wrong.
+        Doubt costs little where the shape is right: sizes that were tried are known.
+        """
         return self.is_provisional or float(np.abs(self._log_factors).max()) > math.log(_WRONG)
 
     @property

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
+from hf_smartspec.drafts.forest import Forest
 from hf_smartspec.goodput import (
     CostModel,
     DraftCost,
@@ -381,6 +382,22 @@ def test_what_a_provisional_profile_finds_too_dear_is_tried():
     costs = [priced(jump=0.02, is_provisional=provisional) for provisional in (False, True)]
     (none, kept), (num, tried) = (first_steps(cost, 0.3, num_rows=1) for cost in costs)
     assert none == 0 and num > 100 and tried > 1.2 * kept
+
+
+@pytest.mark.parametrize("jump, num_kept", [(0.004, 1), (0.9, 0)])
+def test_what_is_looked_at_again_in_doubt_bids_as_before(jump, num_kept, monkeypatch):
+    """Only prices change between the first look and the one in doubt."""
+    bids, along_paths = [], Forest.along_paths
+
+    def noting(forest, *args):
+        bids.append(along_paths(forest, *args))
+        return bids[-1]
+
+    monkeypatch.setattr(Forest, "along_paths", noting)
+    chain = DraftTree.chain([1], [0.2])
+    policy = GoodputAuction(priced(jump=jump, is_provisional=True), calibrates=False)
+    assert len(policy.select(rows_of([chain]), [chain])[0]) == num_kept and len(bids) == 1
+    assert not policy.cost._is_corrected
 
 
 def test_without_the_tokens_only_verified_chains_teach():

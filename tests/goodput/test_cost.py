@@ -125,6 +125,15 @@ def test_what_is_known_of_a_size_by_another_grows_with_steps_and_fades():
     assert cost.doubt(8, 1) > 2 * known
 
 
+def test_sizes_that_are_never_seen_are_not_less_known_than_at_the_beginning():
+    """However long an engine runs: else they would seem to be free in doubt."""
+    cost = line()
+    before = cost.doubt(64, 1)
+    for _ in range(20_000):
+        cost.observe(200, 1, float(line().seconds(200, 1)))
+    assert 0.5 * before < cost.doubt(64, 1) <= before
+
+
 def test_optimism_is_about_sizes_that_are_unknown_beside_the_first():
     cost = line()
     observe(cost, line(), [1, 8], 100)
