@@ -26,17 +26,21 @@ class Decoding:
     def name(self) -> str:
         return "greedy" if self.seed is None else "sampled"
 
-    def plain_processors(self, recorder: LogitsProcessor | None = None) -> LogitsProcessorList:
-        """What makes plain greedy `generate` pick the tokens that sampling with this library's seed picks."""
-        recorders = [recorder] if recorder is not None else []
+    def filters(self) -> list[LogitsProcessor]:
+        """What changes scores before a token is sampled."""
         if self.seed is None:
-            return LogitsProcessorList(recorders)
-        warpers = [
+            return []
+        return [
             TemperatureLogitsWarper(self.temperature),
             TopKLogitsWarper(self.top_k),
             TopPLogitsWarper(self.top_p),
         ]
-        return LogitsProcessorList([*warpers, *recorders, SeededGumbelLogitsProcessor(self.seed)])
+
+    def plain_processors(self, recorder: LogitsProcessor | None = None) -> LogitsProcessorList:
+        """What makes plain greedy `generate` pick the tokens that sampling with this library's seed picks."""
+        noise = [] if self.seed is None else [SeededGumbelLogitsProcessor(self.seed)]
+        recorders = [recorder] if recorder is not None else []
+        return LogitsProcessorList([*self.filters(), *recorders, *noise])
 
     def own_arguments(self) -> dict[str, Any]:
         if self.seed is None:

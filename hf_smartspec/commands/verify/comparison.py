@@ -104,29 +104,56 @@ class Comparison:
         own = decode_speculatively(*call, self.drafting.assistant(continuations), records=True)
         if own.logits is None or own.scores is None:
             return list(differences)
-        return [self._with_gap(item, plain, own) for item in differences]
+        return [self._with_gap(item, inputs, plain, own) for item in differences]
 
-    def _with_gap(self, item: Difference, plain: Run, own: Run) -> Difference:
+    def _with_gap(self, item: Difference, inputs: dict[str, torch.Tensor], plain: Run, own: Run) -> Difference:
         row, at = item.row, item.position
-        has_both = min(item.plain_token, item.own_token) >= 0 and at < min(plain.tokens.shape[1], own.tokens.shape[1])
-        if not has_both or not torch.equal(plain.tokens[row, :at], own.tokens[row, :at]):
+        if min(item.plain_token, item.own_token) < 0 or at >= plain.tokens.shape[1]:
             return item
         assert plain.logits is not None and plain.scores is not None, "recorded"
         assert own.logits is not None and own.scores is not None, "recorded"
-        scores = torch.stack([plain.scores[row, at], own.scores[row, at]])
-        scale = 1.0
+        text, plain_logits = plain.tokens[row, :at], plain.logits[row, at]
+        tolerance, scale = self.rounding.tolerance(_largest(plain_logits)), 1.0
+        if own.tokens[row, : at + 1].tolist() == [*text.tolist(), item.own_token]:
+            own_scores, own_logits = own.scores[row, at], own.logits[row, at]
+        else:  # decoded again, with other drafts, it was rounded otherwise, and picked other tokens
+            alone = {name: value[row : row + 1] for name, value in inputs.items()}
+            own_scores, own_logits = self._scores_after(alone, text)
+            if own_scores[item.own_token] == -torch.inf and self._may_keep(own_logits, item.own_token, tolerance):
+                own_scores[item.own_token] = own_logits[item.own_token] / self.decoding.temperature
+        scores = torch.stack([plain.scores[row, at], own_scores])
         if self.decoding.seed is not None:
             scale = 1 / self.decoding.temperature
             seed = SeededGumbelLogitsProcessor(self.decoding.seed).seed_of(row)
             scores = add_gumbel_noise(scores, [seed] * 2, [at] * 2)
-        plain_logits, own_logits = plain.logits[row, at], own.logits[row, at]
         return replace(
             item,
             plain_gap=float(scores[0, item.plain_token] - scores[0, item.own_token]),
             own_gap=float(scores[1, item.own_token] - scores[1, item.plain_token]),
             logit_error=_largest_error(plain_logits, own_logits),
-            tolerance=scale * self.rounding.tolerance(_largest(plain_logits)),
+            tolerance=scale * tolerance,
         )
+
+    def _scores_after(self, inputs: dict[str, torch.Tensor], text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and logits `[vocab_size]` by this library's forward after one row's prompt and a text `[n]`."""
+        text = text.to(self.model.device)[None]
+        if self.model.config.is_encoder_decoder:
+            start = self.model.generation_config.decoder_start_token_id
+            more = {"decoder_input_ids": torch.cat([torch.full_like(inputs["input_ids"][:, :1], start), text], dim=1)}
+        else:
+            new = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+            more = {name: torch.cat([inputs[name], value], dim=1) for name, value in new.items()}
+        run = decode_speculatively(self.model, inputs | more, self.decoding, 1, "none", records=True)
+        assert run.scores is not None and run.logits is not None, "recorded"
+        return run.scores[0, 0], run.logits[0, 0]
+
+    def _may_keep(self, logits: torch.Tensor, token: int, tolerance: float) -> bool:
+        """Whether filters keep a token if no logit of `[vocab_size]` is further off than the tolerance."""
+        favoured = torch.where(logits > logits[token], logits - tolerance, logits)[None]
+        favoured[0, token] += tolerance
+        for item in self.decoding.filters():
+            favoured = item(None, favoured)
+        return bool(favoured[0, token] > -torch.inf)
 
     def check_scores(self, inputs: dict[str, torch.Tensor]) -> ScoreCheck | None:
         """Compares returned `logits` and `scores`, up to each row's first different token; None if there are none."""

@@ -12,8 +12,10 @@ import hf_smartspec
 from hf_smartspec.commands.common.equality import Difference, find_differences, without_padding
 from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, random_prompts
 from hf_smartspec.commands.common.rounding import Rounding, measure_rounding
-from hf_smartspec.commands.common.runs import Decoding, decode_plainly
-from hf_smartspec.commands.verify.drafts import ReplayCandidates
+from hf_smartspec.commands.common.runs import Decoding, Run, decode_plainly
+from hf_smartspec.commands.verify import comparison
+from hf_smartspec.commands.verify.comparison import Comparison, TokenCheck
+from hf_smartspec.commands.verify.drafts import Drafting, ReplayCandidates
 from hf_smartspec.commands.verify.frequencies import (
     check_frequencies,
     chi_square_p_value,
@@ -21,6 +23,8 @@ from hf_smartspec.commands.verify.frequencies import (
     ways_of_sampling,
 )
 from hf_smartspec.decoding import verify as verification
+from hf_smartspec.decoding.statistics import GenerationStatistics
+from hf_smartspec.sampling.noise import SeededGumbelLogitsProcessor, add_gumbel_noise, gumbel_noise
 
 from ...folders import byte_tokenizer, save_tiny_models
 from ...models import new_model
@@ -49,6 +53,72 @@ def models(tmp_path_factory):
 def test_what_counts_as_a_tie(gaps, logit_error, is_tie):
     item = Difference(0, 3, 11, 12, *gaps, logit_error=logit_error, tolerance=0.02)
     assert item.is_tie is is_tie
+
+
+UNIT = torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize(
+    ("below", "top_k", "top_p", "picked_again", "is_tie"),
+    [
+        (0.5 * UNIT, 2, 1.0, False, True),  # a unit less, and top-k would have kept it
+        (0.5 * UNIT, 2, 1.0, True, False),  # filtered away, and picked by these very scores: a wrong pick
+        (60 * UNIT, 2, 1.0, False, False),  # no rounding explains it
+        (60 * UNIT, 9, 0.75, False, True),  # those before it have 0.751 of the mass
+        (60 * UNIT, 9, 0.7, False, False),
+    ],
+)
+def test_a_token_at_the_edge_of_a_filter_that_is_not_picked_again_is_a_tie(
+    below, top_k, top_p, picked_again, is_tie, monkeypatch
+):
+    """Plain decoding filters it away, and so does speculation when it decodes the text once more, with its scores."""
+    logits = torch.full((9,), -4.0)
+    logits[4], logits[5], logits[6] = 1.0, 0.99, 0.99 - below
+    row_seeds = [SeededGumbelLogitsProcessor(seed).seed_of(0) for seed in range(99)]
+    noises = [gumbel_noise(seed, 0, torch.arange(9)) for seed in row_seeds]
+    seed = next(seed for seed, noise in enumerate(noises) if noise[6] > 1 + noise[:6].max())  # wins where it is left
+    decoding = Decoding(seed, temperature=1.0, top_k=top_k, top_p=top_p)
+    scores = logits[None]
+    for item in decoding.filters():
+        scores = item(None, scores)
+    assert scores[0, 6] == -torch.inf
+    plain_token = int(add_gumbel_noise(scores, [row_seeds[seed]], [0]).argmax())
+    plain = Run(torch.tensor([[plain_token]]), logits[None, None], scores[None], GenerationStatistics())
+    own = plain._replace(tokens=torch.tensor([[6 if picked_again else plain_token]]))
+    subject = Comparison(None, decoding, 1, None, Rounding("bfloat16", 0.0))
+    monkeypatch.setattr(Comparison, "_scores_after", lambda *_: (scores[0].clone(), logits))
+    found = subject._with_gap(Difference(0, 0, plain_token, 6), {}, plain, own)
+    assert found.is_tie is is_tie and found.plain_gap == math.inf
+
+
+@pytest.mark.parametrize("decoding", [Decoding(), Decoding(3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_what_is_decoded_otherwise_once_more_is_compared_after_the_text_in_question(
+    architecture, decoding, monkeypatch
+):
+    """Drafts of the second time are others, where a source has learnt, and so is rounding."""
+    model, runs = new_model(architecture), []
+    inputs = left_padded([[5, 6, 7, 8], [9, 3]], 0, model.device)
+    plain = decode_plainly(model, inputs, decoding, 6, records=True)
+    row, at = 1, 3
+    own_token = (int(plain.tokens[row, at]) + 1) % 90
+
+    def differing(*args, records=False):
+        runs.append(records)
+        tokens = plain.tokens.clone()
+        tokens[row, at if len(runs) == 1 else at - 1] = own_token
+        return plain._replace(tokens=tokens)
+
+    once = comparison.decode_speculatively
+    decode = lambda *args, **kwargs: (differing if len(runs) < 2 else once)(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(comparison, "decode_speculatively", decode)
+    check = TokenCheck(decoding.name, "replayed", 2)
+    way = Drafting("replayed", lambda continuations: "none")
+    Comparison(model, decoding, 6, way, Rounding("float32", 0.0)).check_batch(inputs, plain.tokens, check, False)
+    (found,) = check.differences
+    assert (found.row, found.position, found.own_token) == (row, at, own_token)
+    assert found.logit_error < 1e-4 and found.plain_gap > 0 and not found.is_tie
+    assert found.own_gap == pytest.approx(-found.plain_gap, abs=1e-4)
 
 
 def test_first_difference_of_every_row_with_unequal_lengths():
