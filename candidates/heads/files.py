@@ -16,7 +16,7 @@ CONFIG = "config.json"
 # The first that there are: beside Medusa's own file there may be those of a whole model.
 _PATTERNS = ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "*.safetensors", "*.pt", "*.bin"]
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What quantized weights are multiplied with, or unpacked by, under the names of compressed-tensors, FP8, GPTQ and AWQ.
 _SCALES = re.compile(r".*[._](scales?|scale_inv|zero_points?|qweight|qzeros|g_idx|weight_packed)")
 
@@ -105,8 +105,18 @@ def check_numbers(tensors: Mapping[str, torch.Tensor]) -> None:
         ValueError: naming one that is quantized, or not all of finite numbers.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS or _SCALES.fullmatch(name):
+        if tensor.dtype not in FLOATS or _SCALES.fullmatch(name):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"its weights are quantized (`{name}`, {kind}): take files in floating point")
-        if num := int((~torch.isfinite(tensor)).sum()):
-            raise ValueError(f"`{name}` is damaged: {num} of its {tensor.numel()} numbers are NaN or infinite")
+        check_finite(name, tensor)
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: unless all numbers of a floating-point tensor are finite.
+    """
+    if not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax()):  # one pass, nothing is allocated
+        return
+    num = int((~torch.isfinite(tensor)).sum())
+    raise ValueError(f"`{name}` is damaged: {num} of its {tensor.numel()} numbers are NaN or infinite")

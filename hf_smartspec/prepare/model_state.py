@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from ..candidates import SuffixTreeCandidates
+from ..candidates.heads.files import FLOATS, check_finite
 from ..candidates.heads.kinds import load
 from ..candidates.heads.learned import LearnedDrafter
 from ..decoding.alarm import AcceptanceAlarm
@@ -122,11 +124,12 @@ def _load(name: str, target: PreTrainedModel) -> Drafter:
 
 def load_whole(kind: Any, name: str, **options: Any) -> PreTrainedModel:
     """
-    Return `kind.from_pretrained(name, **options)`, a draft model. transformers makes up the weights that files lack:
-    such a model drafts, but hardly anything that is accepted.
+    Return `kind.from_pretrained(name, **options)`, a draft model. transformers makes up the weights that files lack,
+    and takes those that are no numbers: such a model drafts, but hardly anything that is accepted.
 
     Raises:
-        ValueError: naming weights that are missing; those that are tied to others are not.
+        ValueError: naming weights that are missing, but for those that are tied to others, or one with numbers that
+            are NaN or infinite. Quantized weights, and those that lie elsewhere than in memory, are not looked at.
     """
     draft, info = kind.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])
@@ -136,6 +139,9 @@ def load_whole(kind: Any, name: str, **options: Any) -> PreTrainedModel:
             f"its files lack weights of {type(draft).__name__}, which would be random: {', '.join(missing[:3])}{more}"
         )
     model: PreTrainedModel = draft
+    for key, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and parameter.dtype in FLOATS and not parameter.is_meta:
+            check_finite(key, parameter.detach())
     return model
 
 

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -59,6 +60,21 @@ def test_who_asks_for_a_vocabulary_meanwhile_gets_what_is_found():
         thread.join(TIMEOUT)
     assert found == [load, load]
     assert state.vocabulary_of(model, ("other tokenizers",), lambda: "another") == "another"
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_named(tmp_path, dtype, number):
+    new_model("llama").to(dtype).save_pretrained(tmp_path)
+    assert load_whole(AutoModelForCausalLM, str(tmp_path), dtype=dtype).dtype == dtype
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 2:4] = number
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = rf"`{name}` is damaged: 2 of its {tensors[name].numel()} numbers are NaN or infinite"
+    with pytest.raises(ValueError, match=message):
+        load_whole(AutoModelForCausalLM, str(tmp_path), dtype=dtype)
+    with pytest.raises(ValueError, match=rf"holds no draft model that can be loaded: {message}"):
+        ModelState().drafter(str(tmp_path), new_model("llama"))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
