@@ -78,6 +78,8 @@ clean:  ## remove build results and caches; .venv stays
 # torch alone and first: nothing that follows may choose another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with venv was found: make PYTHON=/path/to/python3"; exit 1; }
+	@test ! -x $(BIN)/python || $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(VENV) has $$($(BIN)/python --version); 3.11 or newer is needed: rm -rf $(VENV), then make setup"; exit 1; }
 	@test -x $(BIN)/python || { echo "== creating $(VENV) ($$($(PYTHON) --version))"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing $(TORCH)"
 	@$(PIP) setuptools $(TORCH)

@@ -108,8 +108,10 @@ def load_parser(path: tuple[str, ...]) -> "Parser":
 
 
 def _add_arguments(path: tuple[str, ...], parser: "Parser") -> None:
-    name = COMMANDS[path].module.replace("command", "arguments")
-    importlib.import_module(f"{__package__}.{name}").add_arguments(parser)
+    module = COMMANDS[path].module
+    if module.endswith(".command"):
+        module = f"{module.removesuffix('command')}arguments"
+    importlib.import_module(f"{__package__}.{module}").add_arguments(parser)
 
 
 def full_parser() -> "Parser":

@@ -70,25 +70,37 @@ def test_arguments_offer_what_commands_know():
     """What commands know is built of what takes seconds to import; what their arguments offer is written out."""
     from hf_smartspec.candidates.tuned import TUNABLE
     from hf_smartspec.commands.ablation.command import ABLATIONS
-    from hf_smartspec.commands.common.arguments import QUANTIZATIONS
+    from hf_smartspec.commands.common import drafters, names
+    from hf_smartspec.commands.common.arguments import DTYPES, QUANTIZATIONS
+    from hf_smartspec.commands.gpu.shapes import Plan
+    from hf_smartspec.commands.load import arguments as load
+    from hf_smartspec.commands.load.policies import Policies
     from hf_smartspec.commands.papers.figures import FIGURES
     from hf_smartspec.commands.replay.sources import SOURCES
     from hf_smartspec.commands.train.kinds import KINDS
+    from hf_smartspec.goodput import CostModel
+    from hf_smartspec.goodput.papers.policies import BatchLookupTable
     from hf_smartspec.sharing.routing import ROUTERS
     from hf_smartspec.target import quantized
 
     known = {
         "tune": TUNABLE,
         "ablation": ABLATIONS,
+        "gpu": Plan().shapes,
         "papers": FIGURES,
         "replay": SOURCES,
         "train": KINDS,
         "serve": ROUTERS,
     }
-    for command, names in known.items():
+    for command, items in known.items():
         arguments = importlib.import_module(f"hf_smartspec.commands.{command}.arguments")
-        assert tuple(names) in vars(arguments).values(), command
+        assert tuple(items) in vars(arguments).values(), command
     assert quantized.KINDS == QUANTIZATIONS
+    assert tuple(drafters._MODEL_FREE) == names._MODEL_FREE
+    assert [str(dtype).removeprefix("torch.") for dtype in quantized.model._DTYPES] == list(DTYPES)
+    policies = Policies(CostModel(0.0, 1.0, 1.0), BatchLookupTable({1: 1}))
+    for name in set(load.NAMES) - {load.ORACLE, "k=NUMBER"}:
+        policies.new(load.policy_name(name))
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

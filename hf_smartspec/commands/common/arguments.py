@@ -5,18 +5,14 @@ from pathlib import Path
 from typing import Any
 
 TURNS = ("all", "last", "none")
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # in place of a dtype: that of the model's files
 QUANTIZATIONS = ("int8",)  # kinds that `quantize` takes
+PARAMETERS = 200e6  # of the demo target, enlarged
 
 
 class UsageError(Exception):
     """A command cannot do what it was asked to; its message is shown as one line, and the exit status is 2."""
-
-
-PARAMETERS = 200e6  # of the demo target, enlarged
 
 
 def positive(text: str) -> int:

@@ -7,7 +7,7 @@ from ..common.names import SOURCES, source_name
 from ..load.arguments import AUCTION, NONE, policy_name
 
 _POLICIES = (NONE, "k=2", "k=4", AUCTION)
-_BUSY, _QUIET = 0.8, 0.2  # of what can be served without speculation
+BUSY, QUIET = 0.8, 0.2  # of what can be served without speculation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=16)
     parser.add_argument(
         "--rates", type=positive_number, nargs=2, metavar=("BUSY", "QUIET"),
-        help=f"requests per second (default: {_BUSY} and {_QUIET} of what can be served without speculation)",
+        help=f"requests per second (default: {BUSY} and {QUIET} of what can be served without speculation)",
     )  # fmt: skip
     parser.add_argument("--period", type=positive_number, default=5.0, metavar="S", help="of a phase (default: 5)")
     parser.add_argument("--phases", type=positive, default=4, metavar="N", help="busy and quiet in turn (default: 4)")

@@ -25,7 +25,7 @@ from ..load.explain import LEGEND, print_explanations
 from ..load.policies import Policies, is_fixed
 from ..load.report import Cell, Point, latency_ratios, summaries
 from ..load.runs import calibrate, capacity, lookup_table, new_requests, serve, simulate_logged, warm_up
-from .arguments import _BUSY, _QUIET
+from .arguments import BUSY, QUIET
 
 _LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over mixed traffic
 
@@ -68,7 +68,7 @@ def measure(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> N
         progress.update()
         if args.rates is None:
             most = capacity(setup, args.source, calibration)
-            args.rates = [float(f"{share * most:.2g}") for share in (_BUSY, _QUIET)]
+            args.rates = [float(f"{share * most:.2g}") for share in (BUSY, QUIET)]
         policies = Policies(calibration.cost)
         if "table" in cells:
             policies.table = lookup_table(setup, args.source, calibration)
