@@ -112,8 +112,8 @@ class TreeCandidateGenerator(CandidateGenerator):
     def attach(self, request_id: Hashable, forward: Any, row: "CacheRow") -> None:
         """
         Says, before `start`, where the target leaves the request's keys and values, for sources that draft with the
-        target itself: they may write behind what the row holds, and leave the row as it was. By default, nothing
-        happens.
+        target itself: they may write behind what the row holds, and leave the row as it was. Comes again where a
+        request that has given way to others goes on in another row. By default, nothing happens.
 
         Args:
             forward (`ModelForward`): That of the target.

@@ -75,6 +75,8 @@ class EarlyExitCandidates(GrowingCandidates):
         if forward.model is not self.model:
             raise ValueError(f"{self.name} drafts for the model that it was made with only.")
         self._places[request_id] = forward, row
+        if (state := self._states.get(request_id)) is not None:
+            state.row = row
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         if request_id not in self._places:

@@ -230,6 +230,8 @@ class RoutedCandidates(TreeCandidateGenerator):
     # Where nobody asks who drafts for a request (transformers' own loop, fused sources), it is passed on from here.
 
     def attach(self, request_id: Hashable, *args: Any) -> None:
+        if request_id in self._serving:
+            return self._serving[request_id].attach(request_id, *args)
         self._told.setdefault(request_id, []).append(("attach", (args, {})))
 
     def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:

@@ -52,6 +52,7 @@ COMMANDS = {
     ("bench", "batch"): Command("batch.command", "measure seconds per token over batch size and draft length"),
     ("bench", "timeline"): Command("timeline.command", "measure latency while busy and quiet phases alternate"),
     ("bench", "memory"): Command("memory.command", "measure what suffix trees and datastores cost as they grow"),
+    ("bench", "tenants"): Command("tenants.command", "measure what one tenant of a server can do to the others"),
     ("completion",): Command("completion", "write a script that completes this command in a shell"),
 }
 GROUPS = {"bench": "measure speed, in many ways", "datastore": "continuations from a large text"}

@@ -102,6 +102,11 @@ class DecodingCall:
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
 
+    @property
+    def namespace(self) -> Hashable:
+        """The tenant whose request it is."""
+        return self.assignment.get("namespace", "")
+
     def encoded_text(self, request: Request) -> np.ndarray | None:
         """The tokens that the target's encoder has read; None where there are none."""
         return None if self._texts is None else self._texts[request.index]

@@ -1,7 +1,7 @@
 """The decoding loop: draft, forward, verify, commit, observe."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,25 @@ class DecodingLoop:
         call.statistics.generated_tokens = sum(request.num_valid for request in call.requests)
         self.statistics.generated_tokens += call.statistics.generated_tokens
 
+    def suspend(self, call: DecodingCall) -> None:
+        """
+        A call leaves for a while, between two steps. Its texts stay, and what sources and the policy know of them; its
+        rows' places in the cache are whoever's who suspends it.
+        """
+        self.drafting.learn()
+        self.calls.remove(call)
+        for request in call.requests:
+            request.is_resumed = True
+        self._find_running()
+
+    def resume(self, call: DecodingCall) -> None:
+        """A suspended call goes on. What its rows do not hold of their texts is run anew, as after new weights."""
+        self.calls.append(call)
+        for request in call.requests:
+            call.set_lengths(request)
+            self.drafting.sources.attach(request)
+        self._find_running()
+
     def run(self, *calls: DecodingCall) -> None:
         """Steps until these calls, and all that joined before, have ended."""
         try:
@@ -175,21 +194,37 @@ class DecodingLoop:
 
     def feed(self) -> dict[Request, np.ndarray]:
         """The next tokens of every row that waits for logits; prompts share what the step has room for."""
-        feeds, room = {}, self.max_prefill_tokens
+        feeds, prompts = {}, []
         for request in self.running:
             if request.tree is not None:  # is under verification
                 continue
             row = request.cache_row
             if row.renewal is not None and row.is_due(request.length):
                 row.renew()
-            tokens = request.uncached()
-            if room is not None and len(tokens) > 1:
-                if not row.in_one_piece:
-                    tokens = tokens[: max(room, 0)]
-                room -= len(tokens)
-            if len(tokens):
-                feeds[request] = tokens
+            feeds[request] = tokens = request.uncached()
+            if len(tokens) > 1:
+                prompts.append(request)
+        if prompts and self.max_prefill_tokens is not None:
+            self._shorten(feeds, prompts, self.max_prefill_tokens)
         return feeds
+
+    @staticmethod
+    def _shorten(feeds: dict[Request, np.ndarray], prompts: list[Request], room: int) -> None:
+        """
+        Leaves of prompts what there is room for: an equal part for each namespace, and what one does not need for the
+        others. Within a namespace, the first ones come first.
+        """
+        wants: dict[Hashable, int] = {}
+        for request in prompts:
+            wants[request.call.namespace] = wants.get(request.call.namespace, 0) + len(feeds[request])
+        rooms = equal_parts(room, wants)
+        for request in prompts:
+            namespace = request.call.namespace
+            if not request.cache_row.in_one_piece:
+                feeds[request] = feeds[request][: max(rooms[namespace], 0)]
+            rooms[namespace] -= len(feeds[request])
+            if not len(feeds[request]):
+                del feeds[request]
 
     # 2. forward
 
@@ -409,6 +444,15 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
+
+
+def equal_parts(total: int, wants: Mapping[Hashable, int]) -> dict[Hashable, int]:
+    """What each gets of a number, no more than it wants: equal parts, and what one does not want goes to the others."""
+    parts = {}
+    for num_others, name in zip(range(len(wants) - 1, -1, -1), sorted(wants, key=wants.__getitem__)):
+        parts[name] = min(wants[name], -(-total // (num_others + 1)))
+        total -= parts[name]
+    return parts
 
 
 def _remove(request: Request) -> None:

@@ -56,6 +56,7 @@ class Request:
     call: "DecodingCall" = field(init=False, repr=False)  # that it belongs to, which sets it
     line: "SourceLine" = field(init=False, repr=False)  # its call's, unless others were chosen for it
     row: CacheRow | None = None
+    is_resumed: bool = False  # whether it has given way to others before, so that its row begins anew
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
     is_drafting: bool = True  # False: all of its candidate sources failed and were dropped, or none was begun

@@ -99,6 +99,11 @@ class GuardedSources:
         for position, source in self._serving(request):
             self._guarded(request, position, _start, request, source)
 
+    def attach(self, request: Request) -> None:
+        """A request goes on in another row, for sources that draft with the target itself."""
+        for position, source in self._serving(request):
+            self._guarded(request, position, source.attach, request.request_id, request.call.forward, request.cache_row)
+
     def resume(self, request: Request) -> None:
         """Where a row holds some of its prompt already, what its sources cannot do without is run again."""
         row = request.cache_row

@@ -90,6 +90,10 @@ class EncodedMemory(RequestMemory):
         self._make_room(own, read)
         (request.row,) = self.forward.encode(outputs, mask, own)
 
+    def suspend(self, request: Request) -> None:
+        self.forward.remove(request.cache_row)
+        request.row = None
+
     def _read(self, call: DecodingCall) -> tuple[BaseModelOutput, torch.Tensor | None]:
         inputs = call.read_encoder()
         return inputs.outputs, inputs.mask if masks_encoder(self.model) else None

@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -31,7 +31,7 @@ from ..prepare.resolve import Drafters, resolve, tagged
 from ..target.compat import num_positions
 from ..target.profiling import doubt_profile
 from ..target.ranks import engine_ranks
-from ..validate import check_positive
+from ..validate import check_positive, check_weights
 from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket
 from .prompts import check_prompts, prompt_ids
@@ -62,6 +62,10 @@ class Engine:
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of a draft model that has another one.
         online (`OnlineDistillation`, *optional*): Draft models and heads learn from what the engine serves.
+        max_requests_per_namespace (`int`, *optional*): Requests of one namespace (`SmartSpecConfig.namespace`) that may
+            wait and run at once; further ones are refused. Any number, where not given: namespaces take turns.
+        namespace_weights (mapping of namespaces to `float`, *optional*): Parts of places and memory, relative to those
+            of other namespaces, which have 1, where several have requests.
 
     `stop()` it, or use it in a `with` block. An engine that nobody refers to any more stops by itself; what still runs
     then is cancelled.
@@ -87,11 +91,18 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         online: Learning | None = None,
+        max_requests_per_namespace: int | None = None,
+        namespace_weights: Mapping[Hashable, float] | None = None,
     ):
         for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
             check_positive(name, value)
-        if max_kv_bytes is not None:
-            check_positive("max_kv_bytes", max_kv_bytes)
+        for name, number in (
+            ("max_kv_bytes", max_kv_bytes),
+            ("max_requests_per_namespace", max_requests_per_namespace),
+        ):
+            if number is not None:
+                check_positive(name, number)
+        check_weights("namespace_weights", namespace_weights or {})
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"`tokenizer` must be a tokenizer of transformers, got {type(tokenizer).__name__}.")
         self.tokenizer = tokenizer
@@ -101,13 +112,14 @@ class Engine:
         config = config if online is None else replace(config, online=online)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
         self._memory = self._new_memory(max_batch_size, max_kv_bytes)
+        self._memory.scheduler.weights = dict(namespace_weights or {})
         self._drafters = Drafters()
         self._assistant = resolve(self.config, self.model, self._drafters)
         self._results = self._new_results()
         self._policy = self._make_policy()
         self._runner = EngineRunner(
             self.model, self._memory, self._policy, max_prefill_tokens, self._results,
-            engine_ranks(self.model),
+            engine_ranks(self.model), max_requests_per_namespace,
         )  # fmt: skip
         weakref.finalize(self, EngineRunner.end, self._runner)
         self._names = 0
@@ -148,7 +160,8 @@ class Engine:
         **kwargs: Any,
     ) -> str:
         """
-        Queues a request; it is served in its turn, once the engine has been started.
+        Queues a request; it is served in its turn, once the engine has been started. Namespaces take turns; within one,
+        requests are served in the order in which they come.
 
         Args:
             input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt, or what the model's encoder reads.
@@ -172,6 +185,7 @@ class Engine:
 
         Raises:
             ValueError, TypeError: for arguments that cannot be served, and requests that can never fit into memory.
+            RuntimeError: if its namespace has `max_requests_per_namespace` already.
         """
         ids = prompt_ids(input_ids, self.tokenizer)
         if max_new_tokens is not None:
@@ -352,9 +366,11 @@ class Engine:
 
     def report(self) -> SpeculationReport:
         """Why was it slow? Where the time went, what was drafted in vain, and what other lengths would have yielded."""
+        runner = self._runner
         return self._policy.report(
             **{
-                "Requests": f"{self._runner.num_answered} answered, waited {self._runner.seconds_waited:.2f} s in all",
+                "Requests": f"{runner.num_answered} answered, waited {runner.seconds_waited:.2f} s in all, gave way to "
+                f"other namespaces {runner.num_suspended} times",
                 "Prompt tokens reused": self._memory.num_reused,
                 "Key/value memory": f"{self._memory.num_bytes / 2**20:.0f} MiB",
             }

@@ -1,6 +1,6 @@
 """An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..target.ranks import told_by_first
 from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
-from .memory import RequestMemory, refuse
+from .memory import RequestMemory, has_begun, may_yield, refuse
 from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import Scheduler
@@ -80,25 +80,27 @@ class EngineMemory(RequestMemory):
         assert request.max_new_tokens is not None, "generate always limits the length"
         return len(request.prompt) + request.max_new_tokens + call.draft_room
 
-    def next(self, running: list[Request]) -> Ticket | None:
+    def next(self, running: list[Request], suspend: Callable[[Ticket], None]) -> Ticket | None:
         """
         As the scheduler's, for what the request takes beside those that it shares its beginning with. If one of these
         has not read that yet, the request waits until it has.
         """
-        first, num_shared = self.scheduler.first, 0
-        if first is not None:
-            num_shared = self._base(first.request, running).length
-            reading = any([not request.tokens for request in running])
-            if reading and num_shared < self._base(first.request, running, is_read=False).length:
-                return None
-        return self.scheduler.next(num_shared, sum(row.stride for row in self._held(running)))
+        is_reading = any([not request.tokens for request in running])
+
+        def num_shared(ticket: Ticket) -> int | None:
+            length = self._base(ticket.request, running).length
+            waits = is_reading and length < self._base(ticket.request, running, is_read=False).length
+            return None if waits else length
+
+        num_held = sum(row.stride for row in self._held(running))
+        return self.scheduler.next(num_shared, num_held, suspend, may_yield, has_begun)
 
     def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
         """What the request shares with a running one; nothing where sources keep something beside, which is copied."""
         if not self.forward.shares_prefixes or _keeper(request) is not None:
             return SharedBase()
-        of_whom = _namespace(request)
-        others = [other for other in running if _keeper(other) is None and _namespace(other) == of_whom]
+        of_whom = request.call.namespace
+        others = [other for other in running if _keeper(other) is None and other.call.namespace == of_whom]
         return shared_base(request.prompt, others, is_read)
 
     def _held(self, running: Sequence[Request]) -> set[CacheRow]:
@@ -107,12 +109,14 @@ class EngineMemory(RequestMemory):
         return {row for row in bases if row is not None and row in self.prefixes}
 
     def place(self, request: Request, running: list[Request]) -> None:
-        """Gives a request its row, with as much of its prompt as some row there holds already."""
+        """Gives a request its row, with as much of its text as some row there holds already."""
         self._remove(self.prefixes.covered())
         self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
-        shared = self.prefixes.longest(request.prompt, texts, _keeper(request), _namespace(request))
+        shared = self.prefixes.longest(request.text(), texts, _keeper(request), request.call.namespace)
         if shared is not None and not self._agrees(shared, request):
+            shared = None
+        if request.is_resumed and _keeper(request) is not None:  # its sources are shown the whole text again
             shared = None
         row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
         shared = self._left_of(shared)
@@ -140,8 +144,9 @@ class EngineMemory(RequestMemory):
             raise
 
     def settle(self, request: Request) -> None:
-        """A request that was placed has begun: its source has brought back what it had kept of others."""
-        self.num_reused += request.cache_row.length
+        """A request that was placed has begun or goes on: its source has brought back what it had kept of others."""
+        if not request.is_resumed:
+            self.num_reused += request.cache_row.length
         gone, self.prefixes.given_up = self.prefixes.given_up, []
         for text in gone:
             assert text.source is not None, "only these are told"
@@ -213,6 +218,14 @@ class EngineMemory(RequestMemory):
         row.num_nodes = 0
         self.prefixes.add(row, _cached(request))
 
+    def suspend(self, request: Request) -> None:
+        """Its row is kept as those of requests that have ended, unless a source keeps something beside."""
+        if _keeper(request) is None:
+            self.release(request)
+        else:
+            self.cache.remove(request.cache_row)
+        request.row = None
+
     def _forget(self, running: Sequence[Request]) -> None:
         held = self._held(running)
         for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases behind those on them
@@ -233,7 +246,7 @@ class EngineMemory(RequestMemory):
             self.forward.cut(base, 0)
             inputs[base] = RowInput(base, text)
             if all(base is not other.cache_row for other in running):
-                self.prefixes.add(base, CachedText(text, namespace=_namespace(request)))
+                self.prefixes.add(base, CachedText(text, namespace=request.call.namespace))
         if inputs:
             self.forward.forward(list(inputs.values()))
 
@@ -249,12 +262,7 @@ class EngineMemory(RequestMemory):
 def _cached(request: Request) -> CachedText:
     """What the request's row holds."""
     text = request.text()[: request.cache_row.length]
-    return CachedText(text, request.request_id, _keeper(request), _namespace(request))
-
-
-def _namespace(request: Request) -> Hashable:
-    """Whose text it is."""
-    return request.call.assignment.get("namespace", "")
+    return CachedText(text, request.request_id, _keeper(request), request.call.namespace)
 
 
 def _keeper(request: Request) -> TreeCandidateGenerator | None:

@@ -55,14 +55,21 @@ class RequestMemory(ABC):
 
     @abstractmethod
     def place(self, request: Request, running: list[Request]) -> None:
-        """A request is about to begin."""
+        """A request is about to begin, or to go on."""
 
-    def next(self, running: list[Request]) -> Ticket | None:
-        """The next request that may begin beside these; it then counts as running, and is to be placed at once."""
-        return self.scheduler.next()
+    def next(self, running: list[Request], suspend: Callable[[Ticket], None]) -> Ticket | None:
+        """
+        The next request that may begin or go on beside these; it then counts as running, and is to be placed at once.
+        `suspend` gets those that give way to it.
+        """
+        return self.scheduler.next(suspend=suspend, may_yield=may_yield, has_begun=has_begun)
+
+    @abstractmethod
+    def suspend(self, request: Request) -> None:
+        """A request gives way: its memory is free for others, and what it held is computed anew when it goes on."""
 
     def settle(self, request: Request) -> None:  # noqa: B027 (mostly nothing)
-        """A request that was placed has begun."""
+        """A request that was placed has begun, or goes on."""
 
     @property
     def keeper(self) -> Callable[[Request], None] | None:
@@ -87,6 +94,17 @@ class RequestMemory(ABC):
 
     def reset(self) -> None:  # noqa: B027 (nor here)
         """Begins anew after a forward has failed; nothing may be running."""
+
+
+def may_yield(ticket: Ticket) -> bool:
+    """Whether a running request can give way: no draft of it is under way, and no other's text begins in its row."""
+    request = ticket.request
+    return request.row is not None and request.tree is None and not request.row.num_sharers
+
+
+def has_begun(ticket: Ticket) -> bool:
+    """Whether a running request has read all of its text but the newest token, since it runs."""
+    return ticket.request.row is not None and ticket.request.num_uncached <= 1
 
 
 def refuse(reason: str) -> ValueError:

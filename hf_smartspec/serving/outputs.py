@@ -47,6 +47,7 @@ class Ticket:
     output: EngineOutput
     is_streaming: bool = False
     begun: GenerationStatistics | None = None  # the engine's, when the request began to run
+    num_computed: int = 0  # tokens of its text, those that another row had already included
 
     @property
     def request(self) -> Request:

@@ -67,7 +67,8 @@ class RowMemory(RequestMemory):
             raise refuse("every row has an adapter of its own (`adapter_names`)")
         forward: Any
         if prepared.route.way == "plain":
-            prepared = replace(prepared, assistant=resolve(SmartSpecConfig("none"), self.model))
+            nothing = SmartSpecConfig("none", namespace=prepared.assistant.config.namespace)
+            prepared = replace(prepared, assistant=resolve(nothing, self.model))
             forward = StepwiseForward
         else:
             forward = RowwiseForward
@@ -84,12 +85,17 @@ class RowMemory(RequestMemory):
         return self.footprint.of_text(num_tokens, 0 if read is None else len(read))
 
     def place(self, request: Request, running: list[Request]) -> None:
-        """Its own forward gives it a row; what it reads is read now."""
+        """Its own forward gives it a row, or begins that anew; what it reads is read now."""
         if request.call.encoder_inputs is not None:
             forward: Any = request.call.forward
             forward.set_encoder_outputs(request.call.read_encoder().outputs)
+        if request.row is not None:
+            request.call.forward.cut(request.row, 0)
+
+    def suspend(self, request: Request) -> None:
+        """Its row stays, and holds nothing."""
+        request.call.forward.cut(request.cache_row, 0)
 
     def _forget(self, running: Sequence[Request]) -> None:
         for request in running:
             self.place(request, [])
-            request.call.forward.cut(request.cache_row, 0)

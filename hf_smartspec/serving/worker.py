@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,6 +41,7 @@ class EngineRunner:
         results (`Results`): Where outputs go.
         ranks (`Ranks`, *optional*): Who holds the model with this process: all take the same requests in the same
             order, each as soon as the first of them does.
+        max_per_namespace (`int`, *optional*): Requests of one namespace that may wait and run at once.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class EngineRunner:
         max_prefill_tokens: int,
         results: Results,
         ranks: Ranks | None = None,
+        max_per_namespace: int | None = None,
     ):
         self.memory, self.results = memory, results
+        self._max_per_namespace = max_per_namespace
+        self._num_open: Counter[Hashable] = Counter()  # requests that wait or run, by namespace
         self.loop = DecodingLoop(
             policy,
             model_limits(model),
@@ -71,7 +75,7 @@ class EngineRunner:
         self._is_stopping = self._rests = False
         self._num_pauses = 0
         self.fatal_error: BaseException | None = None
-        self.num_answered, self.seconds_waited = 0, 0.0
+        self.num_answered, self.num_suspended, self.seconds_waited = 0, 0, 0.0
 
     # From other threads
 
@@ -85,8 +89,20 @@ class EngineRunner:
             raise RuntimeError("An engine cannot be stopped, paused or waited for from one of its own callbacks.")
 
     def submit(self, ticket: Ticket) -> None:
-        self.results.open(ticket.output)
+        """
+        Raises:
+            ValueError: if the name of the request is in use.
+            RuntimeError: if its namespace has as many requests as it may.
+        """
+        namespace, most = ticket.call.namespace, self._max_per_namespace
         with self._changed:
+            if most is not None and self._num_open[namespace] >= most:
+                raise RuntimeError(
+                    f"The namespace {namespace!r} has {most} requests that wait or run, which are as many as "
+                    "`max_requests_per_namespace` allows: wait for one of them to end."
+                )
+            self.results.open(ticket.output)
+            self._num_open[namespace] += 1
             self._cancelled.discard(ticket.output.request_id)  # meant an earlier request of this name
             self._inbox.append(ticket)
             self._changed.notify_all()
@@ -205,31 +221,50 @@ class EngineRunner:
             tickets = [self._inbox.popleft() for _ in range(number)]
         for ticket in tickets:
             self._tickets[ticket.call] = ticket
-            self.memory.scheduler.add(ticket, self.memory.size_of(ticket.call))
+            self.memory.scheduler.add(ticket, self.memory.size_of(ticket.call), ticket.call.namespace)
 
     def _cancel(self, names: Collection[str]) -> None:
         for ticket in [ticket for ticket in self._tickets.values() if ticket.output.request_id in names]:
             self._fail(ticket, "cancelled", "the request was cancelled")
 
     def _admit(self) -> None:
-        """Requests begin in the order in which they came, as long as there is room."""
+        """Requests begin, or go on, in their turn, as long as there is room or others give way."""
         try:
             self.memory.check_weights(self.loop.running)
         except Exception as error:
             self._fail_running(error)
-        while (ticket := self.memory.next(self.loop.running)) is not None:
-            now = time.perf_counter()
-            ticket.output.lifespan, ticket.output.status = (now, -1), RequestStatus.PREFILLING
-            ticket.begun = replace(self.loop.statistics)
-            self.seconds_waited += now - ticket.output.created_time
+        while (ticket := self.memory.next(self.loop.running, self._suspend)) is not None:
             try:
-                self.memory.place(ticket.request, self.loop.running)
-                self.loop.add(ticket.call)
-                ticket.output.num_cached_tokens = ticket.request.cache_row.length
-                self.memory.settle(ticket.request)
+                self._begin(ticket)
             except Exception as error:
                 self._on_failure(ticket.call, error)
-        self.loop.num_waiting = len(self.memory.scheduler.waiting)
+        self.loop.num_waiting = self.memory.scheduler.num_waiting
+
+    def _begin(self, ticket: Ticket) -> None:
+        output, request = ticket.output, ticket.request
+        output.status = RequestStatus.PREFILLING if output.first_token_time is None else RequestStatus.DECODING
+        if not request.is_resumed:
+            now = time.perf_counter()
+            output.lifespan = (now, -1)
+            ticket.begun = replace(self.loop.statistics)
+            self.seconds_waited += now - output.created_time
+        self.memory.place(request, self.loop.running)
+        if request.is_resumed:
+            self.loop.resume(ticket.call)
+        else:
+            self.loop.add(ticket.call)
+            output.num_cached_tokens = ticket.num_computed = request.cache_row.length
+        self.memory.settle(request)
+
+    def _suspend(self, ticket: Ticket) -> None:
+        """A request gives way to one of another namespace. It waits, and goes on from its text."""
+        self.num_suspended += 1
+        ticket.output.status = RequestStatus.PENDING
+        try:
+            self.loop.suspend(ticket.call)
+            self.memory.suspend(ticket.request)
+        except Exception as error:
+            self._on_failure(ticket.call, error)
 
     def _step(self) -> None:
         try:
@@ -238,15 +273,25 @@ class EngineRunner:
             self._fail_running(error)
             return
         for call in ended:
+            self._charge(self._tickets[call])
             self._finish(self._tickets[call])
         now = time.perf_counter()
         for call in self.loop.calls:
             ticket = self._tickets[call]
+            self._charge(ticket)
             ticket.note(now)
             if ticket.request.num_generated and ticket.output.first_token_time is None:
                 ticket.output.first_token_time, ticket.output.status = now, RequestStatus.DECODING
             if ticket.is_streaming and ticket.request.num_generated:
                 self.results.put(self._snapshot(ticket, now))
+
+    def _charge(self, ticket: Ticket) -> None:
+        """Counts the tokens of its text that were computed for the first time, as its namespace's."""
+        request = ticket.request
+        length = request.length if request.row is None else request.row.length
+        if length > ticket.num_computed:
+            self.memory.scheduler.charge(ticket, length - ticket.num_computed)
+            ticket.num_computed = length
 
     def _fail_running(self, error: Exception) -> None:
         """A forward has failed, and nobody knows by whose fault."""
@@ -295,8 +340,10 @@ class EngineRunner:
     def _leave(self, ticket: Ticket) -> None:
         """The request neither waits nor runs any more."""
         del self._tickets[ticket.call]
+        with self._changed:
+            self._num_open -= Counter([ticket.call.namespace])  # those that have none any more are forgotten
         self.memory.scheduler.remove(ticket)
-        self.loop.num_waiting = len(self.memory.scheduler.waiting)
+        self.loop.num_waiting = self.memory.scheduler.num_waiting
         if ticket.call in self.loop.calls:
             try:
                 self.loop.remove(ticket.call)

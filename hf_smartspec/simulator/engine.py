@@ -208,7 +208,7 @@ class Run:
         scheduler = self.memory.scheduler
         while self.coming and self._queued(self.coming[0]) <= self.clock.now:
             coming = self.engine.new_call(self.coming.popleft())
-            scheduler.add(coming, self.memory.size_of(coming))
+            scheduler.add(coming, self.memory.size_of(coming), coming.namespace)
         while (call := scheduler.next()) is not None:
             request = call.requests[0]
             self.seconds_waited += self.clock.now - self._queued(_item(request))
@@ -217,7 +217,7 @@ class Run:
             self.loop.add(call)
             self.memory.settle(request)
             self.unanswered.append(call)
-        self.loop.num_waiting = len(scheduler.waiting)
+        self.loop.num_waiting = scheduler.num_waiting
 
     def _finish(self, call: DecodingCall, on_served: Callable[[LoadRequest, Sequence[int]], object] | None) -> None:
         self.memory.scheduler.remove(call)

@@ -86,7 +86,7 @@ class SimulatedFleet:
                 due += self.interval
             _until(runs, request.arrival)
             loads = [
-                ReplicaLoad(number, len(run.loop.running), len(run.memory.scheduler.waiting) + len(run.coming))
+                ReplicaLoad(number, len(run.loop.running), run.memory.scheduler.num_waiting + len(run.coming))
                 for number, run in enumerate(runs)
             ]
             runs[self.router.choose(loads, request.prompt, request.namespace)].coming.append(request)

@@ -70,7 +70,7 @@ def begin(engine: Engine, asked: Asked) -> str:
 def all_at_once(engine: Engine) -> Iterator[None]:
     """What is added within begins in one step, beside what runs."""
     memory = engine._memory
-    following, memory.next = memory.next, lambda running: None
+    following, memory.next = memory.next, lambda *_: None
     yield
     memory.next = following
 

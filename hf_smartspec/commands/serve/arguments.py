@@ -89,7 +89,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--max-queue", type=not_negative, default=1024, metavar="N",
-        help="requests that may wait; further ones are refused, 429 (default: 1024)",
+        help="requests that may wait; further ones are refused, 429, unless they are of a key that has less than its "
+        "part (default: 1024)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-requests-per-key", type=positive, metavar="N",
+        help="answers to one key that may wait and run, of each model; further ones are refused, 429 (default: "
+        "--max-batch-size and --max-queue together)",
     )  # fmt: skip
     parser.add_argument("--max-body-mib", type=positive, default=8, metavar="N", help="of a request (default: 8)")
     parser.add_argument(

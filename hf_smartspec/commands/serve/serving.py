@@ -48,6 +48,7 @@ def loaded_server(
         max_model_len=args.max_model_len,
         max_new_tokens=args.max_new_tokens,
         max_queue=args.max_queue,
+        max_per_key=args.max_requests_per_key,
         timeout=args.timeout,
     )
     metrics = ServerMetrics()

@@ -46,6 +46,7 @@ class Answer:
         text (`TextStream`): Makes text of its tokens.
         recorder (`LogprobsRecorder`, *optional*): Knows its log-probabilities.
         timeout (`float`, *optional*): Seconds after which it is given up.
+        namespace (`str`): Whose it is.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Answer:
         text: TextStream,
         recorder: LogprobsRecorder | None,
         timeout: float | None,
+        namespace: str = "",
     ):
-        self.request_id, self.prompt = request_id, prompt
+        self.request_id, self.prompt, self.namespace = request_id, prompt, namespace
         self._served, self._text, self._recorder = served, text, recorder
         self._is_late = self._is_over = False
         loop = asyncio.get_running_loop()
@@ -71,7 +73,7 @@ class Answer:
         """Nobody waits for it any more."""
         if not self._is_over:
             self._is_over = True
-            self._served.forget(self.request_id)
+            self._served.forget(self.request_id, self.namespace)
         if self._alarm is not None:
             self._alarm.cancel()
 
@@ -88,7 +90,7 @@ class Answer:
                 return
             if output.is_finished():
                 self._is_over = True
-                self._served.note_end(output)
+                self._served.note_end(output, self.namespace)
                 self._check(output)
             tokens = output.generated_tokens
             new, first = tokens[num_seen:], num_seen

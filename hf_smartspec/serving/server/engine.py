@@ -36,8 +36,13 @@ class ServedEngine(Engine):
         self._results.discard(request_id)
 
     @property
+    def num_preemptions(self) -> int:
+        """How often a request has given way to one of another namespace."""
+        return self._runner.num_suspended
+
+    @property
     def load(self) -> EngineLoad:
         scheduler = self._memory.scheduler
-        num_waiting = len(scheduler.waiting) + len(self._runner._inbox)
+        num_waiting = scheduler.num_waiting + len(self._runner._inbox)
         taken = sum(list(scheduler.running.values()))  # a copy: the engine's thread goes on
         return EngineLoad(len(scheduler.running), num_waiting, taken / scheduler.max_tokens)

@@ -31,10 +31,14 @@ _COUNTERS = {
     "generation_tokens": "Generated tokens of finished requests.",
     "prefix_cache_queries": "Prompt tokens that were looked up among those of earlier requests.",
     "prefix_cache_hits": "Prompt tokens whose keys and values were there.",
+    "num_preemptions": "Times that a request gave way to one of another tenant.",
     "spec_decode_num_drafts": "Steps of requests, each of which verifies a draft.",
     "spec_decode_num_draft_tokens": "Drafted tokens.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
 }
+
+
+_OF_ENGINES = ("num_preemptions", *(name for name in _COUNTERS if name.startswith("spec_decode")))
 
 
 class ServerMetrics:
@@ -49,7 +53,7 @@ class ServerMetrics:
         self._counters = {
             name: Counter(f"vllm:{name}", text, _MODEL, registry=self.registry)
             for name, text in _COUNTERS.items()
-            if not name.startswith("spec_decode")
+            if name not in _OF_ENGINES
         }
         self._ended = Counter(
             "vllm:request_success", "Finished requests.", [*_MODEL, "finished_reason"], registry=self.registry
@@ -117,13 +121,13 @@ class _Engines(Collector):
         running = GaugeMetricFamily("vllm:num_requests_running", "Requests that run.", labels=_MODEL)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for their turn.", labels=_MODEL)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of key/value memory in use.", labels=_MODEL)
-        names = [name for name in _COUNTERS if name.startswith("spec_decode")]
-        counters = [CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=_MODEL) for name in names]
+        counters = [CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=_MODEL) for name in _OF_ENGINES]
         for name, served in self._models.items():
             load, counts = served.engine.load, served.engine.statistics
             running.add_metric([name], load.num_running)
             waiting.add_metric([name], load.num_waiting)
             usage.add_metric([name], load.kv_usage)
-            for family, value in zip(counters, (counts.steps, counts.drafted_tokens, counts.accepted_tokens)):
+            values = served.engine.num_preemptions, counts.steps, counts.drafted_tokens, counts.accepted_tokens
+            for family, value in zip(counters, values):
                 family.add_metric([name], value)
         return [running, waiting, usage, *counters]

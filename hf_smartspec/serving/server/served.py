@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +19,7 @@ from .answers import Answer
 from .engine import ServedEngine
 from .errors import ApiError
 from .guard.caller import CALLER
-from .guard.limits import Limits, new_tokens
+from .guard.limits import Limits, OpenRequests, new_tokens
 from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars
 from .request.sampling import Settings, eos_ids
@@ -61,16 +62,18 @@ class ServedModel:
         self.max_model_len = min(given, default=None)
         longest = max(map(len, self.tokenizer.get_vocab()))
         self.max_chars = None if self.max_model_len is None else self.max_model_len * longest
-        self._max_batch_size, self.num_open = max_batch_size, 0
+        self.open = OpenRequests(limits, max_batch_size)
         self._vocab_size = own.vocab_size
         self._grammars = Grammars(self.tokenizer, own.vocab_size, eos_ids(self.model.generation_config))
         # Text becomes tokens, and tokens requests, in a thread of their own, one after the other: clients are answered
         # meanwhile, and what is dropped has been added before.
         self._worker = ThreadPoolExecutor(1, f"requests of {name}")
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by namespace
 
     async def in_worker(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Runs what takes a while."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args))
+        """Runs what takes a while, for one request of a namespace at a time: others' wait for no more than that."""
+        async with self._turns[CALLER.get().namespace]:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args))
 
     def stop(self) -> None:
         """Ends the engine; what still runs is cancelled."""
@@ -113,7 +116,7 @@ class ServedModel:
 
     def check_count(self, count: int) -> None:
         """Raises `ApiError`, 400, for more answers to one request than can ever wait."""
-        self.limits.check_queue(0, count, self._max_batch_size)
+        self.open.check_count(count)
 
     async def begin(
         self,
@@ -141,16 +144,16 @@ class ServedModel:
         usual = self.limits.max_new_tokens if usual_tokens is None else usual_tokens
         room = [new_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]
         count = len(prompts) * len(settings.seeds)
-        self.limits.check_queue(self.num_open, count, self._max_batch_size)
-        self.num_open += count
+        namespace = CALLER.get().namespace
+        self.open.add(namespace, count)
         answers: list[Answer] = []
         try:
-            prepared = await self.in_worker(self._prepared, settings, CALLER.get().namespace, prediction)
+            prepared = await self.in_worker(self._prepared, settings, namespace, prediction)
             for ids, limit in zip(prompts, room):
                 for seed in settings.seeds:
                     answers.append(await self._begin(ids, limit, seed, settings, prepared, keeps_special))
         except BaseException:
-            self.num_open -= count - len(answers)
+            self.open.remove(namespace, count - len(answers))
             for answer in answers:
                 answer.drop()
             raise
@@ -208,11 +211,11 @@ class ServedModel:
             raise
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ApiError(400, str(error)) from None
-        return Answer(self, request_id, ids, text, recorder, self.limits.timeout)
+        return Answer(self, request_id, ids, text, recorder, self.limits.timeout, CALLER.get().namespace)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str, namespace: str) -> None:
         """Whoever asked has left."""
-        self.num_open -= 1
+        self.open.remove(namespace)
         self.metrics.note_left(self.name, request_id)
         self._worker.submit(self.engine.drop_request, request_id)
 
@@ -236,6 +239,6 @@ class ServedModel:
             message = f"{field}: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
             raise ApiError(400, message, param=field)
 
-    def note_end(self, output: EngineOutput) -> None:
-        self.num_open -= 1
+    def note_end(self, output: EngineOutput, namespace: str) -> None:
+        self.open.remove(namespace)
         self.metrics.note_end(self.name, output)

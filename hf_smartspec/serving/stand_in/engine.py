@@ -118,7 +118,7 @@ class Processor(NamedTuple):
 
     @property
     def waiting_requests(self) -> dict[str, Any]:
-        return {item.output.request_id: item for item, _ in list(self.engine._memory.scheduler.waiting)}
+        return {item.output.request_id: item for item in self.engine._memory.scheduler.waiting}
 
     def has_pending_requests(self) -> bool:
         return self.engine._results.is_open()

@@ -31,7 +31,7 @@ def wait_until(is_true) -> None:
 
 def is_idle(server) -> bool:
     load = server.engine.load
-    return load.num_running == load.num_waiting == 0 == next(iter(server.models.values())).num_open
+    return load.num_running == load.num_waiting == 0 == len(next(iter(server.models.values())).open)
 
 
 def check_serves(server, demo) -> None:

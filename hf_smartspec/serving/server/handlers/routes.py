@@ -106,7 +106,7 @@ def add_routes(
 
     @app.get("/load")
     async def load() -> JSONResponse:
-        return JSONResponse({"server_load": sum(served.num_open for served in state.models.values())})
+        return JSONResponse({"server_load": sum(len(served.open) for served in state.models.values())})
 
     @app.get("/version")
     async def version() -> JSONResponse:

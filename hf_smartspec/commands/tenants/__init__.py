@@ -1,0 +1,1 @@
+"""`smartspec bench tenants`."""

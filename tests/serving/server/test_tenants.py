@@ -1,0 +1,141 @@
+"""One key cannot shut out the others: turns, and bounds on what each has open."""
+
+import asyncio
+import threading
+
+import httpx
+import openai
+import pytest
+
+from hf_smartspec.serving.server.errors import ApiError
+from hf_smartspec.serving.server.guard.caller import CALLER, Caller
+from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
+
+from .running import TIMEOUT, running
+from .test_guard import check_nothing_is_left, wait_until
+
+KEYS = ("key of a", "key of b")
+SHORT = {"model": "demo", "prompt": "SELECT", "max_tokens": 4}
+STREAM = {"model": "demo", "prompt": "1, 2,", "max_tokens": 2000, "stream": True, "extra_body": {"ignore_eos": True}}
+
+
+def added(requests: OpenRequests, namespace: str, number: int = 1) -> int:
+    """0, or the status with which they are refused."""
+    try:
+        requests.add(namespace, number)
+    except ApiError as error:
+        assert (error.retry_after is not None) == (error.status == 429)
+        return error.status
+    return 0
+
+
+def test_bounds_on_open_requests():
+    requests = OpenRequests(Limits(max_queue=6, max_per_key=5), max_batch_size=2)
+    assert added(requests, "a", 6) == 400, "it can never be served"
+    assert added(requests, "a", 5) == 0 and added(requests, "a") == 429
+    assert added(requests, "b", 3) == 0 and added(requests, "b") == 0, "its half of 8"
+    assert added(requests, "b") == 429 and len(requests) == 9
+    assert added(requests, "c", 2) == 0 and added(requests, "c") == 429, "a third"
+    requests.remove("a", 5)
+    assert added(requests, "b") == 0 and added(requests, "b") == 429, "of one key"
+    requests.remove("b", 5)
+    requests.remove("c", 2)
+    assert len(requests) == 0 and not requests._counts
+
+
+def test_all_may_be_one_keys_where_nothing_is_said():
+    requests = OpenRequests(Limits(max_queue=6), max_batch_size=2)
+    assert added(requests, "", 8) == 0 and added(requests, "") == 429
+    assert added(requests, "b", 4) == 0, "a full queue of others is no reason"
+
+
+def test_a_key_has_no_more_open_than_it_may(demo):
+    """Choices and lists of prompts count each; others do not notice."""
+    with running(demo, keys=KEYS, limits=Limits(max_per_key=4)) as server:
+        one, two = (server.client(key) for key in KEYS)
+        with pytest.raises(openai.BadRequestError, match="5 answers at once, and 4 are the most"):
+            one.completions.create(**SHORT | {"prompt": ["x"] * 5})
+        with one.completions.create(**STREAM | {"prompt": ["1, 2,", "3, 4,"], "n": 2, "temperature": 1.0}):
+            with pytest.raises(openai.RateLimitError, match="4 requests of this key") as refused:
+                one.completions.create(**SHORT)
+            assert int(refused.value.response.headers["Retry-After"]) > 0
+            assert set(refused.value.body) == {"message", "type", "param", "code"}
+            answer = two.completions.create(**SHORT)
+            assert answer.choices[0].text == demo.text(demo.alone("SELECT", max_new_tokens=4))
+        wait_until(lambda: server.engine.load.num_running == 0)
+        assert one.completions.create(**SHORT).choices[0].text == answer.choices[0].text
+
+
+def test_a_full_queue_of_one_key_refuses_no_other(demo):
+    with running(demo, keys=KEYS, limits=Limits(max_queue=3), max_batch_size=1) as server:
+        one, two = (server.client(key) for key in KEYS)
+        with one.completions.create(**STREAM | {"n": 4, "temperature": 1.0}):
+            with pytest.raises(openai.RateLimitError, match="4 requests of this key"):
+                one.completions.create(**SHORT)
+            assert two.completions.create(**SHORT).usage.completion_tokens == 4
+    check_nothing_is_left(server)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        {"prompt": ["a"] * 1024, "max_tokens": 2000, "ignore_eos": True},
+        {"prompt": "a", "n": 32, "logprobs": 5, "max_tokens": 2000, "ignore_eos": True, "stream": True},
+    ],
+    ids=["prompts", "choices"],
+)
+def test_who_asks_for_everything_gets_its_part(demo, attack):
+    """Another key's short request is answered while all of it still runs and waits, with its own tokens."""
+    with running(demo, keys=KEYS) as server:
+        stops = threading.Event()
+
+        async def attack_until_told() -> None:
+            headers = {"Authorization": f"Bearer {KEYS[0]}"}
+            async with httpx.AsyncClient(base_url=server.url, timeout=None, headers=headers) as client:
+                asking = asyncio.create_task(_read(client, attack))
+                await asyncio.to_thread(stops.wait, TIMEOUT)
+                asking.cancel()
+
+        attacker = threading.Thread(target=asyncio.run, args=(attack_until_told(),))
+        attacker.start()
+        try:
+            wait_until(lambda: server.engine.load.num_running == 8 and server.engine.load.num_waiting > 8)
+            for _ in range(3):
+                answer = server.client(KEYS[1]).completions.create(**SHORT)
+                assert answer.choices[0].text == demo.text(demo.alone("SELECT", max_new_tokens=4))
+            assert server.engine.load.num_waiting > 8 and server.engine.num_preemptions > 0
+            headers = {"Authorization": f"Bearer {KEYS[1]}"}
+            assert "vllm:num_preemptions_total" in server.get("/metrics", headers=headers).text
+        finally:
+            stops.set()
+            attacker.join(TIMEOUT)
+        wait_until(lambda: server.engine.load.num_running == 0)
+        check_nothing_is_left(server)
+
+
+async def _read(client: httpx.AsyncClient, body: dict) -> None:
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        async for _ in answer.aiter_bytes():
+            pass
+
+
+def test_whoever_becomes_requests_waits_for_one_of_each_other_key(demo):
+    """Text becomes tokens, and tokens requests, in one thread: the first of all who wait is never far back."""
+    with running(demo, keys=KEYS) as server:
+        served, order, gate = server.models["demo"], [], threading.Event()
+
+        async def work(namespace: str, number: int) -> None:
+            CALLER.set(Caller(namespace))
+            await served.in_worker(lambda: order.append((namespace, number)) or gate.wait(TIMEOUT))
+
+        async def run() -> None:
+            tasks = [asyncio.create_task(work("one", number)) for number in range(20)]
+            while not order:
+                await asyncio.sleep(0.001)
+            tasks.append(asyncio.create_task(work("two", 0)))
+            await asyncio.sleep(0)
+            gate.set()
+            await asyncio.gather(*tasks)
+
+        asyncio.run(run())
+    assert order.index(("two", 0)) <= 2 and len(order) == 21

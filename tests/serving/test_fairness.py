@@ -1,0 +1,360 @@
+"""Namespaces that share an engine: none shuts out another, and who gives way gets what it would get alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import StoppingCriteriaList
+
+from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, FixedLength, SmartSpecConfig
+from hf_smartspec.candidates.base import NoCandidates
+from hf_smartspec.decoding.loop import equal_parts
+from hf_smartspec.serving import scheduler
+from hf_smartspec.target.compat import RequestStatus
+
+from ..architectures import small_model
+from ..candidates.heads.fitted import fitted_eagle, fitted_heads
+from ..cases import prompts_of
+from ..generate.helpers import EOS, Spy, noisy_copy, set_special_tokens, tiny_llama
+from ..models import new_model
+from ..target import test_rotary as lengthwise
+from ..watching import Watching
+from .helpers import TIMEOUT, Asked, StopsAt, random_requests, suffix
+
+LONG = {"max_new_tokens": 60, "eos_token_id": None}
+SHORT = {"max_new_tokens": 4, "eos_token_id": None}
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def short_turns(monkeypatch):
+    """Requests give way to one another all the time."""
+    monkeypatch.setattr(scheduler, "TURN", 2)
+
+
+class Steps:
+    """Counts an engine's steps, and after which of them each request ended."""
+
+    def __init__(self, engine: Engine):
+        self.num, self.ends = 0, {}
+        step, answer = engine._runner.loop.step, engine._runner._answer
+
+        def counting():
+            self.num += 1
+            return step()
+
+        def noting(ticket, output):
+            self.ends[output.request_id] = self.num
+            answer(ticket, output)
+
+        engine._runner.loop.step, engine._runner._answer = counting, noting
+
+
+def of(namespace: str, source="none", **options) -> SmartSpecConfig:
+    return SmartSpecConfig(source, namespace=namespace, **options)
+
+
+def check_turns(engine: Engine, model, requests: list[Asked], choices, expected=None) -> list:
+    """Requests of several namespaces at once, some of which give way: all get what they would get alone."""
+    expected = expected or [asked.alone(model) for asked in requests]
+    with engine.pause():
+        names = [
+            engine.add_request(asked.prompt, assistant=choice, **asked.arguments)
+            for asked, choice in zip(requests, itertools.cycle(choices))
+        ]
+    outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
+    for asked, output, tokens in zip(requests, outputs, expected):
+        assert output is not None and output.error is None
+        assert output.generated_tokens == tokens, asked
+    assert engine._runner.num_suspended > 0, "none gave way"
+    assert f"{engine._runner.num_suspended} times" in str(engine.report())
+    assert not len(engine._memory.scheduler) and not engine._runner._num_open
+    return outputs
+
+
+# Who is served when
+
+
+@pytest.mark.parametrize("num_long", [4, 64])
+def test_a_short_request_does_not_wait_for_long_ones_of_another(model, num_long):
+    """It takes as many steps as it would take alone."""
+    prompts = [[3 + number % 30, 4, 5, 6 + number // 30] for number in range(num_long)]
+    with Engine(model, "none", max_batch_size=4) as engine:
+        steps = Steps(engine)
+        with engine.pause():
+            long = [engine.add_request(prompt, assistant=of("a"), streaming=True, **LONG) for prompt in prompts]
+        next(engine.request_id_iter(long[0]))
+        for _ in range(3):
+            with engine.pause():
+                assert len(engine._runner.loop.calls) >= 3
+                now = steps.num
+                name = engine.add_request([7, 8, 9], assistant=of("b"), **SHORT)
+            output = engine.get_result(name, timeout=TIMEOUT)
+            assert output.generated_tokens == Asked([7, 8, 9], SHORT).alone(model)
+            assert steps.ends[name] - now <= 4
+        for waits in long[8:]:
+            engine.cancel_request(waits)
+        for prompt, name in zip(prompts[:8], long):
+            assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked(prompt, LONG).alone(model)
+        ends = [steps.ends[name] for name in long[:4]]
+        assert ends == sorted(ends), "the newest has given way"
+    assert engine._runner.num_suspended > 0
+
+
+def test_memory_is_not_one_namespaces_either(model):
+    bytes_per_token = Engine(model)._memory.bytes_per_token
+    prompts, other = [[3, 4, 5 + number] for number in range(12)], list(range(3, 33)) * 2
+    with Engine(model, "none", max_batch_size=32, max_kv_bytes=4 * 128 * bytes_per_token) as engine:
+        steps = Steps(engine)
+        with engine.pause():
+            long = [engine.add_request(prompt, assistant=of("a"), streaming=True, **LONG) for prompt in prompts]
+        next(engine.request_id_iter(long[0]))
+        with engine.pause():
+            now = steps.num
+            name = engine.add_request(other, assistant=of("b"), **SHORT)
+        assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked(other, SHORT).alone(model)
+        assert steps.ends[name] - now <= 4
+        for prompt, name in zip(prompts, long):
+            assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked(prompt, LONG).alone(model)
+
+
+def test_prompts_are_read_in_turns(model):
+    """One does not wait until all of another's have been read."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 40, 64).tolist() for _ in range(12)]
+    with Engine(model, "none", max_batch_size=16, max_prefill_tokens=16) as engine:
+        steps = Steps(engine)
+        with engine.pause():
+            for prompt in prompts:
+                engine.add_request(prompt, assistant=of("a"), **SHORT)
+            name = engine.add_request(prompts[0][:20], assistant=of("b"), **SHORT)
+        output = engine.get_result(name, timeout=TIMEOUT)
+    assert output.generated_tokens == Asked(prompts[0][:20], SHORT).alone(model)
+    assert steps.ends[name] <= 3 + 3, "20 tokens by 8 a step, and three more"
+
+
+def test_equal_parts():
+    assert equal_parts(10, {"a": 100}) == {"a": 10}
+    assert equal_parts(10, {"a": 100, "b": 2}) == {"a": 8, "b": 2}
+    assert equal_parts(10, {"a": 100, "b": 50, "c": 3}) == {"a": 3, "b": 4, "c": 3}
+    assert equal_parts(1, {"a": 9, "b": 8}) == {"a": 0, "b": 1}
+    assert equal_parts(10, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    assert equal_parts(0, {"a": 1}) == {"a": 0} and equal_parts(5, {}) == {}
+
+
+def test_weights_are_parts_of_places(model):
+    with Engine(model, "none", max_batch_size=8, namespace_weights={"a": 3}) as engine:
+        with engine.pause():
+            names = [engine.add_request([3, 4], assistant=of(name), **LONG) for name in "ab" * 8]
+        next(engine.request_id_iter(engine.add_request([3], assistant=of("c"), streaming=True, **SHORT)))
+        with engine.pause():
+            running = [call.namespace for call in engine._runner.loop.calls]
+        for name in names:
+            engine.cancel_request(name)
+    assert running.count("a") >= 5 and running.count("b") in (1, 2)
+
+
+@pytest.mark.parametrize("weights", [[1.0], {"a": 0}, {"a": float("inf")}, {"a": float("nan")}, {"a": "1"}])
+def test_bad_weights_are_refused(model, weights):
+    with pytest.raises((TypeError, ValueError), match="namespace_weights"):
+        Engine(model, namespace_weights=weights)
+
+
+def test_a_namespace_has_no_more_requests_than_it_may(model):
+    with pytest.raises(ValueError, match="max_requests_per_namespace"):
+        Engine(model, max_requests_per_namespace=0)
+    with Engine(model, "none", max_requests_per_namespace=2) as engine:
+        with engine.pause():
+            first, _ = (engine.add_request([3], assistant=of("a"), **SHORT) for _ in range(2))
+            with pytest.raises(RuntimeError, match="'a' has 2 requests"):
+                engine.add_request([3], request_id="third", assistant=of("a"), **SHORT)
+            other = engine.add_request([3], assistant=of("b"), **SHORT)
+            engine.cancel_request(first)
+        assert engine.get_result(first, timeout=TIMEOUT).finish_reason == "cancelled"
+        assert engine.get_result(other, timeout=TIMEOUT).finish_reason == "length"
+        third = engine.add_request([3], request_id="third", assistant=of("a"), **SHORT)
+        assert engine.get_result(third, timeout=TIMEOUT).finish_reason == "length"
+
+
+# Who gives way
+
+SOURCES = {
+    "none": lambda model: NoCandidates(),
+    "suffix": lambda model: Spy(suffix()),
+    "draft model": lambda model: DraftModelCandidates(noisy_copy(model)),
+    "early exit": lambda model: EarlyExitCandidates(model, num_layers=1, num_nodes=4),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("max_tokens", [None, 200])
+def test_whoever_gives_way_gets_its_own_tokens(model, short_turns, name, max_tokens):
+    """Of all settings, sampled ones with their seeds; also where memory keeps nothing of them."""
+    source, requests = SOURCES[name](model), random_requests(24)
+    max_bytes = max_tokens and max_tokens * Engine(model)._memory.bytes_per_token
+    config = SmartSpecConfig(source, policy=FixedLength(4))
+    with Engine(model, config, max_batch_size=2, max_kv_bytes=max_bytes, max_prefill_tokens=8) as engine:
+        check_turns(engine, model, requests, [of(whose, source) for whose in "abc"])
+        if name != "none":
+            assert engine.statistics.accepted_tokens > 0
+    if isinstance(source, Spy):
+        assert source.started == source.stopped == 24, "sources know them all the time"
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "mamba", "qwen3_next", "openai-gpt", "t5", "bart", "m2m_100"])
+def test_other_ways_to_run_models(short_turns, architecture):
+    model = set_special_tokens(new_model(architecture), EOS)
+    source, requests = suffix(), random_requests(9, longest=20, max_new_tokens=12)
+    with Engine(model, source, max_batch_size=2, max_prefill_tokens=4) as engine:
+        check_turns(engine, model, requests, [of(whose, source) for whose in "abc"])
+        assert engine._memory.num_bytes == 0 or architecture in ("t5", "bart")
+
+
+def test_models_that_keep_their_state_in_themselves(short_turns):
+    model = set_special_tokens(small_model("recurrent_gemma"), EOS)
+    # Prompts of one token see, also in plain `generate`, what the text before them has left in the modules.
+    requests = [asked for asked in random_requests(8, longest=12, max_new_tokens=12) if len(asked.prompt) > 1]
+    with Engine(model, "none") as engine:
+        check_turns(engine, model, requests, [of(whose) for whose in "ab"])
+
+
+@pytest.mark.parametrize("name", ["llama longrope", "phi3 longrope", "llama dynamic"])
+def test_embeddings_that_depend_on_the_length(short_turns, name):
+    """What is computed anew is embedded as it was."""
+    model = lengthwise.model_of(name)
+    requests = [Asked(prompt, {"max_new_tokens": lengthwise.NEW}) for prompt in prompts_of((16, 30, 50, 20, 44, 25))]
+    expected = [
+        lengthwise.plain(model, {"input_ids": torch.tensor([asked.prompt])})[0, len(asked.prompt) :].tolist()
+        for asked in requests
+    ]
+    choices = [of(whose, "prompt_lookup") for whose in "abc"]
+    with Engine(model, "prompt_lookup", max_batch_size=2, max_prefill_tokens=7) as engine:
+        check_turns(engine, model, requests, choices, expected)
+
+
+@pytest.mark.parametrize("num_prompt", [4, 40])
+def test_sources_are_shown_all_hidden_states_again(model, short_turns, num_prompt):
+    rng = np.random.default_rng(0)
+    requests = [Asked(rng.integers(3, 40, num_prompt).tolist(), {"max_new_tokens": 20}) for _ in range(6)]
+    watching = Watching(suffix())
+    config = SmartSpecConfig(watching, policy=FixedLength(4))
+    with Engine(model, config, max_batch_size=2, max_prefill_tokens=8) as engine:
+        check_turns(engine, model, requests, [of(whose, watching) for whose in "abc"])
+    watching.check(model)
+    assert watching.num_restarts > 0
+
+
+@pytest.mark.parametrize("kind", [fitted_eagle, fitted_heads])
+def test_learned_heads_go_on(model, short_turns, kind):
+    requests = [Asked([3 + number, 4, 5], {"max_new_tokens": 24, "eos_token_id": None}) for number in range(6)]
+    texts = torch.tensor([asked.prompt + asked.alone(model) for asked in requests])
+    heads = kind(model, texts)
+    config = SmartSpecConfig(heads, policy=FixedLength(4))
+    with Engine(model, config, max_batch_size=2) as engine:
+        check_turns(engine, model, requests, [of(whose, heads) for whose in "abc"])
+        assert engine.statistics.accepted_tokens > 0
+
+
+def test_streams_criteria_and_traces_know_nothing_of_it(model, short_turns):
+    """Every length is seen once, in order; timestamps, traces and statistics are of all steps."""
+    source = suffix()
+    with Engine(model, SmartSpecConfig(source, policy=FixedLength(4)), max_batch_size=1) as engine:
+        criterion = StopsAt(3 + 18)
+        with engine.pause():
+            name = engine.add_request(
+                [3, 4, 5],
+                streaming=True,
+                record_timestamps=True,
+                trace=True,
+                assistant=of("a", source),
+                stopping_criteria=StoppingCriteriaList([criterion]),
+                **LONG,
+            )
+            others = [engine.add_request([6, 7], assistant=of("b", source), **LONG) for _ in range(2)]
+        outputs = list(engine.request_id_iter(name))
+        for other in others:
+            assert engine.get_result(other, timeout=TIMEOUT).generated_tokens == Asked([6, 7], LONG).alone(model)
+    last, lengths = outputs[-1], [len(output.generated_tokens) for output in outputs]
+    assert last.generated_tokens == Asked([3, 4, 5], LONG).alone(model)[:18] and last.finish_reason == "stop"
+    assert criterion.lengths == list(range(4, 22)) and lengths == sorted(lengths)
+    assert len(last.timestamps) == len(last.token_sources) == 18 and last.timestamps == sorted(last.timestamps)
+    assert sum(step.num_generated for step in last.traced_steps) >= 18
+    assert last.statistics.generated_tokens == 18 and last.statistics.steps == len(last.traced_steps)
+    assert engine._runner.num_suspended > 0
+
+
+def test_who_has_given_way_can_be_cancelled(model):
+    with Engine(model, "none", max_batch_size=1) as engine:
+        runner = engine._runner
+        first, second = (
+            engine.add_request([3, 4], assistant=of(whose), **LONG | {"max_new_tokens": 400}) for whose in "ab"
+        )
+        for _ in range(10_000):  # until it waits, with its text
+            with engine.pause():
+                waiting = [ticket for ticket in runner.memory.scheduler.waiting if ticket.output.request_id == first]
+                if waiting and waiting[0].request.is_resumed:
+                    assert waiting[0].output.status == RequestStatus.PENDING
+                    assert waiting[0].request.row is None and waiting[0].request.num_generated > 0
+                    engine.cancel_request(first)
+                    break
+        output = engine.get_result(first, timeout=TIMEOUT)
+        assert output.finish_reason == "cancelled" and len(output.generated_tokens) >= scheduler.TURN - 2
+        engine.cancel_request(second)
+        assert engine.get_result(second, timeout=TIMEOUT).finish_reason == "cancelled"
+        name = engine.add_request([7], assistant=of("b"), **SHORT)
+        assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked([7], SHORT).alone(model)
+    assert not len(runner.memory.scheduler) and not runner._num_open
+
+
+def test_an_engine_stops_while_some_have_given_way(model, short_turns):
+    engine = Engine(model, "none", max_batch_size=1).start()
+    longer = LONG | {"max_new_tokens": 400}
+    names = [engine.add_request([3, 4], assistant=of(whose), streaming=True, **longer) for whose in "abc"]
+    next(engine.request_id_iter(names[1]))
+    engine.stop(drain=False)
+    reasons = {engine.get_result(name).finish_reason for name in names}
+    assert "cancelled" in reasons and reasons <= {"cancelled", "length"}
+    engine.start()
+    assert engine.generate([[3, 4]], **SHORT)[0].generated_tokens == Asked([3, 4], SHORT).alone(model)
+    engine.stop()
+
+
+def test_weights_change_while_some_have_given_way(model, short_turns):
+    """Nothing of what the old ones have computed counts when they go on."""
+    other = tiny_llama(seed=7)
+    with Engine(model, "none", max_batch_size=1) as engine:
+        longer = {"max_new_tokens": 200, "eos_token_id": None}
+        names = [engine.add_request([3, 4, 5], assistant=of(whose), streaming=True, **longer) for whose in "ab"]
+        for name in names:
+            next(engine.request_id_iter(name))
+        with engine.pause():
+            model.load_state_dict(other.state_dict())
+            tickets = [*engine._runner.memory.scheduler.running, *engine._runner.memory.scheduler.waiting]
+            known = {ticket.output.request_id: list(ticket.request.tokens) for ticket in tickets}
+        assert len(known) == 2 and max(map(len, known.values())) < 200
+        for name in names:
+            left = {"max_new_tokens": 200 - len(known[name]), "eos_token_id": None}
+            rest = Asked([3, 4, 5, *known[name]], left).alone(model)
+            assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == known[name] + rest
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_sampled_drafts(model, short_turns, verification):
+    """With the same noise, tokens are those of the seed; by rejection, they depend on drafts, as ever."""
+    draft = noisy_copy(model)
+    settings = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20, "eos_token_id": None}
+    requests = [Asked([3, 4, number], settings, seed=number) for number in range(5, 11)]
+    with Engine(model, SmartSpecConfig(draft, policy=FixedLength(3)), max_batch_size=2) as engine:
+        choices = [of(whose, draft, verification=verification) for whose in "abc"]
+        if verification == "coupled":
+            check_turns(engine, model, requests, choices)
+        else:
+            for asked, choice in zip(requests, itertools.cycle(choices)):
+                engine.add_request(asked.prompt, assistant=choice, **asked.arguments)
+            assert all(len(output.generated_tokens) == 20 for output in engine)
+        assert engine.statistics.accepted_tokens > 0
