@@ -163,6 +163,13 @@ def test_who_waits_for_an_accelerator_needs_no_processor():
     assert not measuring._were_disturbed(torch.device("cuda"), runs)
 
 
+def test_ticks_that_are_longer_than_a_forward_say_nothing(monkeypatch):
+    runs = [[Run(1e-3, 0.0)] * 3] * 5
+    assert measuring._were_disturbed(torch.device("cpu"), runs)
+    monkeypatch.setattr(measuring, "_COUNTS_TICKS", True)
+    assert not measuring._were_disturbed(torch.device("cpu"), runs)
+
+
 def test_a_machine_with_load_for_half_of_its_processors_is_busy(monkeypatch):
     monkeypatch.setattr(measuring.os, "cpu_count", lambda: 8)
     for load, expected in ((0.3, False), (3.9, False), (4.1, True), (14.0, True)):
