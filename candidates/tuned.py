@@ -98,7 +98,7 @@ class TunedSources:
         """
         try:
             content = json.loads(Path(path).read_bytes())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no file of `smartspec tune`, or damaged: {error}.") from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"{path} is no file of `smartspec tune`.")
@@ -108,5 +108,5 @@ class TunedSources:
             )
         try:
             return cls.of(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error!r}. Tune anew.") from error

@@ -1,8 +1,9 @@
-"""Files that are there as a whole, or not at all."""
+"""Files that are there as a whole, or not at all, and who may read them."""
 
 import glob
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,11 +13,32 @@ from typing import BinaryIO
 _ABANDONED = 3600.0  # seconds after which nobody goes on with a file that is not complete
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def private_mode(folder: str | Path) -> int:
     """
-    A new file that takes the place of `path` once it is complete and on the disk, and that vanishes on errors; with it
-    go those of writers that died before.
+    Return the mode of a file with users' text in `folder`: for its owner alone, or for its group to read where the
+    folder is the group's (its set-group-ID bit is set, as `chmod g+s` does).
+    """
+    return 0o640 if os.stat(folder).st_mode & stat.S_ISGID else 0o600
+
+
+def private_file(path: str | Path) -> int:
+    """
+    Create an empty file of `private_mode` and return its descriptor, to write to.
+
+    Raises:
+        FileExistsError: if there is one.
+    """
+    mode = private_mode(Path(path).parent)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    os.chmod(path, mode)  # an umask of 077 would lock the folder's group out
+    return descriptor
+
+
+@contextmanager
+def replacing(path: Path, is_private: bool = False) -> Iterator[BinaryIO]:
+    """
+    Open a new file that takes the place of `path` once it is complete and on the disk, and that vanishes on errors;
+    with it go those of writers that died before. Files with users' text are private (`private_mode`).
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError):  # others sweep, too
@@ -25,7 +47,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     # Opened by hand, since files of `tempfile` cannot be read by other users.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(private_file(temporary) if is_private else temporary, "wb" if is_private else "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

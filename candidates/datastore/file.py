@@ -156,7 +156,7 @@ class Datastore:
             checksum = zlib.crc32(part, checksum)
         sizes = len(self.tokens), len(self.suffixes), self.vocab_size
         header = _Header(_MAGIC, _VERSION, self.sort_depth, *sizes, self.fingerprint.encode(), checksum)
-        with replacing(Path(path)) as file:
+        with replacing(Path(path), is_private=True) as file:
             file.write(header.pack())
             for part in data:
                 file.write(part)

@@ -13,7 +13,7 @@ Found = TypeVar("Found")
 
 def save_arrays(path: str | Path, **arrays: np.ndarray) -> None:
     """Writes a file (`.npz`) that takes the place of the one before as a whole."""
-    with replacing(Path(path)) as file:
+    with replacing(Path(path), is_private=True) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 

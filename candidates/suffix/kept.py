@@ -12,7 +12,7 @@ from transformers.utils.logging import tqdm
 
 from ..datastore.file import tokenizer_fingerprint
 from .corpus import SuffixCorpus
-from .files import read, split
+from .files import column, making_sense, read, texts_of, words
 from .slots import SuffixSlots
 
 SourceT = TypeVar("SourceT", bound="EarlierOutputs")
@@ -173,22 +173,25 @@ class EarlierOutputs:
         A source with the outputs of a saved file; `options` are the constructor's.
 
         Raises:
+            OSError: if the file cannot be read.
             ValueError: if the file is damaged, foreign, of another version or of another tokenizer.
         """
         header, arrays = read(path)
-        fingerprint = header["fingerprint"]
+        with making_sense(str(path)):
+            fingerprint, names, texts = header["fingerprint"], words(header, "names"), texts_of(arrays)
+            numbers = column(arrays, "namespaces", len(texts), below=len(names))
+            # Files of before say nothing of use: in order.
+            used = column(arrays, "used", len(texts)) if "used" in arrays else np.arange(len(texts))
         if tokenizer is not None and fingerprint not in (None, tokenizer_fingerprint(tokenizer)):
             raise ValueError(f"{path} was made with another tokenizer: its tokens mean something else.")
         source = cls(**options)
-        try:
+        with making_sense(str(path)):
             source.take_over(header["lines"], arrays)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
-        texts, num = split(arrays["tokens"], arrays["lengths"].tolist()), len(arrays["lengths"])
-        ranks = np.argsort(np.argsort(arrays.get("used", np.arange(num))))  # files of before: in order of use
-        source._corpus.clock = num  # later than all of these
-        for tokens, name, rank in zip(tqdm(texts, total=num, disable=not progress), arrays["namespaces"], ranks):
-            number = source._keep(checked(tokens), header["names"][name])
+        ranks = np.argsort(np.argsort(used))
+        source._corpus.clock = len(texts)  # later than all of these
+        progress_bar = tqdm(texts, total=len(texts), disable=not progress)
+        for tokens, name, rank in zip(progress_bar, numbers.tolist(), ranks):
+            number = source._keep(checked(tokens), names[name])
             if number is not None:
                 source._corpus.used[number] = rank
         return source

@@ -56,8 +56,8 @@ class Checkpoint:
             "statistics": dict(statistics),
         }
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as file:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self.path, is_private=True) as file:
                 torch.save(content, file)
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")

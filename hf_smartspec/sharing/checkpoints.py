@@ -77,8 +77,8 @@ class SharedCheckpoints:
                     break
                 data = self._whole(remote)
                 if data is not None:
-                    self._local.mkdir(parents=True, exist_ok=True)
-                    with replacing(path) as file:
+                    self._local.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    with replacing(path, is_private=True) as file:
                         file.write(data)
                         file.flush()
                         os.utime(file.name, ns=(when, when))  # before it is there: else it would look newer than it is
@@ -120,6 +120,6 @@ class SharedCheckpoints:
             header, arrays = unpacked(self._folder.read(remote), remote)
             if header.get("kind") == _KIND:
                 return arrays["data"].tobytes()
-        except (FileNotFoundError, KeyError, ValueError) as error:
-            logger.warning_once(f"{self._folder.url}: {error}")
+        except Exception as error:  # of any file system, and whatever a file holds
+            logger.warning_once(f"{self._folder.url}: {remote} is left alone: {error}")
         return None

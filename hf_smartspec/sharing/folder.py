@@ -1,17 +1,27 @@
 """A folder that several replicas write to, on any file system of fsspec."""
 
+import os
 import posixpath
+import secrets
+import stat
 import time
+from contextlib import suppress
+from pathlib import Path
 from uuid import uuid4
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from ..files import private_file
 
 _ABANDONED = 3600 * 10**9  # nanoseconds after which nobody writes on
+_SALT, _SALT_BYTES = "salt", 32
 
 
 class SharedFolder:
     """
-    Files appear in it as a whole and are never changed.
+    Files appear in it as a whole and are never changed. On a local file system they are their owner's alone, as is the
+    folder where it is made here; in a folder that is a group's (`chmod g+s`), its group may read them.
 
     Args:
         url (`str`): A path, or an address that fsspec knows (`s3://bucket/folder`, `memory://folder`, ...), whose
@@ -25,7 +35,11 @@ class SharedFolder:
         self.url = str(url)
         try:
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
-            self._fs.makedirs(self._root, exist_ok=True)
+            self._is_local = isinstance(self._fs, LocalFileSystem)
+            if self._is_local:
+                os.makedirs(self._root, mode=0o700, exist_ok=True)
+            else:
+                self._fs.makedirs(self._root, exist_ok=True)
         except Exception as error:  # of any file system
             raise ValueError(f"`url`: {self.url!r} cannot be reached: {error}") from error
 
@@ -45,14 +59,54 @@ class SharedFolder:
         """
         Raises:
             FileNotFoundError: if it is gone.
+            ValueError: if it is no file.
         """
-        data: bytes = self._fs.cat_file(self._path(name))
-        return data
+        path = self._path(name)
+        if not self._is_local:
+            data: bytes = self._fs.cat_file(path)
+            return data
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{name} is no file.")
+            return file.read()
+
+    def salt(self) -> bytes:
+        """
+        Return 32 random bytes that all who use the folder share. Who comes first makes them.
+
+        Raises:
+            OSError: if they can be neither read nor made.
+            ValueError: if the file that holds them is damaged.
+        """
+        path = self._path(_SALT)
+        if not self._fs.exists(path):
+            self._create(path, secrets.token_bytes(_SALT_BYTES))
+        found = self.read(_SALT)
+        if len(found) != _SALT_BYTES:
+            raise ValueError(f"{path} must hold {_SALT_BYTES} bytes, got {len(found)}: remove it.")
+        return found
+
+    def _create(self, path: str, data: bytes) -> None:
+        """Write a file that is there as a whole, unless somebody else has written it first."""
+        if not self._is_local:
+            with suppress(FileExistsError):
+                self._fs.pipe_file(path, data, mode="create")
+            return
+        temporary = self._path(f".{time.time_ns():020d}-{uuid4().hex}.tmp")
+        try:
+            with open(private_file(temporary), "wb") as file:
+                file.write(data)
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
 
     def write(self, name: str, data: bytes) -> None:
         """A file that takes the place of one of the same name, once it is complete."""
         temporary = self._path(f".{time.time_ns():020d}-{uuid4().hex}.tmp")
         try:
+            if self._is_local:
+                os.close(private_file(temporary))
             self._fs.pipe_file(temporary, data)
             self._fs.mv(temporary, self._path(name))
         except BaseException:
@@ -77,3 +131,8 @@ class SharedFolder:
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting: a pipe would wait for somebody who writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

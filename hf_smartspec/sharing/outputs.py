@@ -9,7 +9,7 @@ from uuid import uuid4
 from transformers import PreTrainedTokenizerBase
 
 from ..candidates.datastore.file import tokenizer_fingerprint
-from ..candidates.suffix.files import packed, unpacked
+from ..candidates.suffix.files import making_sense, packed, unpacked
 from ..candidates.suffix.source import SuffixTreeCandidates
 from ..log import get_logger
 from ..validate import check_positive
@@ -22,7 +22,6 @@ logger = get_logger(__name__)
 _OUTPUTS, _LEARNT = ".outputs", ".learnt"
 _ATTEMPTS = 5  # at reading files that others merge meanwhile
 _LEARNT_INTERVALS, _LEARNT_KEPT = 10, 3  # exchanges until all is worth being written anew, and files of it
-_DAMAGED = (KeyError, TypeError, ValueError, IndexError)  # what files raise that are whole and not as they should be
 
 
 class SharedOutputs:
@@ -69,6 +68,7 @@ class SharedOutputs:
         self._replica = uuid4().hex  # anew for each process: numbers begin anew, too
         self._read: dict[str, frozenset[Key]] = {}  # files that were read, and which outputs stand in them
         self._missing: set[str] = set()  # of these, such as were gone at the latest look
+        self._reported: set[str] = set()  # files that are left alone
         self._published = 0  # the highest number that was
         self._lock = threading.Lock()
 
@@ -156,22 +156,40 @@ class SharedOutputs:
         self._missing = missing & self._read.keys()
 
     def _collect(self, is_wanted: Callable[[str], bool]) -> dict[str, list[SharedOutput]]:
-        """What stands in the files of such names that are whole. All of it, while others merge them."""
+        """
+        Read the files of such names that are whole. Others may merge them meanwhile: a file that is gone has its
+        outputs in a newer one, so that all are listed again.
+        """
+        gone: set[str] = set()
         for _ in range(_ATTEMPTS):
             names = [name for name in self._folder.names(self._suffix(_OUTPUTS)) if is_wanted(name)]
-            try:
-                found = {name: self._outputs_of(name) for name in names}
-            except FileNotFoundError:  # it has been merged into another
-                continue
-            return {name: outputs for name, outputs in found.items() if outputs is not None}
+            dangling = gone & set(names)  # listed again and gone again: links to nowhere
+            found, gone = {}, set()
+            for name in names:
+                try:
+                    found[name] = self._outputs_of(name)
+                except FileNotFoundError as error:
+                    gone.add(name)
+                    if name in dangling:
+                        self._report(name, error)
+            if gone <= dangling:
+                return {name: outputs for name, outputs in found.items() if outputs is not None}
         raise TimeoutError("the files of the folder change faster than they can be read")
 
     def _outputs_of(self, name: str) -> list[SharedOutput] | None:
         try:
             return unpack(self._folder.read(name), self._fingerprint, name)
-        except _DAMAGED as error:
-            logger.warning_once(f"{self._folder.url}: {error}")
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of any file system, and whatever a file holds: the others are taken
+            self._report(name, error)
             return None
+
+    def _report(self, name: str, error: Exception) -> None:
+        """Warn of a file that is left alone, once."""
+        if name not in self._reported:
+            self._reported.add(name)
+            logger.warning(f"{self._folder.url}: {name} is left alone: {error}")
 
     def _suffix(self, kind: str) -> str:
         """Of this vocabulary's files."""
@@ -206,10 +224,11 @@ class SharedOutputs:
         for name in reversed(self._folder.names(self._suffix(_LEARNT))):
             try:
                 header, arrays = unpacked(self._folder.read(name), name)
-                if header["fingerprint"] == self._fingerprint and source.take_over(header["lines"], arrays):
-                    return
-            except (FileNotFoundError, *_DAMAGED) as error:
-                logger.warning_once(f"{self._folder.url}: {error}")
+                with making_sense(name):
+                    if header["fingerprint"] == self._fingerprint and source.take_over(header["lines"], arrays):
+                        return
+            except Exception as error:  # of any file system, and whatever a file holds
+                self._report(name, error)
 
 
 def _written(name: str) -> int:

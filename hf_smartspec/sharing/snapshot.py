@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..candidates.suffix.files import packed, split, unpacked
-from ..candidates.suffix.kept import checked
+from ..candidates.suffix.files import column, making_sense, packed, texts_of, unpacked, words
 
 _KIND = "outputs"
 Key = tuple[str, int]  # the replica that served it, and its number there
@@ -55,20 +54,23 @@ def unpack(data: bytes, fingerprint: str, name: str) -> list[SharedOutput]:
     The outputs in a file's contents.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: if it is damaged, not complete, of another kind or of another
-            tokenizer; it says which.
+        ValueError: if it is damaged, not complete, of another kind or of another tokenizer; it says which.
     """
     header, arrays = unpacked(data, name)
     if header.get("kind") != _KIND:
         raise ValueError(f"{name} holds no outputs of replicas.")
-    if header["fingerprint"] != fingerprint:
+    if header.get("fingerprint") != fingerprint:
         raise ValueError(f"{name} was made with another tokenizer: its tokens mean something else.")
-    columns = (arrays[key].tolist() for key in ("served", "numbers", "times", "namespaces"))
-    texts = split(checked(arrays["tokens"]), arrays["lengths"].tolist())
-    names, replicas = ([str(word) for word in header[key]] for key in ("names", "replicas"))
+    with making_sense(name):
+        names, replicas = words(header, "names"), words(header, "replicas")
+        texts = [text.astype(np.int32) for text in texts_of(arrays)]
+        num = len(texts)
+        served = column(arrays, "served", num, below=len(replicas)).tolist()
+        spaces = column(arrays, "namespaces", num, below=len(names)).tolist()
+        counted = column(arrays, "numbers", num).tolist(), column(arrays, "times", num).tolist()
     return [
-        SharedOutput(replicas[served], number, time, names[namespace], tokens)
-        for served, number, time, namespace, tokens in zip(*columns, texts)
+        SharedOutput(replicas[replica], number, time, names[space], tokens)
+        for replica, number, time, space, tokens in zip(served, *counted, spaces, texts)
     ]
 
 

@@ -1,7 +1,13 @@
 """Replicas that share what they served: nothing lost, nothing counted twice, nothing damaged taken."""
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -9,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.suffix.files import packed
+from hf_smartspec.candidates.suffix.files import _MAGIC, packed, unpacked
 from hf_smartspec.sharing import SharedOutputs
 from hf_smartspec.sharing.folder import SharedFolder
-from hf_smartspec.sharing.snapshot import SharedOutput, pack
+from hf_smartspec.sharing.snapshot import SharedOutput, pack, unpack
 from tests.folders import byte_tokenizer
 
 OPTIONS = {"max_bytes": 2**21, "max_depth": 8, "max_match": 4}
@@ -40,6 +46,12 @@ def serve(source, name, prompt, answer, namespace=""):
 def held(source):
     """What is remembered, by namespace, in any order."""
     return sorted((namespace, tokens.tolist()) for _, namespace, tokens in source.outputs())
+
+
+def crafted(head, values=b""):
+    """A file's contents with a right check sum, whatever stands in it."""
+    content = len(head).to_bytes(8, "little") + head + values
+    return _MAGIC + hashlib.blake2b(content, digest_size=32).digest() + content
 
 
 def drafted(source, prompt, namespace=""):
@@ -120,6 +132,26 @@ def test_damaged_half_written_and_foreign_files_are_left_alone(tmp_path, caplog)
     # What was half written is taken once it is whole.
     whole[0].write_bytes(data)
     assert late.pull(other) == 1 and len(held(other)) == 2
+
+
+def test_what_is_no_readable_file_is_left_alone_and_reported_once(tmp_path, caplog):
+    shared, source = replica(tmp_path)
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    shared.publish(source)
+    end = f"-{shared._fingerprint[:8]}.outputs"
+    (tmp_path / f"folder{end}").mkdir()
+    (tmp_path / f"dangling{end}").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / f"pipe{end}")
+    (tmp_path / f"deep{end}").write_bytes(crafted(b"[" * 100_000))
+    (tmp_path / f"locked{end}").write_bytes(b"")
+    (tmp_path / f"locked{end}").chmod(0)
+    late, other = replica(tmp_path)
+    assert late.pull(other) == 1 and held(other) == held(source)
+    assert late.pull(other) == 0
+    for name in ("folder", "dangling", "pipe", "deep", "locked"):
+        assert caplog.text.count(f"{name}{end} is left alone") == 1
+    serve(other, "b", [1, 2, 3], [20, 21, 22])
+    assert late.publish(other) == 1 and shared.pull(source) == 1
 
 
 def test_other_tokenizers_share_a_folder_without_seeing_one_another(tmp_path):
@@ -337,7 +369,7 @@ def test_what_cannot_be_read_keeps_nobody_from_writing_and_is_reported_once(tmp_
         patch.setattr(SharedFolder, "read", refused)
         with shared.attached(source):
             assert enough.wait(30)
-    assert len([item for item in caplog.records if "cannot be shared" in item.getMessage()]) == 1
+    assert len([item for item in caplog.records if "is left alone" in item.getMessage()]) == 1
     late, other = replica(tmp_path)
     assert late.pull(other) == 1
 
@@ -370,3 +402,113 @@ def test_errors_before_work_starts(tmp_path, monkeypatch, url, options, message)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         SharedOutputs(url, TOKENIZER, **options)
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o000])
+def umask(request):
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def modes(folder):
+    return {path.stat().st_mode & 0o7777 for path in folder.iterdir()}
+
+
+def test_texts_are_their_owners_alone(tmp_path, umask):
+    shared, source = replica(tmp_path / "new" / "folder")
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    shared.publish(source)
+    shared._folder.salt()
+    folder = tmp_path / "new" / "folder"
+    assert folder.stat().st_mode & 0o777 == 0o700 and modes(folder) == {0o600}
+    source.save(tmp_path / "trees")
+    source.save(tmp_path / "trees")
+    assert (tmp_path / "trees").stat().st_mode & 0o777 == 0o600
+
+
+def test_in_a_groups_folder_its_group_may_read(tmp_path, umask):
+    folder = tmp_path / "group"
+    folder.mkdir()
+    folder.chmod(0o2770)
+    shared, source = replica(folder)
+    serve(source, "a", [1, 2, 3], [10, 11, 12])
+    shared.publish(source)
+    source.save(folder / "trees")
+    assert modes(folder) == {0o640} and folder.stat().st_mode & 0o7777 == 0o2770
+
+
+@pytest.mark.parametrize("protocol", ["", "memory://"])
+def test_a_folder_has_one_salt(tmp_path, protocol):
+    url, found, barrier = f"{protocol}{tmp_path}/salted", [], threading.Barrier(8)
+
+    def ask():
+        folder = SharedFolder(url)
+        barrier.wait()
+        found.append(folder.salt())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 1 and len(found[0]) == 32
+    assert not any(name.startswith(".") for name in SharedFolder(url)._all())
+
+
+def test_processes_that_come_at_once_find_one_salt(tmp_path):
+    code = f"from hf_smartspec.sharing.folder import SharedFolder; print(SharedFolder({str(tmp_path)!r}).salt().hex())"
+    begun = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
+    assert len({process.communicate()[0] for process in begun}) == 1
+
+
+def test_a_damaged_salt_is_no_salt(tmp_path):
+    (tmp_path / "salt").write_bytes(b"short")
+    with pytest.raises(ValueError, match="must hold 32 bytes, got 5"):
+        SharedFolder(str(tmp_path)).salt()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+arrays_of_files = st.dictionaries(
+    st.sampled_from(
+        ["tokens", "lengths", "namespaces", "used", "served", "numbers", "times", "cells", "weights", "likely"]
+    ),
+    st.tuples(
+        st.sampled_from(["<i4", "<i8", "<f4", "<u1", "|O", "<U3", "nonsense"]),
+        st.lists(st.integers(-2, 5), max_size=3),
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_a_file_holds_it_is_taken_or_refused_in_one_way(tmp_path_factory, data):
+    """Headers and arrays that were made on purpose, with a right check sum, instead of a real file's."""
+    source = new_source()
+    serve(source, "a", [1, 2, 3], [10, 11, 12], namespace="tenant")
+    path = tmp_path_factory.mktemp("crafted") / "trees"
+    source.save(path)
+    header, arrays = unpacked(path.read_bytes(), "trees")
+    for kind in ("outputs", "learnt", None):
+        changed = header | {"kind": kind, "fingerprint": "x", "names": ["", "a"], "replicas": ["r"]}
+        changed |= data.draw(
+            st.dictionaries(st.sampled_from(["names", "replicas", "lines", "fingerprint", "kind"]), json_values)
+        )
+        own = {key: (array.dtype.str, list(array.shape)) for key, array in arrays.items()} | data.draw(arrays_of_files)
+        changed["arrays"] = own if data.draw(st.booleans()) else data.draw(json_values)
+        changed["version"] = data.draw(st.just(1) | json_values)
+        values = b"".join(array.tobytes() for array in arrays.values()) + data.draw(st.binary(max_size=64))
+        content = crafted(json.dumps(changed).encode(), values)
+        path.write_bytes(content)
+        try:
+            loaded = SuffixTreeCandidates.load(path, progress=False, **OPTIONS)
+        except ValueError:
+            pass
+        else:
+            assert len(drafted(loaded, [9, 10, 11], "a")) <= 8
+        with suppress(ValueError):
+            unpack(content, "x", "name")

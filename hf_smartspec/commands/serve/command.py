@@ -85,9 +85,14 @@ def name_models(models: list[str]) -> dict[str, str]:
 
 def api_keys(args: argparse.Namespace) -> "ApiKeys":
     from ...serving.server.guard.keys import ApiKeys, read_keys
+    from ...sharing.folder import SharedFolder
 
     try:
-        return ApiKeys([*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else [])])
+        salt = SharedFolder(args.shared).salt() if args.shared else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--shared: {error}") from error
+    try:
+        return ApiKeys([*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else [])], salt)
     except (OSError, ValueError) as error:
         raise UsageError(f"--api-key or --api-key-file: {error}") from error
 

@@ -1,6 +1,7 @@
 """Keys, tenants, limits, nonsense, and clients that leave."""
 
 import asyncio
+import hashlib
 import json
 import socket
 import threading
@@ -265,6 +266,17 @@ def test_pages_of_browsers_do_not_get_in(demo):
             server.url + "/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"}
         )
         assert 400 <= plain.status_code < 500
+
+
+def test_namespaces_of_keys_are_salted():
+    """Who sees a namespace cannot try out keys; servers with one salt have the same namespaces."""
+
+    def namespace(salt=None):
+        return ApiKeys(["a key", "another"], salt).caller("Bearer a key").namespace
+
+    assert namespace(b"salt") == namespace(b"salt") != namespace(b"other")
+    assert namespace() != namespace()
+    assert hashlib.sha256(b"a key").hexdigest()[:16] not in namespace(b"salt")
 
 
 def test_keys_in_files(tmp_path):

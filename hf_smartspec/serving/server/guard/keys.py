@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,18 +15,21 @@ class ApiKeys:
     """
     Args:
         keys (iterable of `str`): Each is a tenant of its own. Without any, everybody may ask, as one tenant.
+        salt (`bytes`, *optional*): Makes tenants' namespaces of keys, so that who sees a namespace cannot try out keys
+            without it. Servers that share what was served need the same; random, where not given.
 
     Raises:
         ValueError: for keys that no header can carry.
     """
 
-    def __init__(self, keys: Iterable[str] = ()):
+    def __init__(self, keys: Iterable[str] = (), salt: bytes | None = None):
+        salt = secrets.token_bytes(32) if salt is None else salt
         self._callers: dict[bytes, Caller] = {}
         for key in keys:
             if not key.isascii() or not key.isprintable() or not key.strip():
                 raise ValueError("API keys must be printable ASCII text, and not empty.")
-            digest = _digest(key.strip())
-            self._callers[digest] = Caller(f"key:{digest.hex()[:16]}")  # the key itself is written nowhere
+            namespace = hmac.new(salt, key.strip().encode(), hashlib.sha256).hexdigest()[:32]
+            self._callers[_digest(key.strip())] = Caller(f"key:{namespace}")  # the key itself is written nowhere
 
     def __len__(self) -> int:
         return len(self._callers)
