@@ -33,6 +33,7 @@ class _Output(NamedTuple):
     length: int
     namespace: Hashable
     is_served: bool
+    line: int  # in `used`, while it is kept
 
 
 class SuffixCorpus:
@@ -40,7 +41,8 @@ class SuffixCorpus:
     Suffix trees of finished outputs, one per namespace, in bounded memory, which running requests share.
 
     Args:
-        max_bytes (`int`): Bound on texts and trees. The outputs that have gone unused for longest go first, whole.
+        max_bytes (`int`): Bound on texts and trees. Whole outputs go: of the namespace that has most tokens, the one
+            that has gone unused for longest. So no namespace loses anything while another has more.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
 
     Attributes:
@@ -51,14 +53,17 @@ class SuffixCorpus:
         self.max_bytes, self.max_depth = max_bytes, max_depth
         tokens = max_bytes // _TOKEN_BYTES + _MARGIN
         self.store = new_store(tokens, max_bytes // _NODE_BYTES + _MARGIN, 2 * max_bytes // _ROW_BYTES + 2 * _MARGIN)
-        self.owners = np.zeros(tokens // BLOCK + 1, np.int32)  # output of every block of text; 0: none that is kept
-        self.used = np.zeros(1024, np.int64)  # when each output was of use, by `clock`
+        self.owners = np.zeros(tokens // BLOCK + 1, np.int32)  # line of every block's output; 0: of none that is kept
+        self.used = np.zeros(1024, np.int64)  # by line: when the output was of use, by `clock`
+        self._free_lines = list(range(len(self.used) - 1, 0, -1))
         self.clock = self.reserved = 0
         self.outputs: dict[int, _Output] = {}
         self.roots: dict[Hashable, int] = {}
         self._next_id = 1
         self.points = np.empty((max_depth + 1) * 2, np.int32)
-        self._victims: list[tuple[int, int]] = []  # (when used, output), the next to go comes last
+        self._numbers: dict[Hashable, set[int]] = {}  # by namespace: its outputs, ...
+        self._held: dict[Hashable, int] = {}  # ... their tokens, ...
+        self._victims: dict[Hashable, list[tuple[int, int]]] = {}  # ... and (when used, output); the next to go is last
         self._retired: list[_Output] = []  # removed, but edges of other outputs' strings still lie in their text
         self._text_top = self._text_blocks = 0  # in blocks: end of what was ever used, and what is in use
         self._free_texts: dict[int, list[int]] = {}  # by number of blocks, where they begin
@@ -152,18 +157,44 @@ class SuffixCorpus:
         """
         if not len(tokens) or not self.make_room(len(tokens)):
             return None
-        number = self._next_id
+        number, line = self._next_id, self._take_line()
         self._next_id += 1
-        if number == len(self.used):
-            self.used = np.concatenate([self.used, np.zeros_like(self.used)])
         start = self.allocate(len(tokens))
-        self.owners[start // BLOCK : (start + len(tokens)) // BLOCK + 1] = number
+        self.owners[start // BLOCK : (start + len(tokens)) // BLOCK + 1] = line
         insert(self.store, self.root(namespace), start, tokens, self.points)
         self.clock += 1
-        self.used[number] = self.clock
-        self.outputs[number] = _Output(start, len(tokens), namespace, is_served)
+        self.used[line] = self.clock
+        self.outputs[number] = _Output(start, len(tokens), namespace, is_served, line)
+        self._numbers.setdefault(namespace, set()).add(number)
+        self._held[namespace] = self._held.get(namespace, 0) + len(tokens)
         self.evict(self.max_bytes)
         return number if number in self.outputs else None
+
+    def _take_line(self) -> int:
+        if not self._free_lines:
+            size = len(self.used)
+            self._free_lines = list(range(2 * size - 1, size - 1, -1))
+            self.used = np.concatenate([self.used, np.zeros_like(self.used)])
+        return self._free_lines.pop()
+
+    def _forget(self, number: int) -> _Output:
+        """Take an output off the lists, but for its text."""
+        output = self.outputs.pop(number)
+        self._free_lines.append(output.line)
+        numbers = self._numbers[output.namespace]
+        numbers.remove(number)
+        self._held[output.namespace] -= output.length
+        if not numbers:
+            for known in (self._numbers, self._held, self._victims):
+                known.pop(output.namespace, None)
+        return output
+
+    def last_use(self, number: int) -> int:
+        """When an output was of use, by `clock`."""
+        return int(self.used[self.outputs[number].line])
+
+    def set_last_use(self, number: int, when: int) -> None:
+        self.used[self.outputs[number].line] = when
 
     def tokens(self, number: int) -> np.ndarray:
         output = self.outputs[number]
@@ -171,7 +202,7 @@ class SuffixCorpus:
 
     def remove(self, number: int) -> None:
         """Forgets an output. Raises `KeyError` for numbers that are not kept."""
-        output = self.outputs.pop(number)
+        output = self._forget(number)
         root, end = self.roots[output.namespace], output.start + output.length
         remove(self.store, root, output.start, end, self.max_depth)
         self.owners[output.start // BLOCK : end // BLOCK + 1] = 0
@@ -182,8 +213,8 @@ class SuffixCorpus:
         """Forgets all outputs of a namespace."""
         if namespace in self.roots:
             free_tree(self.store, self.roots.pop(namespace))
-        for number in [number for number, output in self.outputs.items() if output.namespace == namespace]:
-            output = self.outputs.pop(number)
+        for number in list(self._numbers.get(namespace, ())):
+            output = self._forget(number)
             self.release(output.start, output.length)
         for output in [output for output in self._retired if output.namespace == namespace]:
             self._retired.remove(output)
@@ -198,12 +229,18 @@ class SuffixCorpus:
                 self.release(output.start, output.length)
 
     def evict(self, max_bytes: int) -> None:
-        """Removes outputs, the longest unused first, until no more than `max_bytes` are in use."""
+        """
+        Remove outputs until no more than `max_bytes` are in use: in turn from the namespace that has most tokens, its
+        longest unused one.
+        """
         while self.num_bytes > max_bytes and self.outputs:
-            if not self._victims:
-                self._victims = sorted(((int(self.used[number]), number) for number in self.outputs), reverse=True)
-            used, number = self._victims.pop()
-            if number in self.outputs and self.used[number] == used:  # else it has been of use since, or is gone
+            namespace = max(self._held, key=self._held.__getitem__)
+            victims = self._victims.get(namespace)
+            if not victims:
+                order = sorted(((self.last_use(number), number) for number in self._numbers[namespace]), reverse=True)
+                victims = self._victims[namespace] = order
+            used, number = victims.pop()
+            if number in self.outputs and self.last_use(number) == used:  # else it has been of use since, or is gone
                 self.remove(number)
 
     # Files
@@ -218,7 +255,7 @@ class SuffixCorpus:
             "lengths": np.array([self.outputs[number].length for number in order], np.int64),
             "namespaces": np.array([lines[self.outputs[number].namespace] for number in order], np.int32),
             "tokens": np.concatenate([np.zeros(0, np.int32), *(self.tokens(number) for number in order)]),
-            "used": self.used[order],
+            "used": np.array([self.last_use(number) for number in order], np.int64),
             **arrays,
         }
         write(path, header | {"names": list(self.roots)}, parts)

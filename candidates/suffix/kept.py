@@ -193,7 +193,7 @@ class EarlierOutputs:
         for tokens, name, rank in zip(progress_bar, numbers.tolist(), ranks):
             number = source._keep(checked(tokens), names[name])
             if number is not None:
-                source._corpus.used[number] = rank
+                source._corpus.set_last_use(number, int(rank))
         return source
 
 

@@ -60,8 +60,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     calibrated.
 
     Args:
-        max_bytes (`int`): Bound on the memory of all trees, at most 2**32; the outputs unused for longest are forgotten
-            first. What was learnt takes 1 MB per namespace besides.
+        max_bytes (`int`): Bound on the memory of all trees, at most 2**32. Forgotten first, of the namespace that holds
+            most, is the output unused for longest. What was learnt takes 1 MB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 16,

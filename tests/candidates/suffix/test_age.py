@@ -64,13 +64,13 @@ def test_later_outputs_are_later_after_loading_whichever_was_used_last(tmp_path)
     source.propose(["user"], [4])
     source.observe("user", np.array([20, 21]))
     source.stop("user")
-    order = sorted(source._corpus.outputs, key=lambda number: source._corpus.used[number])
+    order = sorted(source._corpus.outputs, key=source._corpus.last_use)
     assert order != sorted(order), "the case at hand"
     source.save(path)
     options = {"max_bytes": 2**20, "max_depth": 16, "max_match": 8, "min_probability": 0.0}
     loaded = SuffixTreeCandidates.load(path, progress=False, **options)
     assert probabilities(loaded) == pytest.approx(probabilities(source), abs=1e-3)
-    for key in (lambda corpus, number: number, lambda corpus, number: corpus.used[number]):  # by age, by use
+    for key in (lambda corpus, number: number, lambda corpus, number: corpus.last_use(number)):  # by age, by use
         assert texts_by(key, loaded._corpus) == texts_by(key, source._corpus)
 
 
@@ -146,4 +146,4 @@ def test_files_without_order_of_use_are_read_as_written_in_it(tmp_path):
     arrays |= {"cells": model.cells, "weights": model.weights}
     write(path, {"lines": [], "fingerprint": None, "names": [""]}, arrays)
     loaded = SuffixTreeCandidates.load(path, progress=False)._corpus
-    assert [loaded.tokens(number).tolist() for number in sorted(loaded.outputs, key=loaded.used.__getitem__)] == texts
+    assert [loaded.tokens(number).tolist() for number in sorted(loaded.outputs, key=loaded.last_use)] == texts

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.suffix.corpus import SuffixCorpus
 
 from .test_source import SENTENCE, ids, run, small
 
@@ -176,3 +177,56 @@ def test_prompt_that_does_not_fit_is_refused_and_others_go_on():
         source.start("b", np.arange(10_000_000))
     assert len(source.propose(["a"], [3])[0]) == 3
     source.stop("b")
+
+
+texts = st.lists(st.integers(3, 40), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    quiet=st.lists(texts, min_size=1, max_size=6),
+    busy=st.lists(texts, min_size=1, max_size=6),
+    times=st.integers(20, 60),
+)
+def test_busy_namespaces_forget_their_own_outputs_only(quiet, busy, times):
+    corpus = SuffixCorpus(2**16, 8)
+    kept = [corpus.add(np.array(text, np.int32), "quiet") for text in quiet]
+    for k in range(times):
+        text = np.array([*busy[k % len(busy)], 100 + k, *range(200 + k, 260 + k)], np.int32)
+        number = corpus.add(text, "busy")
+        assert number is not None and corpus.num_bytes <= corpus.max_bytes
+    held = dict.fromkeys(("quiet", "busy"), 0)
+    for output in corpus.outputs.values():
+        held[output.namespace] += output.length
+    lost = [number for number in kept if number not in corpus.outputs]
+    assert not lost or held["quiet"] + max(map(len, quiet)) >= held["busy"]
+    lines = [output.line for output in corpus.outputs.values()]
+    assert len(set(lines)) == len(lines) and 0 not in lines
+
+
+def test_a_quiet_tenant_drafts_as_if_alone():
+    alone, both = small(max_bytes=2**17), small(max_bytes=2**17)
+    for source in (alone, both):
+        for k in range(3):
+            source.assign(k, "quiet")
+            run(source, k, [1, 2], [*SENTENCE, k])
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        both.add_outputs([rng.integers(100, 2000, 50)], "busy", progress=False)
+    assert len(both._corpus.outputs) < 300, "the bound was met"
+    drafts = []
+    for source in (alone, both):
+        source.assign("x", "quiet")
+        source.start("x", ids(1, 2, *SENTENCE[:3]))
+        drafts.append(source.propose(["x"], [6])[0])
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist() and len(drafts[0])
+
+
+def test_what_was_kept_once_takes_no_memory_for_ever():
+    corpus = SuffixCorpus(2**16, 8)
+    for k in range(5000):
+        corpus.add(np.arange(k, k + 30, dtype=np.int32), k % 3)
+    assert len(corpus.used) == 1024 and len(corpus._free_lines) + len(corpus.outputs) == 1023
+    for name in list(corpus.roots):
+        corpus.remove_namespace(name)
+    assert not corpus._numbers and not corpus._held and not corpus._victims and len(corpus._free_lines) == 1023
