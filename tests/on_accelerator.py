@@ -19,6 +19,9 @@ from hf_smartspec.sampling import noise
 from hf_smartspec.target import kept_memory
 from hf_smartspec.target.graphs import recorder
 from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target.written.decoder import WrittenDecoder
+from hf_smartspec.target.written.plan import make_plan
+from hf_smartspec.target.written.trial import check
 
 from .accelerator import DEVICE, Accelerator, Recorder
 from .accelerator import counts as counted
@@ -407,3 +410,11 @@ def test_picking_token_by_token_comes_to_the_same(on_cpu, on_device, accelerator
     assert all(tokens_of(output) == tokens_of(outputs[0]) for output in outputs)
     assert len({output.statistics.accepted_tokens for output in outputs}) == 1
     assert outputs[0].statistics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trials_compare_layers_by_the_layout_of_their_own_forward(dtype, accelerator):
+    """Later forwards are laid out in the same memory of the device."""
+    model = new_model("llama", dtype=dtype).to(DEVICE)
+    with torch.no_grad():
+        check(model, WrittenDecoder(make_plan(model)[0]))
