@@ -28,11 +28,11 @@ _SLOTS = (1, 4, 16, 64, 256)  # of the memories: each holds its rows with the lo
 _CPU_SHARE, _SHARE = 1 / 16, 1 / 2  # of the memory that is still free, for each of them; a GPU's is given back at once
 _FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
 # A quiet machine: the share of its time in which the measuring thread has a processor, and the median run by the
-# fastest one. SmolLM2-135M on two cores, with one thread or two: undisturbed runs had a processor for 0.98 to 1.00 of
-# their time, runs beside six busy processes for 0.3 to 0.7; medians were 1.01 to 1.05 and 1.1 to 3.2 times the fastest.
-# A thread that waits for OpenMP's others spins, which counts as having a processor; with `OMP_WAIT_POLICY=passive` it
-# sleeps, for at most 0.14 of its time in half of the runs. Linux and macOS count such time in microseconds, Windows in
-# ticks of 16 ms.
+# fastest one. SmolLM2-135M in bfloat16 on two cores: undisturbed, one thread had a processor for 0.98 to 1.00 of a run,
+# and medians were 1.02 to 1.04 times the fastest; beside six busy processes 0.3 to 0.7, and 1.01 to 3.2: work that
+# never pauses shows in the share alone. Waiting for OpenMP's other threads counts as having a processor, since a thread
+# spins meanwhile; with `OMP_WAIT_POLICY=passive` it sleeps, beside those processes for 0.14 of half of the runs at most,
+# and less where nothing holds the others up. Linux and macOS count in microseconds, Windows in ticks of 16 ms.
 _LEAST_SHARE, _MOST_SCATTER = 0.8, 1.5
 _COUNTS_TICKS = os.name == "nt"
 _BUSY = 0.5  # load by processor from which on the machine is not quiet

@@ -128,8 +128,7 @@ class _Trial:
         # Every token but the first is a draft, so that there are logits after each.
         inputs = [RowInput(forward.add(), text[:1], DraftTree.chain(text[1:])) for text in texts]
         logits, _ = forward.forward(inputs)
-        noise = torch.from_numpy(rng.gumbel(size=tuple(logits.shape)).astype(np.float32)).to(logits.device)
-        likely = (logits.float() + noise).argmax(-1).cpu().numpy()
+        likely = np.array([_sampled(line.float(), rng) for line in logits])  # one by one: vocabularies are large
         return np.split(likely, np.cumsum([len(text) for text in texts])[:-1])
 
     @contextmanager
@@ -233,6 +232,12 @@ class _Cast:
         if isinstance(value, (tuple, list)):
             return type(value)(map(self, value))
         return value
+
+
+def _sampled(scores: torch.Tensor, rng: np.random.Generator) -> int:
+    """Draw a token by scores `[vocab_size]`, float32."""
+    noise = torch.from_numpy(rng.gumbel(size=len(scores)).astype(np.float32))
+    return int((scores + noise.to(scores.device)).argmax())
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

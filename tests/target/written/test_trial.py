@@ -7,6 +7,7 @@ from threading import Event, RLock, Thread
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_smartspec.target.quantized import quantize
@@ -147,6 +148,28 @@ def test_each_layer_is_copied_once_straight_to_float32_and_gone_before_the_next(
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", fail)
     check(model, WrittenDecoder(make_plan(model)[0]))
     assert sources == list(model.model.layers)
+
+
+class _Widened(TorchDispatchMode):
+    """Notes the numbers of the largest tensor in float32 that an operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@torch.no_grad()
+def test_scores_of_large_vocabularies_are_widened_a_few_lines_at_a_time():
+    model, widened = new_model("llama", dtype=torch.bfloat16, vocab_size=4_000), _Widened()
+    with widened:
+        trial._Trial(model, WrittenDecoder(make_plan(model)[0]), 24).run()
+    assert 4_000 <= widened.most <= 12 * 4_000, "of the 51 whose likely continuations are drawn"
 
 
 @torch.no_grad()
