@@ -31,8 +31,8 @@ _FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
 # fastest one. SmolLM2-135M in bfloat16 on two cores: undisturbed, one thread had a processor for 0.98 to 1.00 of a run,
 # and medians were 1.02 to 1.04 times the fastest; beside six busy processes 0.3 to 0.7, and 1.01 to 3.2: work that
 # never pauses shows in the share alone. Waiting for OpenMP's other threads counts as having a processor, since a thread
-# spins meanwhile; with `OMP_WAIT_POLICY=passive` it sleeps, beside those processes for 0.14 of half of the runs at most,
-# and less where nothing holds the others up. Linux and macOS count in microseconds, Windows in ticks of 16 ms.
+# spins meanwhile; with `OMP_WAIT_POLICY=passive` it sleeps, beside those processes for 0.14 of a run in the median, and
+# less where nothing holds the others up. Linux and macOS count in microseconds, Windows in ticks of 16 ms.
 _LEAST_SHARE, _MOST_SCATTER = 0.8, 1.5
 _COUNTS_TICKS = os.name == "nt"
 _BUSY = 0.5  # load by processor from which on the machine is not quiet
