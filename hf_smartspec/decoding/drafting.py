@@ -20,6 +20,7 @@ from .statistics import GenerationStatistics, Timed
 from .trace import begin_traces
 
 _EMPTY = DraftTree.empty()
+_LONGEST = 1.5  # seconds of a step that several namespaces share, by those that it would take without drafts
 
 
 class Drafting:
@@ -184,7 +185,7 @@ class Drafting:
         sizes = list(map(len, feeds.values()))
         prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
         caps = np.array([_cap(request) for request in rows], np.int64)
-        return StepRows(
+        step = StepRows(
             request_ids=[request.request_id for request in rows],
             context_lens=np.array([request.cache_row.length for request in rows], np.int64),
             caps=caps,
@@ -192,11 +193,27 @@ class Drafting:
             prefill_context=sum(num + cached for num, cached in prompts),
             prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
             num_waiting=num_waiting,
-            stages=self._stages(rows, caps, feeds),
             padded_context=padded_context(
                 [request for request in rows if len(feeds[request]) == 1] if prompts else rows
             ),
         )
+        if len({request.call.namespace for request in feeds}) > 1:
+            step.caps = self._shared_caps(step)
+        step.stages = self._stages(rows, step.caps, feeds) or step.stages
+        return step
+
+    def _shared_caps(self, step: StepRows) -> np.ndarray:
+        """
+        The most nodes of each row of a step that several namespaces share, `[rows]` int64: drafts that pay for one make
+        steps no longer than `_LONGEST` for the others.
+        """
+        cost = getattr(self.policy, "cost", None)
+        if cost is None or not step.caps.any():
+            return step.caps
+        num = np.arange(1, step.caps.max() + 1)  # of each row
+        seconds = cost.seconds(*step.forward_size(num * len(step), 1 + num))
+        most = np.count_nonzero(seconds <= _LONGEST * cost.seconds(*step.forward_size()))
+        return np.minimum(step.caps, max(int(most), 1))
 
     def _stages(self, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]) -> list[Stage]:
         """Every kind of source with its rows, the first ones of all rows first."""

@@ -112,7 +112,9 @@ class Engine:
         config = config if online is None else replace(config, online=online)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
         self._memory = self._new_memory(max_batch_size, max_kv_bytes)
-        self._memory.scheduler.weights = dict(namespace_weights or {})
+        scheduler = self._memory.scheduler
+        scheduler.weights = dict(namespace_weights or {})
+        scheduler.lends = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little
         self._drafters = Drafters()
         self._assistant = resolve(self.config, self.model, self._drafters)
         self._results = self._new_results()

@@ -1,9 +1,11 @@
 """Who runs when: namespaces take turns, within a number of rows and a budget of key/value memory."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from ..target.slabs import slot_size
@@ -11,6 +13,7 @@ from ..target.slabs import slot_size
 Item = TypeVar("Item")
 
 TURN = 32  # tokens by which one namespace may be served more than another that holds nothing and waits
+LINGER = 2048  # tokens of others, in which a namespace that has just had a request is expected to have another one
 
 
 @dataclass(eq=False)
@@ -32,10 +35,12 @@ class _Namespace(Generic[Item]):
     Args:
         weight (`float`): Its part, relative to others'.
         served (`float`): Tokens that were computed for it, by its weight. Counts only in comparison with others.
+        last (`float`): When its last request ended, in tokens that were computed for all.
     """
 
     weight: float
     served: float = 0.0
+    last: float = -math.inf
     waiting: deque[_Entry[Item]] = field(default_factory=deque)
     running: list[_Entry[Item]] = field(default_factory=list)
 
@@ -60,21 +65,29 @@ class Scheduler(Generic[Item]):
     3. Where that makes no room either, a namespace that holds nothing gets it from those that were served a `TURN`
        more: more namespaces than places take turns. Until then, these get no new place.
 
+    4. Where every row makes steps longer (`lends=False`), a namespace has no more than its part of the rows as long as
+       there are others, also of those that wait for nothing: their requests would take longer for it.
+
     A request that gives way waits as the first of its namespace. With a single namespace none ever has to.
 
     Args:
         max_batch_size (`int`): Rows that may run at once.
         max_tokens (`int`): Tokens of all slots together.
-        weights (mapping of namespaces to `float`, *optional*): Parts of some namespaces, relative to those of others,
-            which have 1.
+
+    Attributes:
+        weights (mapping of namespaces to `float`): Parts of some, relative to those of others, which have 1.
+        lends (`bool`): Whether rows that some namespaces leave go to others.
     """
 
-    def __init__(self, max_batch_size: int, max_tokens: int, weights: Mapping[Hashable, float] | None = None):
-        self.max_batch_size, self.max_tokens, self.weights = max_batch_size, max_tokens, weights or {}
+    weights: Mapping[Hashable, float] = MappingProxyType({})
+    lends = True
+
+    def __init__(self, max_batch_size: int, max_tokens: int):
+        self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
         self.running: dict[Item, int] = {}  # and the tokens that the slot of each has room for
         self._entries: dict[Item, _Entry[Item]] = {}
         self._namespaces: dict[Hashable, _Namespace[Item]] = {}
-        self._num_added = 0
+        self._num_added = self._num_computed = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,15 +130,22 @@ class Scheduler(Generic[Item]):
         group = self._namespaces.get(namespace)
         if group is not None and group.is_active:
             return group
-        least = min((other.served for other in self._namespaces.values() if other.is_active), default=None)
-        # Of those without requests, only what they were served more than others still counts.
+        active = [other.served for other in self._namespaces.values() if other.is_active]
+        least = min(active, default=math.inf)
+        # Of those without requests, what they were served more than others still counts, and that they were there.
         self._namespaces = {
             name: other
             for name, other in self._namespaces.items()
-            if other.is_active or (least is not None and other.served > least)
+            if other.is_active or other.served > least or self._lingers(other)
         }
-        new: _Namespace[Item] = _Namespace(self.weights.get(namespace, 1.0), least or 0.0)
-        return self._namespaces.setdefault(namespace, new)
+        group = self._namespaces.setdefault(namespace, _Namespace(self.weights.get(namespace, 1.0)))
+        for other in self._namespaces.values() if not active else [group]:
+            other.served = max(other.served, least) if active else 0.0
+        return group
+
+    def _lingers(self, group: _Namespace[Item]) -> bool:
+        """Whether a namespace without requests had one a short while ago."""
+        return self._num_computed < group.last + LINGER
 
     def remove(self, item: Item) -> None:
         """Forgets a request, waiting or running."""
@@ -134,9 +154,11 @@ class Scheduler(Generic[Item]):
             entry.namespace.waiting.remove(entry)
         else:
             entry.namespace.running.remove(entry)
+        entry.namespace.last = self._num_computed
 
     def charge(self, item: Item, num_tokens: int) -> None:
         """So many tokens were computed for a request."""
+        self._num_computed += num_tokens
         group = self._entries[item].namespace
         group.served += num_tokens / group.weight
 
@@ -164,11 +186,16 @@ class Scheduler(Generic[Item]):
         is_full = len(self.running) >= self.max_batch_size
         if is_full and (suspend is None or len(self._namespaces) == 1):
             return None
-        bound = float("inf")
+        parts, bound = self._parts(), math.inf
+        for entry in self._beyond(parts, may_yield) if suspend is not None else ():
+            self._suspend(entry)
+            suspend(entry.item)
         for group in self._in_order():
             entry = group.waiting[0]
+            if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):
+                continue
             shared = 0 if num_shared is None else num_shared(entry.item)
-            if shared is None or group.served >= bound:
+            if shared is None:
                 continue
             size = self.size(entry.num_tokens - shared)
             leaving = self._room_for(group, size, num_held, suspend is not None, may_yield, has_begun)
@@ -184,6 +211,23 @@ class Scheduler(Generic[Item]):
             if not group.running:
                 bound = min(bound, group.served + TURN)
         return None
+
+    def _parts(self) -> dict[_Namespace[Item], int]:
+        """Rows that namespaces may have, by the fourth rule; empty where there is one only."""
+        if self.lends or len(self._namespaces) == 1:
+            return {}
+        there = [group for group in self._namespaces.values() if group.is_active or self._lingers(group)]
+        total = sum(group.weight for group in there)
+        return {group: math.ceil(self.max_batch_size * group.weight / total) for group in there}
+
+    @staticmethod
+    def _beyond(parts: Mapping[_Namespace[Item], int], may_yield: Callable[[Item], bool] | None) -> list[_Entry[Item]]:
+        """The newest requests of namespaces that have more than their parts."""
+        found = []
+        for group, most in parts.items():
+            newest = sorted(group.running, key=lambda entry: -entry.number)[: max(len(group.running) - most, 0)]
+            found += [entry for entry in newest if may_yield is None or may_yield(entry.item)]
+        return found
 
     def _in_order(self) -> list[_Namespace[Item]]:
         """Namespaces that wait, in the order in which they are to be served."""

@@ -16,6 +16,7 @@ from hf_smartspec.target.compat import RequestStatus
 from ..architectures import small_model
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads
 from ..cases import prompts_of
+from ..costs import UnmovedCost
 from ..generate.helpers import EOS, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
 from ..target import test_rotary as lengthwise
@@ -91,7 +92,7 @@ def test_a_short_request_does_not_wait_for_long_ones_of_another(model, num_long)
         next(engine.request_id_iter(long[0]))
         for _ in range(3):
             with engine.pause():
-                assert len(engine._runner.loop.calls) >= 3
+                assert {call.namespace for call in engine._runner.loop.calls} == {"a"}
                 now = steps.num
                 name = engine.add_request([7, 8, 9], assistant=of("b"), **SHORT)
             output = engine.get_result(name, timeout=TIMEOUT)
@@ -179,6 +180,33 @@ def test_a_namespace_has_no_more_requests_than_it_may(model):
         assert engine.get_result(other, timeout=TIMEOUT).finish_reason == "length"
         third = engine.add_request([3], request_id="third", assistant=of("a"), **SHORT)
         assert engine.get_result(third, timeout=TIMEOUT).finish_reason == "length"
+
+
+class Wide(FixedLength):
+    """Drafts as much as it may, and notes how much that is."""
+
+    cost = UnmovedCost(alpha=0.0, gamma=0.1, delta=1.0)
+
+    def __init__(self):
+        super().__init__(64)
+        self.caps = []
+
+    def max_nodes(self, rows, stage, trees):
+        self.caps.append(int(rows.caps.max()))
+        return super().max_nodes(rows, stage, trees)
+
+
+def test_drafts_of_one_do_not_lengthen_the_steps_of_others(model):
+    """Where four rows take 1.4 s, they have no more nodes than make that 2.1 s, unless all are of one namespace."""
+    for namespaces, most in (("aaaa", 64), ("aaab", 1)):
+        policy, source = Wide(), suffix()
+        with Engine(model, SmartSpecConfig(source, policy=policy), max_batch_size=8) as engine:
+            with engine.pause():
+                choices = [of(name, source, num_nodes=64) for name in namespaces]
+                names = [engine.add_request([3, 4, 5], assistant=choice, **LONG) for choice in choices]
+            for name in names:
+                assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked([3, 4, 5], LONG).alone(model)
+        assert max(policy.caps[1:]) == most and engine.statistics.accepted_tokens > 0
 
 
 # Who gives way

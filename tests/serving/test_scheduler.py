@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.serving.scheduler import TURN, Scheduler
+from hf_smartspec.serving.scheduler import LINGER, TURN, Scheduler
 from hf_smartspec.target.slabs import slot_size
 
 SIZES = st.lists(st.integers(1, 300), max_size=30)
@@ -113,7 +113,8 @@ def serve(scheduler: Scheduler, item, num_tokens: int) -> None:
 @given(st.integers(1, 6), st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4), st.data())
 def test_no_namespace_waits_while_another_has_more(max_batch_size, weights, data):
     weight = dict(zip(NAMES, weights))
-    scheduler = Scheduler(max_batch_size, 10**6, weight)
+    scheduler = Scheduler(max_batch_size, 10**6)
+    scheduler.weights = weight
     numbers = Counter()
     for _ in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()) or not scheduler.running:
@@ -187,7 +188,8 @@ def test_memory_is_shared_like_places():
 
 
 def test_weights_are_parts():
-    scheduler = Scheduler(8, 10**6, {"a": 3.0})
+    scheduler = Scheduler(8, 10**6)
+    scheduler.weights = {"a": 3.0}
     for name in "ab":
         add(scheduler, name, 10)
     fill(scheduler)
@@ -239,6 +241,42 @@ def test_a_large_request_is_not_passed_over_for_ever():
         num_steps += 1
         assert num_steps <= TURN
     assert len(scheduler.running) == 1
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 8])
+def test_what_others_leave_is_not_lent_where_rows_are_dear(max_batch_size):
+    """Until they have been away for a while."""
+    scheduler = Scheduler(max_batch_size, 10**6)
+    scheduler.lends = False
+    part = -(-max_batch_size // 2)
+    add(scheduler, "a", 20)
+    fill(scheduler)
+    assert len(scheduler.running) == max_batch_size, "there is no other"
+    add(scheduler, "b")
+    scheduler.charge(("a", 0), TURN)
+    fill(scheduler)
+    assert counts(scheduler.running)["b"] == 1 and counts(scheduler.running)["a"] == min(part, max_batch_size - 1)
+    scheduler.remove(("b", 0))
+    fill(scheduler)
+    assert scheduler.running == dict.fromkeys([("a", number) for number in range(part)], scheduler.size(1))
+    scheduler.charge(("a", 0), LINGER - 1)
+    assert fill(scheduler) == ([], [])
+    scheduler.charge(("a", 0), 1)
+    assert len(fill(scheduler)[0]) == max_batch_size - part
+    add(scheduler, "b", first=1)
+    fill(scheduler)
+    assert ("b", 1) not in scheduler.running or max_batch_size > 1
+    assert len(scheduler.running) == min(part + 1, max_batch_size)
+
+
+def test_parts_are_by_weight():
+    scheduler = Scheduler(8, 10**6)
+    scheduler.lends, scheduler.weights = False, {"a": 3.0}
+    add(scheduler, "b", 10)
+    fill(scheduler)
+    add(scheduler, "a", 3)
+    fill(scheduler)
+    assert counts(scheduler.running) == {"a": 3, "b": 2}
 
 
 def test_time_without_requests_is_not_made_up_for():

@@ -1,6 +1,7 @@
 """Models, engines and the application of `smartspec serve`."""
 
 import argparse
+import gc
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,10 @@ def loaded_server(
                 stack.enter_context(_sharing(f"{args.shared}/{quote(name, safe='')}", served, args.shared_interval))
         template_kwargs = args.chat_template_kwargs
         app = make_app(models, metrics, keys, limits.max_body_bytes, template_kwargs, __version__, hosts)
+        # What is loaded stays: to look through it for garbage would stop all requests for tenths of a second at a time.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         yield Server(app, models)
 
 

@@ -39,6 +39,7 @@ async def ask_all(server: TenantServer, args: argparse.Namespace, num_requests: 
 async def _ask(server: TenantServer, args: argparse.Namespace, tenant: int, num_requests: int) -> Asked:
     asked = Asked([], [])
     async with _client(server, tenant) as client:
+        await client.get("/health")  # connects
         for number in range(num_requests):
             prompt = _PROMPTS[number % len(_PROMPTS)].format(1000 * tenant + number)
             body = {"prompt": prompt, "max_tokens": args.max_new_tokens, "ignore_eos": True, "temperature": 0}
