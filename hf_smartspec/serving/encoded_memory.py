@@ -16,7 +16,7 @@ from ..target.encoded import EncodedForward, OwnCache, encoder_size, masks_encod
 from ..target.rows import RowInput
 from ..target.slabs import slot_size
 from ..target.slot_cache import SlotCache
-from .kv_memory import default_bytes
+from .budget import Budget
 from .memory import RequestMemory, refuse
 from .outputs import Ticket
 from .scheduler import ByteScheduler
@@ -34,14 +34,14 @@ class EncodedMemory(RequestMemory):
     Args:
         model (`PreTrainedModel`): The target, with an encoder that reads tokens.
         max_batch_size (`int`): Requests that run at once.
-        max_bytes (`int`, *optional*): Bound on both. Default: as `EngineMemory`.
+        budget (`Budget`): Bound on both.
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.forward = EncodedForward(model, 1, _FIRST_LINES)
-        self.max_bytes = default_bytes(model) if max_bytes is None else max_bytes
-        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, self.max_bytes)
         self.bytes_per_token, self.bytes_per_encoded = self._measure()
+        self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token + self.bytes_per_encoded)
+        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, self.max_bytes)
         self._bytes_of_output = encoder_size(model) * model.dtype.itemsize
         self.reset()
         self.watch(model)

@@ -32,6 +32,7 @@ from ..target.compat import num_positions
 from ..target.profiling import doubt_profile
 from ..target.ranks import engine_ranks
 from ..validate import check_positive, check_weights
+from .budget import Budget
 from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket
 from .prompts import check_prompts, prompt_ids
@@ -55,8 +56,9 @@ class Engine:
             of a `SmartSpecConfig`, by default the goodput auction, decides for all requests how much.
         max_batch_size (`int`): Requests that run at once.
         max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values; half of the free memory of a GPU, a
-            quarter of that of a CPU where not given. Every request takes as much of it as its own length may reach, in
-            steps of the square root of two. Growing copies them, and takes their old memory besides.
+            quarter of that of a CPU where not given, but no more than twice what a full batch of the longest texts
+            takes (256 MiB where that is less). Every request takes as much of it as its own length may reach, in steps
+            of the square root of two. Growing copies them, and takes their old memory besides.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.
@@ -129,7 +131,7 @@ class Engine:
         self._num_offline = 0  # calls of `generate` for which the engine runs
 
     def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
-        return memory_of(self.model, max_batch_size, max_bytes)
+        return memory_of(self.model, max_batch_size, Budget(max_bytes))
 
     def _new_results(self) -> Results:
         return Results()

@@ -12,11 +12,10 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.source_guard import forget
 from ..prepare.call import PreparedCall, decoding_call
-from ..target.measuring import free_bytes
-from ..target.ranks import told_by_first
 from ..target.rows import CacheRow, RowInput
 from ..target.slot_cache import SlotCache
 from ..target.written import packed_forward
+from .budget import Budget
 from .memory import RequestMemory, has_begun, may_yield, refuse
 from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
@@ -39,15 +38,14 @@ class EngineMemory(RequestMemory):
     Args:
         model (`PreTrainedModel`): The target.
         max_batch_size (`int`): Requests that run at once.
-        max_bytes (`int`, *optional*): Bound on keys and values. Default: half of a GPU's free memory, a quarter of a
-            CPU's.
+        budget (`Budget`): Bound on keys and values.
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.forward = packed_forward(model, 1, _FIRST_LINES)
         self.bytes_per_token = self._measure()
-        max_bytes = default_bytes(model) if max_bytes is None else max_bytes
-        self.scheduler = Scheduler(max_batch_size, max_bytes // self.bytes_per_token)
+        self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token)
+        self.scheduler = Scheduler(max_batch_size, self.max_bytes // self.bytes_per_token)
         self._clear()
         self.prefixes = PrefixRows()
         self.watch(model)
@@ -268,9 +266,3 @@ def _cached(request: Request) -> CachedText:
 def _keeper(request: Request) -> TreeCandidateGenerator | None:
     """The request's source if it may keep something of its own beside keys and values."""
     return request.call.source if request.call.line.hidden_layers else None
-
-
-def default_bytes(model: PreTrainedModel) -> int:
-    """The bound on keys and values where none is given; one for all who hold the model."""
-    free = told_by_first(model, lambda: free_bytes(model.device))
-    return free // (2 if model.device.type == "cuda" else 4)

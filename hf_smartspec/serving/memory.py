@@ -19,11 +19,13 @@ class RequestMemory(ABC):
 
     Attributes:
         scheduler (`Scheduler`): Who waits and who runs.
+        max_bytes (`int`): Bound on keys and values.
         shares_forward (`bool`): Whether requests that run share one, whose cost depends on all of them.
         num_reused (`int`): Prompt tokens whose keys and values another row had already.
     """
 
     scheduler: Scheduler[Ticket]
+    max_bytes: int
     shares_forward = True
     num_reused = 0
     _weights: WeightsVersion

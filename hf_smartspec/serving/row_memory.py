@@ -20,7 +20,7 @@ from ..target.footprint import Footprint, caches_in, num_bytes
 from ..target.rowwise import ModelRow, RowwiseForward
 from ..target.stepwise import StepwiseForward
 from ..target.wrappers import has_adapters_by_row
-from .kv_memory import default_bytes
+from .budget import Budget
 from .memory import RequestMemory, refuse
 from .outputs import Ticket
 from .scheduler import ByteScheduler
@@ -34,15 +34,13 @@ class RowMemory(RequestMemory):
     Args:
         model (`PreTrainedModel`): The target.
         max_batch_size (`int`): Requests that run at once.
-        max_bytes (`int`, *optional*): Bound on all caches, by what short texts take of them. Default: as
-            `EngineMemory`.
+        budget (`Budget`): Bound on all caches, by what short texts take of them.
     """
 
     shares_forward = False
 
-    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None):
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.footprint = Footprint.of(model)
-        max_bytes = default_bytes(model) if max_bytes is None else max_bytes
         if is_stateful(model) and not any(self.footprint):  # its forwards hand nothing out (RecurrentGemma)
             max_batch_size = 1
             warn_once(
@@ -50,7 +48,8 @@ class RowMemory(RequestMemory):
                 f"{type(model).__name__} keeps the state of a text in its own modules: the engine serves one request "
                 "at a time, and nobody else must run the model meanwhile.",
             )
-        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, max_bytes)
+        self.max_bytes = budget.bytes_for(model, max_batch_size, self.footprint.of_text(1, 1))
+        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, self.max_bytes)
         self.watch(model)
 
     @property

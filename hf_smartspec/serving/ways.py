@@ -5,13 +5,14 @@ from transformers import PreTrainedModel
 from ..prepare.encoders import pads_outputs
 from ..prepare.model_state import warn_once
 from ..prepare.route import way_of
+from .budget import Budget
 from .encoded_memory import EncodedMemory
 from .kv_memory import EngineMemory
 from .memory import RequestMemory
 from .row_memory import RowMemory
 
 
-def memory_of(model: PreTrainedModel, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
+def memory_of(model: PreTrainedModel, max_batch_size: int, budget: Budget) -> RequestMemory:
     """
     The memory for an engine's requests, by what the model can do; a warning says where they run one by one.
 
@@ -28,11 +29,11 @@ def memory_of(model: PreTrainedModel, max_batch_size: int, max_bytes: int | None
     if way == "packed" and has_encoder and pads_outputs(model):
         way, reason = "rowwise", "its encoder pads what it puts out"
     if way == "packed":
-        return (EncodedMemory if has_encoder else EngineMemory)(model, max_batch_size, max_bytes)
+        return (EncodedMemory if has_encoder else EngineMemory)(model, max_batch_size, budget)
     how = "row by row" if way == "rowwise" else "row by row and without speculation"
     warn_once(
         model,
         f"The engine decodes {type(model).__name__} {how}, since {reason}: every request takes a forward of its own at "
         "every step, so that requests wait for one another, and share nothing of their prompts.",
     )
-    return RowMemory(model, max_batch_size, max_bytes)
+    return RowMemory(model, max_batch_size, budget)

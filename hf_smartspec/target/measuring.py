@@ -14,6 +14,7 @@ from transformers.utils.logging import tqdm
 from ..drafts.tree import DraftTree
 from ..goodput.cost import CostModel, CostPoint
 from .compat import num_positions
+from .free_memory import free_bytes
 from .packed import PackedForward
 from .ranks import clock_of, told_by_first
 from .rows import CacheRow, RowInput
@@ -26,7 +27,6 @@ _SLOW_START = 2.0  # times what a smaller forward took: a first run may wait for
 _MORE_RUNS = 2  # and may try again
 _SLOTS = (1, 4, 16, 64, 256)  # of the memories: each holds its rows with the longest contexts that they are given
 _CPU_SHARE, _SHARE = 1 / 16, 1 / 2  # of the memory that is still free, for each of them; a GPU's is given back at once
-_FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
 # A quiet machine: the share of its time in which the measuring thread has a processor, and the median run by the
 # fastest one. SmolLM2-135M in bfloat16 on two cores: undisturbed, one thread had a processor for 0.98 to 1.00 of a run,
 # and medians were 1.02 to 1.04 times the fastest; beside six busy processes 0.3 to 0.7, and 1.01 to 3.2: work that
@@ -277,16 +277,6 @@ def _columns(item: Design) -> int:
 
 def _is_within(small: Design, large: Design) -> bool:
     return small.batched <= large.batched and small.num_columns <= large.num_columns
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses, as far as the machine says."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows, macOS
-        return _FALLBACK_BYTES
 
 
 def _synchronize(device: torch.device) -> None:

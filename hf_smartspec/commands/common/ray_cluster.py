@@ -12,7 +12,10 @@ from .arguments import UsageError, positive
 def add_cluster_arguments(parser: argparse._ArgumentGroup, replicas_help: str) -> None:
     parser.add_argument("--replicas", type=positive, metavar="N", help=replicas_help)
     parser.add_argument(
-        "--ray-address", metavar="ADDRESS", help="of a cluster (default: RAY_ADDRESS, else this machine alone)"
+        "--ray-address",
+        default=os.environ.get("RAY_ADDRESS"),
+        metavar="ADDRESS",
+        help="of a cluster (default: RAY_ADDRESS, else this machine alone)",
     )
 
 

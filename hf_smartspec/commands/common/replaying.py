@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from ...decoding.request import Request
 from ...prepare.config import SmartSpecConfig
+from ...serving.budget import Budget
 from ...serving.engine import Engine
 from ...serving.kv_memory import EngineMemory
 from ...target.packed import PackedForward
@@ -108,7 +109,7 @@ class _RecordedMemory(EngineMemory):
     """An engine's memory that tells the forward what its rows will say."""
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None, engine: "ReplayEngine"):
-        super().__init__(model, max_batch_size, max_bytes)
+        super().__init__(model, max_batch_size, Budget(max_bytes))
         self.texts = engine.texts
         self.forward: RecordedForward = RecordedForward(model, 1, 1, engine.end_id)
         self._clear()

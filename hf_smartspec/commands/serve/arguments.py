@@ -75,7 +75,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-kv-mib", type=positive, metavar="N",
-        help="memory of keys and values, of each model (default: half of a GPU's free memory, a quarter of a CPU's)",
+        help="memory of keys and values, of each model and replica (default: a part of half of a GPU's free memory, a "
+        "quarter of a CPU's, but no more than twice what a full batch of the longest texts takes)",
     )  # fmt: skip
     parser.add_argument(
         "--max-prefill-tokens", type=positive, default=512, metavar="N", help="prompt tokens per step (default: 512)"

@@ -3,15 +3,16 @@
 import argparse
 import gc
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import quote
 
+import torch
 from transformers import PreTrainedModel
 
 from ... import __version__
-from ...candidates.suffix.source import SuffixTreeCandidates
 from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
 from ...serving.server.guard.keys import ApiKeys
@@ -56,11 +57,12 @@ def loaded_server(
     models: dict[str, ServedModel] = {}
     with ExitStack() as stack:
         for name, path in names.items():
-            models[name] = served = load_served(args, name, path, limits, metrics)
+            models[name] = served = load_served(args, name, path, limits, metrics, len(names))
             stack.callback(served.stop)
         if args.shared:
             for name, served in models.items():
                 stack.enter_context(_sharing(f"{args.shared}/{quote(name, safe='')}", served, args.shared_interval))
+        print(f"smartspec serve: {memory_of(models)}", file=sys.stderr, flush=True)
         template_kwargs = args.chat_template_kwargs
         app = make_app(models, metrics, keys, limits.max_body_bytes, template_kwargs, __version__, hosts)
         # What is loaded stays: to look through it for garbage would stop all requests for tenths of a second at a time.
@@ -73,7 +75,7 @@ def loaded_server(
 @contextmanager
 def _sharing(url: str, served: ServedModel, interval: float) -> Iterator[None]:
     """Suffix trees of the model's drafts learn from other servers' outputs, too."""
-    trees = [stage for stage in served.engine.own_assistant().source.stages if isinstance(stage, SuffixTreeCandidates)]
+    trees = served.engine.suffix_trees
     if not trees:
         raise UsageError(f"--shared: no suffix trees draft for {served.name}")
     try:
@@ -92,7 +94,27 @@ def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:
     return _LOOPBACK if host in ("127.0.0.1", "localhost", "::1") and not len(keys) else None
 
 
-def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics) -> ServedModel:
+def memory_of(models: Mapping[str, ServedModel]) -> str:
+    """One line: what models take at most, beside their weights."""
+    engines = {name: served.engine for name, served in models.items()}
+    texts = ", ".join(f"{engine.max_kv_bytes // _MIB:,} MiB for {name}" for name, engine in engines.items())
+    trees = {id(tree): tree.max_bytes for engine in engines.values() for tree in engine.suffix_trees}
+    stored = f"; texts to draft from: {sum(trees.values()) // _MIB:,} MiB (none with --assistant none)" if trees else ""
+    return f"keys and values take at most {texts} (--max-kv-mib){stored}"
+
+
+def num_sharing(args: argparse.Namespace, num_models: int) -> int:
+    """
+    How many engines share the memory of this machine, or of the GPU: every replica has one of each model. On a cluster,
+    it is not known which replicas come to which machine: none are taken to share it.
+    """
+    has_own = args.ray_address or torch.device(args.device).type == "cuda"
+    return num_models if has_own else num_models * (args.max_replicas or args.replicas or 1)
+
+
+def load_served(
+    args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics, num_models: int = 1
+) -> ServedModel:
     """A model with its engine, which runs."""
     model = load_model(path, args.dtype, args.device)
     use_quantized(model, args.quantize)
@@ -107,6 +129,7 @@ def load_served(args: argparse.Namespace, name: str, path: str, limits: Limits, 
             max_kv_bytes=args.max_kv_mib and args.max_kv_mib * _MIB,
             max_prefill_tokens=args.max_prefill_tokens,
             tokenizer=tokenizer,
+            num_sharing=num_sharing(args, num_models),
         )
         served = ServedModel(name, engine, limits, metrics, args.max_batch_size)
     except (TypeError, ValueError, OSError) as error:

@@ -3,8 +3,12 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ...candidates.suffix.source import SuffixTreeCandidates
 from ...prepare.resolve import Assistant
+from ..budget import Budget
 from ..engine import Engine
+from ..memory import RequestMemory
+from ..ways import memory_of
 
 
 class EngineLoad(NamedTuple):
@@ -16,7 +20,31 @@ class EngineLoad(NamedTuple):
 
 
 class ServedEngine(Engine):
-    """See `Engine`."""
+    """
+    See `Engine`.
+
+    Args:
+        num_sharing (`int`): Engines on this machine that share its memory: where no `max_kv_bytes` are given, each
+            takes its part.
+    """
+
+    def __init__(self, *args: Any, num_sharing: int = 1, **kwargs: Any):
+        self._num_sharing = num_sharing
+        super().__init__(*args, **kwargs)
+
+    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
+        return memory_of(self.model, max_batch_size, Budget(max_bytes, self._num_sharing))
+
+    @property
+    def max_kv_bytes(self) -> int:
+        """Bound on keys and values."""
+        return self._memory.max_bytes
+
+    @property
+    def suffix_trees(self) -> list[SuffixTreeCandidates]:
+        """Those that draft for its requests from earlier ones."""
+        stages = self.own_assistant().source.stages
+        return [stage for stage in stages if isinstance(stage, SuffixTreeCandidates)]
 
     def own_assistant(self, num_nodes: int | None = None, **options: Any) -> Assistant:
         """

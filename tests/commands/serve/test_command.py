@@ -1,5 +1,6 @@
 """`smartspec serve`: errors before anything is loaded, and an end in order."""
 
+import argparse
 import re
 import socket
 import time
@@ -73,6 +74,31 @@ def test_the_oldest_release_that_serves_is_that_of_the_extra():
 def test_a_folder_without_a_tokenizer(folder, capsys):
     assert call("serve", folder / "bare", "--port", "0", "--assistant", "none") == 2
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_memory_is_divided_and_told_of(monkeypatch, capsys):
+    """Among models, and among replicas on one machine; on a cluster, each replica has its own."""
+    from hf_smartspec.commands.serve.arguments import add_arguments
+    from hf_smartspec.commands.serve.serving import loaded_server, num_sharing
+    from hf_smartspec.serving import budget
+    from hf_smartspec.serving.server.guard.keys import ApiKeys
+
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 800 * 2**20)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def sharing(*words):
+        return num_sharing(parser.parse_args(["--device", "cpu", *words]), 2)
+
+    assert sharing() == 2 and sharing("--replicas", "4") == 8 and sharing("--replicas", "1", "--max-replicas", "3") == 6
+    assert sharing("--replicas", "4", "--ray-address", "x") == sharing("--replicas", "4", "--device", "cuda") == 2
+    args = parser.parse_args(["--device", "cpu", "--dtype", "float32", "--assistant", "suffix"])
+    with loaded_server(args, {"a": str(EMBEDDED), "b": str(EMBEDDED)}, ApiKeys()) as server:
+        assert [served.engine.max_kv_bytes for served in server.models.values()] == [100 * 2**20] * 2
+    said = capsys.readouterr().err
+    assert "keys and values take at most 100 MiB for a, 100 MiB for b (--max-kv-mib)" in said
+    assert "texts to draft from: 512 MiB" in said
 
 
 def test_names_of_models():

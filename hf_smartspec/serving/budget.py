@@ -1,0 +1,43 @@
+"""How much memory an engine's keys and values may take."""
+
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from ..target.compat import num_positions
+from ..target.free_memory import free_bytes
+from ..target.ranks import told_by_first
+
+_ENOUGH = 2**28  # bytes that even models of short texts may take
+_KEPT = 2  # times what a full batch of the longest texts takes: as much is left for beginnings that are kept
+
+
+class Budget(NamedTuple):
+    """
+    Bound on keys and values.
+
+    Args:
+        max_bytes (`int`, *optional*): The bound. Default: half of a GPU's free memory, a quarter of a CPU's, but no
+            more than twice what a full batch of the longest texts takes (256 MiB where that is less).
+        num_sharing (`int`): Engines that share this memory; the default is divided among them.
+    """
+
+    max_bytes: int | None = None
+    num_sharing: int = 1
+
+    def bytes_for(self, model: PreTrainedModel, max_batch_size: int, bytes_per_token: int) -> int:
+        """
+        The bound in bytes, the same for all processes that hold the model.
+
+        Args:
+            max_batch_size (`int`): Requests that run at once.
+            bytes_per_token (`int`): Keys and values of a token; 0 where they do not grow with the text.
+        """
+        if self.max_bytes is not None:
+            return self.max_bytes
+        free = told_by_first(model, lambda: free_bytes(model.device))
+        part = free // ((2 if model.device.type == "cuda" else 4) * self.num_sharing)
+        longest = num_positions(model.config.get_text_config(decoder=True))
+        if longest is None:
+            return part
+        return min(part, max(_KEPT * max_batch_size * longest * bytes_per_token, _ENOUGH))

@@ -1,0 +1,64 @@
+"""Memory that this process may still take: of the machine, and of the control groups (cgroups) that it runs in."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import torch
+
+_FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device, own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
+    """
+    Bytes of free memory: a GPU's, or the machine's, of which a container may have less than there is.
+
+    Args:
+        own_groups (`Path`): The file in which the kernel lists the process's cgroups.
+        groups (`Path`): Where these are mounted.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows, macOS
+        free = _FALLBACK_BYTES
+    return min([free, *_left_to_groups(own_groups, groups)])
+
+
+def _left_to_groups(own_groups: Path, groups: Path) -> Iterator[int]:
+    """What every memory cgroup of the process, and each that it lies in, has left of its limit, if it has one."""
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, own = [*line.split(":", 2), "", ""][:3]
+        if not controllers:  # version 2
+            root, limit, used, reclaimable = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, used = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            reclaimable = "total_inactive_file"
+        else:
+            continue
+        # A container may see its own group as the root, under which the path that it has on the host is not there.
+        path = PurePosixPath(own.lstrip("/"))
+        for folder in (root / path, *(root / parent for parent in path.parents)):
+            left = _left(folder, limit, used, reclaimable)
+            if left is not None:
+                yield left
+
+
+def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
+    """Bytes, not less than 0; None where there is no limit. Files that were read, which the kernel drops, are free."""
+    try:
+        text = (folder / limit).read_text().strip()
+        if text == "max":
+            return None
+        taken = int((folder / used).read_text())
+        counts = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+        return max(int(text) - max(taken - int(counts.get(reclaimable, 0)), 0), 0)
+    except (OSError, ValueError):  # not mounted, or not for us to read
+        return None

@@ -1,0 +1,43 @@
+"""How much memory keys and values may take where nobody says so."""
+
+import pytest
+
+from hf_smartspec import Engine
+from hf_smartspec.serving import budget
+from hf_smartspec.serving.budget import Budget
+
+from ..generate.helpers import tiny_llama
+
+MIB = 2**20
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """With 8 GiB free."""
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 8192 * MIB)
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+def test_the_default_is_a_part_of_what_is_free_and_no_more_than_is_of_use(machine, model, monkeypatch):
+    longest = model.config.max_position_embeddings
+    assert Budget().bytes_for(model, 1, MIB) == min(2048 * MIB, 2 * longest * MIB)
+    assert Budget().bytes_for(model, 64, MIB) == 2048 * MIB
+    assert Budget(num_sharing=8).bytes_for(model, 64, MIB) == 256 * MIB
+    assert Budget().bytes_for(model, 1, 1) == 256 * MIB, "enough, even of short texts"
+    assert Budget(num_sharing=64).bytes_for(model, 1, 1) == 32 * MIB
+    model.config.max_position_embeddings = 500
+    assert Budget().bytes_for(model, 4, 2**18) == 2 * 4 * 500 * 2**18
+    assert Budget(max_bytes=5, num_sharing=3).bytes_for(model, 64, MIB) == 5
+    monkeypatch.setattr(budget, "num_positions", lambda config: None)
+    assert Budget().bytes_for(model, 1, 1) == 2048 * MIB, "there is no end to its texts"
+
+
+def test_engines_are_bound_by_it(machine, model):
+    engine = Engine(model, "none")
+    assert engine._memory.max_bytes == 256 * MIB
+    assert engine._memory.scheduler.max_tokens == 256 * MIB // engine._memory.bytes_per_token
+    assert Engine(model, "none", max_kv_bytes=MIB)._memory.max_bytes == MIB
