@@ -121,9 +121,15 @@ class Engine:
         self._assistant = resolve(self.config, self.model, self._drafters)
         self._results = self._new_results()
         self._policy = self._make_policy()
+        ranks = engine_ranks(self.model)
+        if ranks is not None and max_requests_per_namespace is not None:
+            raise ValueError(
+                "`max_requests_per_namespace` cannot be kept by several processes that hold a model, which take "
+                "requests at different moments: leave it out, and count them in the first process."
+            )
         self._runner = EngineRunner(
-            self.model, self._memory, self._policy, max_prefill_tokens, self._results,
-            engine_ranks(self.model), max_requests_per_namespace,
+            self.model, self._memory, self._policy, max_prefill_tokens, self._results, ranks,
+            max_requests_per_namespace,
         )  # fmt: skip
         weakref.finalize(self, EngineRunner.end, self._runner)
         self._names = 0

@@ -13,7 +13,7 @@ from ..target.slabs import slot_size
 Item = TypeVar("Item")
 
 TURN = 32  # tokens by which one namespace may be served more than another that holds nothing and waits
-LINGER = 2048  # tokens of others, in which a namespace that has just had a request is expected to have another one
+LINGER = 512  # tokens of others, in which a namespace that has just had a request is expected to have another one
 
 
 @dataclass(eq=False)
@@ -187,9 +187,10 @@ class Scheduler(Generic[Item]):
         if is_full and (suspend is None or len(self._namespaces) == 1):
             return None
         parts, bound = self._parts(), math.inf
-        for entry in self._beyond(parts, may_yield) if suspend is not None else ():
-            self._suspend(entry)
-            suspend(entry.item)
+        if suspend is not None:
+            for entry in self._beyond(parts, may_yield):
+                self._suspend(entry)
+                suspend(entry.item)
         for group in self._in_order():
             entry = group.waiting[0]
             if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):

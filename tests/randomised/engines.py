@@ -1,10 +1,14 @@
-"""Random requests that an engine serves: some come while others run, some are cancelled, some begin alike."""
+"""
+Random requests that an engine serves: some come while others run, some are cancelled, some begin alike, some give way.
+"""
 
 import random
 import threading
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from hf_smartspec import Engine, SmartSpecConfig
+from hf_smartspec.serving import scheduler
 
 from ..cases import Setting
 from .drafters import Drafters
@@ -30,15 +34,17 @@ def serve(architecture: str, drafters: Drafters, rng: random.Random, outcome: Ou
     """Two waves of requests. The second goes on from the texts of the first, whose keys and values may be there."""
     beginning = [rng.randrange(3, 90) for _ in range(rng.randint(4, 40))]
     prompts = [random_prompt(architecture, beginning, rng) for _ in range(rng.randint(3, 8))]
+    namespaces = rng.choice(("", "abc"))
     engine = Engine(
         target(architecture),
         SmartSpecConfig("none", policy=random_policy(rng)),
-        max_batch_size=rng.choice((1, 2, 4, 8, 16)),  # kept texts give way to running ones
+        max_batch_size=rng.choice((1, 2) if namespaces else (1, 2, 4, 8, 16)),  # kept texts give way to running ones
         max_prefill_tokens=rng.choice((3, 8, 20, 512)),
     )
-    with engine:
+    engine._memory.scheduler.lends = rng.random() < 0.5
+    with engine, patch.object(scheduler, "TURN", 2):  # those of other namespaces get theirs soon
         wave = _wave("first", architecture, [(prompt, None) for prompt in prompts], drafters, rng)
-        texts = Wave(engine, wave, drafters, rng, outcome).served()
+        texts = Wave(engine, wave, drafters, rng, outcome, namespaces).served()
         if rng.random() < 0.2:
             with engine.pause():  # as for a change of the target: texts are computed anew
                 pass
@@ -48,8 +54,9 @@ def serve(architecture: str, drafters: Drafters, rng: random.Random, outcome: Ou
             for text, asked in zip(texts, wave)
         ]
         wave = _wave("second", architecture, rng.sample(later, len(later)), drafters, rng)
-        Wave(engine, wave, drafters, rng, outcome).served()
+        Wave(engine, wave, drafters, rng, outcome, namespaces).served()
         outcome.counts["reused"] += engine._runner.memory.num_reused
+        outcome.counts["gave way"] += engine._runner.num_suspended
 
 
 def _wave(
@@ -70,8 +77,17 @@ def _wave(
 class Wave:
     """Requests that are served together. What happens meanwhile is drawn at every step, in the engine's thread."""
 
-    def __init__(self, engine: Engine, wave: list[Asked], drafters: Drafters, rng: random.Random, outcome: Outcome):
+    def __init__(
+        self,
+        engine: Engine,
+        wave: list[Asked],
+        drafters: Drafters,
+        rng: random.Random,
+        outcome: Outcome,
+        namespaces: str,
+    ):
         self.engine, self.wave, self.drafters, self.outcome = engine, wave, drafters, outcome
+        self._namespaces = namespaces or ("",)
         self.num_at_once, self._rng = rng.randint(1, len(wave)), random.Random(rng.random())
         self._names: list[str] = []  # of those that have come
         self._lock = threading.Lock()  # the engine's thread asks too: each request comes once
@@ -90,7 +106,8 @@ class Wave:
         with self._lock:
             if len(self._names) < most:
                 setting, way = self.wave[len(self._names)]
-                prompt, assistant = list(setting.prompts[0]), self.drafters.assistant(way)
+                prompt, namespace = list(setting.prompts[0]), self._rng.choice(self._namespaces)
+                assistant = SmartSpecConfig(self.drafters.assistant(way), namespace=namespace)
                 self._names.append(self.engine.add_request(prompt, assistant=assistant, **arguments_of(setting)))
 
     def _step(self, loop: Any) -> Any:

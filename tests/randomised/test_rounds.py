@@ -35,5 +35,5 @@ def test_every_kind_of_drafter_was_right_at_times(total):
 
 
 def test_what_makes_it_hard_has_happened(total):
-    for name in ("sampled", "cancelled", "reused", "swaps"):
+    for name in ("sampled", "cancelled", "reused", "swaps", "gave way"):
         assert total.counts[name] > 0, f"{name}: {total}"

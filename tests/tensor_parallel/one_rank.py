@@ -66,9 +66,18 @@ def serve(model, draft):
         engine.add_request(prompts[0], request_id="long", max_new_tokens=200, eos_token_id=None)
         if RANK == 0:
             engine.cancel_request("long")
-        long = engine.get_result("long", timeout=100)
-        say(test="engine", found=found, alone=alone, accepted=engine.statistics.accepted_tokens,
-            reason=long.finish_reason)  # fmt: skip
+        long, accepted = engine.get_result("long", timeout=100), engine.statistics.accepted_tokens
+    with Engine(model, ["suffix", draft], max_batch_size=4) as engine:
+        one, other = (SmartSpecConfig(["suffix", draft], namespace=name) for name in "ab")
+        for k in range(4):
+            engine.add_request(prompts[k], request_id=f"hold {k}", streaming=True, assistant=one,
+                               max_new_tokens=200, eos_token_id=None)  # fmt: skip
+        next(engine.request_id_iter("hold 3"))  # all places are taken
+        for k, ids in enumerate(prompts):
+            engine.add_request(ids, request_id=f"turn {k}", do_sample=k % 2 > 0, seed=k, assistant=other, **LENGTHS)
+        turns = [engine.get_result(f"turn {k}", timeout=100).generated_tokens for k in range(len(prompts))]
+        say(test="engine", found=found, turns=turns, alone=alone, accepted=accepted,
+            reason=long.finish_reason, gave_way=engine._runner.num_suspended)  # fmt: skip
 
 
 def fail(model, draft):

@@ -57,7 +57,8 @@ def test_generate_decodes_as_without_drafts(found):
 def test_engines_serve_the_same_requests_at_the_same_time(found):
     (first,), (second,) = found["engine"]
     assert first == second
-    assert first["found"] == first["alone"] and first["accepted"] > 0
+    assert first["found"] == first["turns"] == first["alone"] and first["accepted"] > 0
+    assert first["gave_way"] > 0
     assert first["reason"] == "cancelled"  # by the first process alone
 
 
