@@ -277,6 +277,43 @@ def test_sources_are_shown_all_hidden_states_again(model, short_turns, num_promp
     assert watching.num_restarts > 0
 
 
+def test_what_another_has_read_meanwhile_leaves_no_states_out(model):
+    """One that has given way while it read its prompt goes on with the states that its source lacks."""
+    begins = list(range(3, 35))
+    watching = Watching(suffix())
+    with Engine(
+        model, SmartSpecConfig(watching, policy=FixedLength(4)), max_batch_size=2, max_prefill_tokens=4
+    ) as engine:
+        step, steps, names = engine._runner.loop.step, [], []
+
+        def adding():
+            steps.append(1)
+            if len(steps) == 3:
+                names.append(engine.add_request([9, 8, 7], assistant=of("b", watching), **SHORT))
+            return step()
+
+        engine._runner.loop.step = adding
+        requests = [Asked([*begins, tail], SHORT) for tail in (36, 37)]
+        with engine.pause():
+            others = [engine.add_request(asked.prompt, assistant=of("a", watching), **SHORT) for asked in requests]
+        for asked, name in zip(requests, others):
+            assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == asked.alone(model)
+        assert engine.get_result(names[0], timeout=TIMEOUT).error is None
+        assert engine._runner.num_suspended == 1
+    watching.check(model)
+
+
+def test_memory_that_nobody_needed_is_not_computed_anew(model, short_turns):
+    requests = [Asked([3 + number, *range(4, 30)], LONG) for number in range(2)]
+    with Engine(model, "none", max_batch_size=1) as engine:
+        forward, fed = engine._memory.forward, []
+        run = forward.forward
+        forward.forward = lambda inputs: fed.append(sum(len(item.feed) for item in inputs)) or run(inputs)
+        check_turns(engine, model, requests, [of("a"), of("b")])
+        num_suspended = engine._runner.num_suspended
+    assert num_suspended > 10 and sum(fed) <= 2 * (27 + 60)
+
+
 @pytest.mark.parametrize("kind", [fitted_eagle, fitted_heads])
 def test_learned_heads_go_on(model, short_turns, kind):
     requests = [Asked([3 + number, 4, 5], {"max_new_tokens": 24, "eos_token_id": None}) for number in range(6)]

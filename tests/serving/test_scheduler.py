@@ -187,6 +187,15 @@ def test_memory_is_shared_like_places():
     assert fill(scheduler) == ([("b", 1), ("c", 0)], [("a", 2), ("a", 1)])
 
 
+def test_few_large_requests_are_as_much_as_many_small_ones():
+    scheduler = Scheduler(32, 1024)
+    add(scheduler, "a", 4, size=128)
+    add(scheduler, "b", 1, size=512)
+    fill(scheduler)
+    add(scheduler, "b", 1, size=128, first=1)
+    assert len(scheduler.running) == 5 and fill(scheduler) == ([], []), "it has half of the memory already"
+
+
 def test_weights_are_parts():
     scheduler = Scheduler(8, 10**6)
     scheduler.weights = {"a": 3.0}
@@ -224,8 +233,9 @@ def test_a_turn_begins_when_the_text_has_been_read():
     assert fill(scheduler) == ([("b", 0)], [("a", 0)])
 
 
-def test_a_large_request_is_not_passed_over_for_ever():
-    """Those that were served more make room for it, one turn later."""
+@pytest.mark.parametrize("may_give_way", [True, False])
+def test_a_large_request_is_not_passed_over_for_ever(may_give_way):
+    """Those that were served more make room for it, one turn later, or have no successors."""
     scheduler = Scheduler(8, 1024)
     add(scheduler, "a", 4, size=256)
     fill(scheduler)
@@ -237,7 +247,7 @@ def test_a_large_request_is_not_passed_over_for_ever():
             scheduler.charge(item, 1)
         if num_steps % 3 == 0:  # they come and go, and all memory is never free at once by itself
             scheduler.remove(min(scheduler.running))
-        fill(scheduler)
+        fill(scheduler, has_begun=lambda item: may_give_way)
         num_steps += 1
         assert num_steps <= TURN
     assert len(scheduler.running) == 1
