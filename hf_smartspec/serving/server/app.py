@@ -18,9 +18,12 @@ from .metrics import ServerMetrics
 from .models import EngineState, ServedModels
 from .served import ServedModel
 
-# transformers' routes for what engines do not do (sounds, classification, unloading models), and one that fails for
-# names that are no text, in place of which there is our own.
-_NOT_SERVED = ("/v1/audio/transcriptions", "/v1/systemone", "/reset", "/load_model")
+# Routes for what engines do not do (sounds, classification, unloading models); those that have bodies, which FastAPI
+# would read in the event loop and `add_routes` reads beside it; and pages that take scripts from elsewhere.
+_NOT_SERVED = frozenset(
+    "/v1/audio/transcriptions /v1/systemone /reset /load_model /v1/chat/completions /v1/completions /v1/responses "
+    "/docs /docs/oauth2-redirect /redoc".split()
+)
 
 
 class Server(NamedTuple):
@@ -55,16 +58,17 @@ def make_app(
     """
     manager, state = ServedModels(models), EngineState(models)
     template_defaults = dict(chat_template_kwargs or {})
-    parts = {
-        "model_manager": manager,
-        "chat_handler": EngineChatHandler(manager, state, template_defaults),
-        "completion_handler": EngineCompletionHandler(manager, state),
-        "response_handler": EngineResponseHandler(manager, state, template_defaults),
-        "generation_state": state,
+    answering: dict[str, EngineChatHandler | EngineCompletionHandler | EngineResponseHandler] = {
+        "/v1/chat/completions": EngineChatHandler(manager, state, template_defaults),
+        "/v1/completions": EngineCompletionHandler(manager, state),
+        "/v1/responses": EngineResponseHandler(manager, state, template_defaults),
     }
+    parts = {"model_manager": manager, "generation_state": state}
     rest = inspect.signature(build_server).parameters.keys() - parts.keys() - {"enable_cors"}
     app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of routes that go
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
+    for path, handler in answering.items():
+        app.post(path)(handler.answer)
     metrics.watch(models)
     add_routes(app, state, metrics, version, template_defaults)
     add_error_handlers(app)

@@ -1,10 +1,10 @@
 """Errors as OpenAI's clients read them."""
 
 import json
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -55,14 +55,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def invalid(error: ValidationError | RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is no valid JSON: {first['ctx']['error']}, at character {first['loc'][-1]}")
-    if first["loc"] == ("body",):
-        return ApiError(400, "The body must be a JSON object, sent with Content-Type: application/json")
-    names = [str(part) for part in first["loc"] if part != "body"]
+def invalid(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body; a list that is too long, rather than that it is no text."""
+    errors = error.errors()
+    first = next((item for item in errors if item["type"] == "too_long"), errors[0])
+    names = [str(part) for part in first["loc"]]
     where = ".".join(names)
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{where}: {message}" if where else message, param=names[0] if names else None)
@@ -75,16 +72,13 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def _unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
-        return invalid(error).response()
-
     @app.exception_handler(HTTPException)  # FastAPI's own is one of these; the router raises them for 404 and 405
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         message, headers = str(error.detail), error.headers or {}
-        if error.status_code == 404:
+        is_routers = message == HTTPStatus(error.status_code).phrase  # and not a handler's own
+        if is_routers and error.status_code == 404:
             message = f"There is no {request.url.path} here"
-        elif error.status_code == 405:
+        elif is_routers and error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}, but {headers.get('Allow', 'others')}"
         response = ApiError(400 if error.status_code == 422 else error.status_code, message).response()
         response.headers.update(headers)

@@ -6,14 +6,18 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI, HTTPException
 
 from hf_smartspec import Engine
+from hf_smartspec.serving.server.errors import add_error_handlers
 from hf_smartspec.serving.server.guard.keys import ApiKeys, read_keys
 from hf_smartspec.serving.server.guard.limits import Limits
+from hf_smartspec.serving.server.request import body
 from hf_smartspec.serving.server.request.sampling import Settings
 
 from .running import TIMEOUT, running
@@ -109,18 +113,18 @@ def test_what_cannot_be_served_is_told(server, path, body):
 @pytest.mark.parametrize(
     "method, path, content, error, message",
     [
-        ("POST", CHAT, b"{not", openai.BadRequestError, "no valid JSON: Expecting property name .*, at character 1"),
-        ("POST", CHAT, b'{"messages": [{"role":', openai.BadRequestError, "no valid JSON: Expecting value"),
+        ("POST", CHAT, b"{not", openai.BadRequestError, "no valid JSON: key must be a string at line 1 column 2"),
+        ("POST", CHAT, b'{"messages": [{"role":', openai.BadRequestError, "no valid JSON: EOF while parsing"),
         ("POST", CHAT, b"", openai.BadRequestError, "The body must be a JSON object"),
         ("POST", CHAT, b"[1, 2]", openai.BadRequestError, "The body must be a JSON object"),
-        ("POST", CHAT, b'{"a": "\xff"}', openai.BadRequestError, "parsing the body"),
-        ("POST", "/tokenize", b"[" * 100_000, openai.BadRequestError, "parsing the body"),
+        ("POST", CHAT, b'{"a": "\xff"}', openai.BadRequestError, "no valid JSON: invalid unicode code point"),
+        ("POST", "/tokenize", b"[" * 100_000, openai.BadRequestError, "no valid JSON: recursion limit exceeded"),
         (
             "POST",
             "/v1/completions",
             b'{"max_tokens": ' + b"9" * 5000 + b"}",
             openai.BadRequestError,
-            "parsing the body",
+            "no valid JSON: number out of range",
         ),
         ("POST", "/v1/embeddings", b"{}", openai.NotFoundError, "There is no /v1/embeddings here"),
         ("GET", "/", b"", openai.NotFoundError, "There is no / here"),
@@ -141,18 +145,92 @@ def test_errors_before_any_handler_are_openais_too(server, method, path, content
     assert told.status_code != 405 or told.response.headers["allow"]
 
 
+def test_errors_of_handlers_keep_their_own_words():
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.get("/items/{name}")
+    async def item(name: str):
+        raise HTTPException(404 if name == "x" else 405, f"no item {name}")
+
+    async def ask(path):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            answer = await client.get(path)
+            return answer.status_code, answer.json()["error"]["message"]
+
+    assert asyncio.run(ask("/items/x")) == (404, "no item x")
+    assert asyncio.run(ask("/items/y")) == (405, "no item y")
+    assert asyncio.run(ask("/none")) == (404, "There is no /none here")
+
+
+def test_large_bodies_are_read_beside_the_event_loop(server, monkeypatch):
+    """Whoever else asks is answered meanwhile."""
+    begun, gate, parse = threading.Event(), threading.Event(), body.from_json
+
+    def slow(text, **options):
+        begun.set()
+        assert gate.wait(TIMEOUT)
+        return parse(text, **options)
+
+    monkeypatch.setattr(body, "from_json", slow)
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(server.post, "/v1/completions", {"prompt": "x", "max_tokens": 1, "user": "u" * 100_000})
+        try:
+            assert begun.wait(TIMEOUT)
+            assert server.get("/health").status_code == 200
+            assert not asking.done()
+        finally:
+            gate.set()
+        assert asking.result(TIMEOUT).status_code == 200
+
+
+def test_lists_without_an_end_are_refused_before_they_are_checked(server):
+    """The last item is wrong, and nobody comes as far as that."""
+    for path, name, item, count in [
+        (CHAT, "messages", MESSAGES[0], 2**13),
+        ("/v1/completions", "prompt", 5, 2**20),
+        ("/detokenize", "tokens", 5, 2**20),
+        ("/v1/responses", "input", MESSAGES[0], 2**13),
+    ]:
+        answer = server.post(path, {name: [*[item] * (count + 1), None]})
+        assert answer.status_code == 400 and "at most" in answer.text, path
+    assert server.post(CHAT, {"messages": MESSAGES * 2**13, "max_tokens": 1}).status_code == 400, "of too many tokens"
+
+
+def test_numbers_beyond_all_floats_harm_nobody(server, demo):
+    """JSON has them, and where any value may stand they are infinite."""
+    tool = '[{"type": "function", "function": {"name": "f", "parameters": {"minimum": 1e999}}}]'
+    ask = '"messages": [{"role": "user", "content": "x"}], "input": "x", "prompt": "x", "max_tokens": 1'
+    for path in (CHAT, "/v1/completions", "/v1/responses"):
+        for field in (
+            f'"tools": {tool}', f'"tools": {tool}, "tool_choice": "required"', '"metadata": {"a": 1e999}',
+            '"response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 1e999}}}',
+            '"temperature": 1e999',
+        ):  # fmt: skip
+            content = f"{{{ask}, {field}}}"
+            answer = httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code in (200, 400), (path, field, answer.text)
+    check_serves(server, demo)
+
+
+def test_no_page_takes_scripts_from_elsewhere(server):
+    for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+        assert server.get(path).status_code == 404
+    assert server.get("/openapi.json").status_code == 200
+
+
 def test_texts_that_no_context_holds_are_refused_before_they_are_read(server):
     """Of as many characters as the longest tokens could make up, texts are read; of one more, they are not."""
     most = server.models["demo"].max_chars
     text = " " * (most + 1)
     assert server.post("/tokenize", {"prompt": text[1:]}).status_code == 200
-    for path, body in {
+    for path, fields in {
         "/tokenize": {"prompt": text},
         "/v1/completions": {"prompt": ["x", text]},
         CHAT: {"messages": [{"role": "user", "content": text}]},
         "/v1/responses": {"input": text},
     }.items():
-        refused = server.post(path, body)
+        refused = server.post(path, fields)
         assert refused.status_code == 400 and f"{most} are the most" in refused.json()["error"]["message"]
         assert refused.json()["error"]["code"] == "context_length_exceeded"
     half = text[: most // 2 + 1]

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
@@ -15,7 +16,8 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from ..answers import Answer, Piece, all_whole, interleaved
 from ..models import EngineState
-from ..request.fields import ChatFields, read_fields
+from ..request.body import read
+from ..request.fields import ChatFields
 from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
 from ..request.tool_calls import forced_form
@@ -32,20 +34,19 @@ class EngineChatHandler(ChatCompletionHandler):
 
     generation_state: EngineState
 
-    async def handle_request(self, body: dict, request_id: str) -> Response:  # type: ignore[override]
-        fields = read_fields(ChatFields, body)
+    async def answer(self, request: Request) -> Response:
+        fields = await read(ChatFields, request)
         served = self.generation_state.find(fields.model)
         tools = None if fields.tool_choice == "none" else fields.tools
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, fields.reasoning_effort)
-        messages = [message.model_dump(exclude_none=True) for message in fields.messages]
-        prompt = await served.in_worker(render, served, messages, tools, kwargs)
+        prompt = await served.in_worker(render, served, fields.messages, tools, kwargs)
         calls = await served.in_worker(forced_form, served, fields, tools, prompt)
         limit = fields.max_completion_tokens or fields.max_tokens
         num_top = (fields.top_logprobs or 0) if fields.logprobs else None
         settings = read_settings(fields, served.model.generation_config, limit, num_top, calls=calls)
         prediction = await served.prediction_of(settings)
         answers = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
-        exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request_id}", tools, prediction)
+        exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request.state.request_id}", tools, prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
         return JSONResponse(exchange.completion(await all_whole(answers)))

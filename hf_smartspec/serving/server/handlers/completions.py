@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
@@ -13,7 +14,8 @@ from transformers.cli.serving.completion import CompletionHandler
 from ..answers import Answer, Piece, all_whole, interleaved
 from ..errors import ApiError
 from ..models import EngineState
-from ..request.fields import CompletionFields, read_fields
+from ..request.body import read
+from ..request.fields import CompletionFields
 from ..request.sampling import Settings, read_settings
 from ..served import ServedModel
 from ..tokens.processors import TokenLogprobs
@@ -30,8 +32,8 @@ class EngineCompletionHandler(CompletionHandler):
 
     generation_state: EngineState
 
-    async def handle_request(self, body: dict, request_id: str) -> Response:  # type: ignore[override]
-        fields = read_fields(CompletionFields, body)
+    async def answer(self, request: Request) -> Response:
+        fields = await read(CompletionFields, request)
         if fields.suffix is not None:
             raise ApiError(400, "suffix is not supported: write the text around the gap into the prompt", "suffix")
         served = self.generation_state.find(fields.model)
@@ -39,7 +41,7 @@ class EngineCompletionHandler(CompletionHandler):
         prompts = [await served.in_worker(served.encode, prompt) for prompt in fields.prompts]
         settings = read_settings(fields, served.model.generation_config, fields.max_tokens, fields.logprobs)
         prediction = await served.prediction_of(settings)
-        exchange = _Exchange(served, fields, settings, prompts, f"cmpl-{request_id}", prediction)
+        exchange = _Exchange(served, fields, settings, prompts, f"cmpl-{request.state.request_id}", prediction)
         if fields.echo:
             await exchange.read_prompts()
         if fields.max_tokens == 0:

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
@@ -12,7 +13,8 @@ from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 from ..answers import Answer, Piece
 from ..errors import ApiError
 from ..models import EngineState
-from ..request.fields import ResponseFields, read_fields
+from ..request.body import read
+from ..request.fields import ResponseFields
 from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
 from ..request.tool_calls import forced_form
@@ -26,13 +28,13 @@ class EngineResponseHandler(ResponseHandler):
 
     generation_state: EngineState
 
-    async def handle_request(self, body: dict, request_id: str) -> Response:  # type: ignore[override]
-        fields = read_fields(ResponseFields, body)
+    async def answer(self, request: Request) -> Response:
+        fields = await read(ResponseFields, request)
         served = self.generation_state.find(fields.model)
         tools = None if fields.tool_choice == "none" else self._tools(fields)
         effort = None if fields.reasoning is None else fields.reasoning.effort
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, effort)
-        prompt = await served.in_worker(render, served, self._messages(body), tools, kwargs)
+        prompt = await served.in_worker(render, served, self._messages(fields), tools, kwargs)
         calls = await served.in_worker(forced_form, served, fields, tools, prompt)
         form = (fields.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
@@ -44,16 +46,17 @@ class EngineResponseHandler(ResponseHandler):
         [answer] = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
         manager = _OneAnswer(served, answer, tools)
         arguments: dict[str, Any] = {
-            "request_id": request_id, "model": served.model, "processor": served.tokenizer, "model_id": served.name,
+            "request_id": request.state.request_id, "model_id": served.name,
+            "model": served.model, "processor": served.tokenizer,
             "body": {"parallel_tool_calls": bool(fields.parallel_tool_calls)}, "inputs": {"input_ids": prompt},
             "gen_config": served.model.generation_config, "gen_manager": manager, "tools": tools,
         }  # fmt: skip
         events = _with_end(self._streaming(**arguments).body_iterator, manager)
         return AnswerStream(events, [answer]) if fields.stream else await _whole(events, manager, answer)
 
-    def _messages(self, body: dict) -> list[dict[str, Any]]:
+    def _messages(self, fields: ResponseFields) -> list[dict[str, Any]]:
         try:
-            return self._normalize_input(body)
+            return self._normalize_input({"input": fields.input, "instructions": fields.instructions})
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ApiError(400, f"input: no list of messages: {error!r}", param="input") from None
 

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import prometheus_client
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from ..errors import ApiError
 from ..metrics import ServerMetrics
 from ..models import EngineState, model_card
-from ..request.fields import Fields, Items, Message, TokenId, read_fields
+from ..request.body import read
+from ..request.fields import Fields, Items, Message, TokenIds
 from ..request.rendering import render, template_kwargs
 
 _NEITHER = "prompt or messages: name one of them"
@@ -35,7 +36,7 @@ class TokenizeFields(Fields):
 
 class DetokenizeFields(Fields):
     model: str | None = None
-    tokens: Items[TokenId]
+    tokens: TokenIds
 
 
 def add_routes(
@@ -51,15 +52,14 @@ def add_routes(
     """
 
     @app.post("/tokenize")
-    async def tokenize(body: dict) -> JSONResponse:
-        fields = read_fields(TokenizeFields, body)
+    async def tokenize(request: Request) -> JSONResponse:
+        fields = await read(TokenizeFields, request)
         served = state.find(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, _NEITHER)
         if fields.messages is not None:
             kwargs = template_kwargs(template_defaults, fields.chat_template_kwargs, fields.reasoning_effort)
-            messages = [message.model_dump(exclude_none=True) for message in fields.messages]
-            ids = await served.in_worker(render, served, messages, fields.tools, kwargs)
+            ids = await served.in_worker(render, served, fields.messages, fields.tools, kwargs)
         else:
             ids = await served.in_worker(served.tokens_of, fields.prompt, "prompt", fields.add_special_tokens)
         shown: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
@@ -68,8 +68,8 @@ def add_routes(
         return JSONResponse(shown)
 
     @app.post("/detokenize")
-    async def detokenize(body: dict) -> JSONResponse:
-        fields = read_fields(DetokenizeFields, body)
+    async def detokenize(request: Request) -> JSONResponse:
+        fields = await read(DetokenizeFields, request)
         served = state.find(fields.model)
         served.check_length(fields.tokens, "tokens")
         try:
@@ -89,9 +89,9 @@ def add_routes(
         return JSONResponse(model_card(state.find(name)))
 
     @app.post("/load_model")
-    async def load_model(body: dict) -> Response:
+    async def load_model(request: Request) -> Response:
         """What `transformers chat` waits for before it asks: models are loaded before the server starts, and stay."""
-        status: dict[str, Any] = {"model": read_fields(LoadFields, body).model}
+        status: dict[str, Any] = {"model": (await read(LoadFields, request)).model}
         try:
             state.find(status["model"])
             status |= {"status": "ready", "cached": True}

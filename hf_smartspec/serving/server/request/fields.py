@@ -1,23 +1,24 @@
 """The fields of a request: what is accepted, and within which bounds."""
 
-import json
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ....log import get_logger
-from ..errors import ApiError, invalid
 
 logger = get_logger(__name__)
 
 MOST_CHOICES = 128
 _INT64 = 2**63
 _MOST_BIASES = 1024
+_MOST_ITEMS = 2**13  # of a list, and of token ids: checking more would take long
+_MOST_IDS = 2**20
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Item = TypeVar("Item")
-Items = Annotated[list[Item], Field(fail_fast=True)]  # else a body of wrong items makes millions of errors
+# Else a body of wrong items makes millions of errors.
+Items = Annotated[list[Item], Field(fail_fast=True, max_length=_MOST_ITEMS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
 
 # What OpenAI's interface has and this one does without, to no harm: nothing is said of it.
 _HARMLESS = frozenset(
@@ -181,9 +182,9 @@ class ChatFields(ToolFields):
 class CompletionFields(GenerationFields):
     prompt: (
         str
-        | Annotated[Items[TokenId], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[Items[str], Field(min_length=1, max_length=1024)]
-        | Annotated[Items[Annotated[Items[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+        | Annotated[Items[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
     )
     suffix: str | None = None
     echo: bool | None = None
@@ -229,25 +230,12 @@ class ResponseFields(ToolFields):
 Kind = TypeVar("Kind", bound=Fields)
 
 
-def read_fields(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
-    """
-    A body with every value checked.
-
-    Raises:
-        ApiError: 400, with the field that is to blame.
-    """
-    try:
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:  # NaN, lone surrogates
-        raise ApiError(400, f"The body is no valid JSON text: {error}") from None
-    try:
-        fields = kind.model_validate(body)
-    except ValidationError as error:
-        raise invalid(error) from None
-    ignored = sorted(name for name in (fields.model_extra or {}).keys() - _HARMLESS if body[name] is not None)
+def note_ignored(fields: Fields) -> None:
+    """Logs which fields of a request have no effect."""
+    given = fields.model_extra or {}
+    ignored = sorted(name for name in given.keys() - _HARMLESS if given[name] is not None)
     if ignored:
         _tell_once(repr(ignored)[:200])
-    return fields
 
 
 @lru_cache(maxsize=256)  # bounded: clients choose the names

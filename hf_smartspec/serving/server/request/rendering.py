@@ -17,6 +17,7 @@ from transformers.cli.serving.utils import (
 from ....log import get_logger
 from ..errors import ApiError
 from ..served import ServedModel
+from .fields import Message
 
 logger = get_logger(__name__)
 
@@ -25,7 +26,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 def render(
     served: ServedModel,
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[Message | dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
     template_kwargs: Mapping[str, Any],
 ) -> list[int]:
@@ -35,13 +36,14 @@ def render(
     Raises:
         ApiError: 400, for chats that the model's template cannot render.
     """
-    for message in messages:
+    turns = [item.model_dump(exclude_none=True) if isinstance(item, Message) else item for item in messages]
+    for message in turns:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
                 raise ApiError(400, f"messages: {served.name} reads text only", param="messages")
     try:
-        turns = BaseHandler.get_processor_inputs_from_messages(list(messages), Modality.LLM)
+        turns = BaseHandler.get_processor_inputs_from_messages(turns, Modality.LLM)
         text: Any = served.tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, tools=list(tools) if tools else None, tokenize=False, **template_kwargs
         )
