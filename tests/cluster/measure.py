@@ -122,7 +122,7 @@ def rates(before: dict[str, float], after: dict[str, float]) -> tuple[float, flo
 def by_router(num_replicas: int, sessions: Sequence[Session], keys: Path) -> None:
     found = {}
     for router in ROUTERS:
-        options = ["--assistant", "suffix", "--api-key-file", str(keys), "--router", router]
+        options = ["--assistant", "suffix", "--admin-key-file", str(keys), "--router", router]
         with served("--replicas", str(num_replicas), *options) as url:
             start = time.perf_counter()
             asyncio.run(ask(url, sessions))
@@ -137,7 +137,7 @@ def by_router(num_replicas: int, sessions: Sequence[Session], keys: Path) -> Non
 def fresh(sessions: Sequence[Session], keys: Path) -> None:
     half = len(sessions) // 2
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--assistant", "suffix", "--api-key-file", str(keys), "--shared", folder, "--shared-interval"]
+        options = ["--assistant", "suffix", "--admin-key-file", str(keys), "--shared", folder, "--shared-interval"]
         with served(*options, "1") as old:
             asyncio.run(ask(old, sessions[:half]))
             time.sleep(5)  # by then, all of it is in the folder

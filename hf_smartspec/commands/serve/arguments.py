@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, one key per line")
     parser.add_argument(
+        "--admin-key-file", type=Path, metavar="FILE",
+        help="keys, one per line, with which /metrics can be read, too; without any keys, everybody can",
+    )  # fmt: skip
+    parser.add_argument(
         "--drain-seconds", type=not_negative, default=60, metavar="N",
         help="for what still runs on SIGTERM or Ctrl-C (default: 60)",
     )  # fmt: skip

@@ -92,9 +92,10 @@ def api_keys(args: argparse.Namespace) -> "ApiKeys":
     except (OSError, ValueError) as error:
         raise UsageError(f"--shared: {error}") from error
     try:
-        return ApiKeys([*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else [])], salt)
+        keys, admin_keys = (read_keys(path) if path else [] for path in (args.api_key_file, args.admin_key_file))
+        return ApiKeys([*args.api_key, *keys], salt, admin_keys)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--api-key or --api-key-file: {error}") from error
+        raise UsageError(f"--api-key, --api-key-file or --admin-key-file: {error}") from error
 
 
 def _announce(host: str, port: int, names: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ REPOSITORY = Path(__file__).parents[3]
         (["--assistant", "nonsense"], "--assistant"),
         (["--api-key-file", "no/such/file"], "--api-key"),
         (["--api-key", " "], "printable"),
+        (["--admin-key-file", "no/such/file"], "--admin-key-file"),
         (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid"),
         (["--host", ""], "must name an address"),
         (["--port", "99999"], "must be at most 65535, got 99999"),

@@ -74,14 +74,23 @@ def served_demo() -> Served:
 
 
 @contextmanager
-def running(served: Served, keys=(), limits=None, max_batch_size=8, assistant="suffix", names=("demo",), hosts=None):
+def running(
+    served: Served,
+    keys=(),
+    limits=None,
+    max_batch_size=8,
+    assistant="suffix",
+    names=("demo",),
+    hosts=None,
+    admin_keys=(),
+):
     """Serves one model, under several names with an engine each."""
     limits, metrics, models = limits or Limits(), ServerMetrics(), {}
     for name in names:
         config = SmartSpecConfig(assistant, num_nodes=8)
         engine = ServedEngine(served.model, config, max_batch_size=max_batch_size, tokenizer=served.tokenizer).start()
         models[name] = ServedModel(name, engine, limits, metrics, max_batch_size)
-    app = make_app(models, metrics, ApiKeys(keys), limits.max_body_bytes, hosts=hosts)
+    app = make_app(models, metrics, ApiKeys(keys, admin_keys=admin_keys), limits.max_body_bytes, hosts=hosts)
     listener, started = listen("127.0.0.1", 0), threading.Event()
     server = DrainingServer(app, 5, started.set, "error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -308,6 +308,20 @@ def test_keys_are_asked_for(demo):
         assert server.client("first key").models.list().data and server.client("second").models.list().data
 
 
+def test_what_all_keys_have_asked_is_counted_for_admins_only(demo):
+    with running(demo, keys=["first key"], admin_keys=["the admin's"]) as server:
+        server.client("first key").completions.create(model="demo", prompt="x", max_tokens=1)
+        refused = server.get("/metrics", headers={"Authorization": "Bearer first key"})
+        assert refused.status_code == 403 and "--admin-key-file" in refused.json()["error"]["message"]
+        shown = server.get("/metrics", headers={"Authorization": "Bearer the admin's"})
+        assert shown.status_code == 200 and 'finished_reason="length"' in shown.text
+        assert server.client("the admin's").models.list().data
+        assert server.get("/metrics").status_code == 401
+    both = ApiKeys(["k", "other"], admin_keys=["k"])
+    assert len(both) == 2 and both.caller("Bearer k").is_admin and not both.caller("Bearer other").is_admin
+    assert ApiKeys().caller(None).is_admin, "nobody has a secret to keep from others"
+
+
 def test_no_text_of_one_key_is_drafted_for_another_or_read_from_its_memory(demo):
     """The same question again: with the same key the answer is known, with another one nothing is."""
     with running(demo, keys=["one", "two"]) as server:

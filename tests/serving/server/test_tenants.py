@@ -86,7 +86,7 @@ def test_a_full_queue_of_one_key_refuses_no_other(demo):
 )
 def test_who_asks_for_everything_gets_its_part(demo, attack):
     """Another key's short request is answered while all of it still runs and waits, with its own tokens."""
-    with running(demo, keys=KEYS) as server:
+    with running(demo, keys=KEYS, admin_keys=KEYS[1:]) as server:
         stops = threading.Event()
 
         async def attack_until_told() -> None:

@@ -17,19 +17,22 @@ class ApiKeys:
         keys (iterable of `str`): Each is a tenant of its own. Without any, everybody may ask, as one tenant.
         salt (`bytes`, *optional*): Makes tenants' namespaces of keys, so that who sees a namespace cannot try out keys
             without it. Servers that share what was served need the same; random, where not given.
+        admin_keys (iterable of `str`): Further keys, or some of these, whose callers are admins. Without any keys,
+            everybody is one.
 
     Raises:
         ValueError: for keys that no header can carry.
     """
 
-    def __init__(self, keys: Iterable[str] = (), salt: bytes | None = None):
+    def __init__(self, keys: Iterable[str] = (), salt: bytes | None = None, admin_keys: Iterable[str] = ()):
         salt = secrets.token_bytes(32) if salt is None else salt
         self._callers: dict[bytes, Caller] = {}
-        for key in keys:
+        for key, is_admin in [*((key, False) for key in keys), *((key, True) for key in admin_keys)]:
             if not key.isascii() or not key.isprintable() or not key.strip():
                 raise ValueError("API keys must be printable ASCII text, and not empty.")
             namespace = hmac.new(salt, key.strip().encode(), hashlib.sha256).hexdigest()[:32]
-            self._callers[_digest(key.strip())] = Caller(f"key:{namespace}")  # the key itself is written nowhere
+            # The key itself is written nowhere.
+            self._callers[_digest(key.strip())] = Caller(f"key:{namespace}", is_admin)
 
     def __len__(self) -> int:
         return len(self._callers)
@@ -37,7 +40,7 @@ class ApiKeys:
     def caller(self, authorization: str | None) -> Caller | None:
         """Whose key a header brings; None for nobody's. It takes as long whatever the key has in common with one."""
         if not self._callers:
-            return Caller()
+            return Caller(is_admin=True)
         text = authorization or ""
         given = _digest(text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER else "")
         found = None

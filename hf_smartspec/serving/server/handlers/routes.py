@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from ..errors import ApiError
+from ..guard.caller import CALLER
 from ..metrics import ServerMetrics
 from ..models import EngineState, model_card
 from ..request.body import read
@@ -101,6 +102,8 @@ def add_routes(
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
+        if not CALLER.get().is_admin:
+            raise ApiError(403, "Other keys' requests are counted here, too: this needs a key of --admin-key-file")
         text = prometheus_client.generate_latest(metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
