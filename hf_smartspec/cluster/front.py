@@ -1,8 +1,9 @@
 """What clients talk to: it sends each request to a replica, and once more to another if that one dies."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import cast
+from typing import Any, cast
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, parser
@@ -13,40 +14,49 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..log import get_logger
 from ..serving.server.errors import STREAM_END, ApiError
+from ..serving.server.guard.guard import Guard
+from ..serving.server.guard.keys import ApiKeys
 from .messages import ForwardedRequest, Head, with_seed
 from .passed import CannotContinueError, PassedEvents
 
 logger = get_logger(__name__)
 
 _OF_ONE_HOP = frozenset([b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server"])
+_LARGE = 2**16  # bytes of a body
 _METRICS_SECONDS = 30.0  # for all replicas to answer
 
 
 class Front:
     """
-    The way into a service, for any path. Where nothing has a seed of its own, each request that generates text gets
-    one, so that a second replica can give the answer that the first began.
+    The way into a service, for any path, as an ASGI application. Where nothing has a seed of its own, each request that
+    generates text gets one, so that a second replica can give the answer that the first began.
 
     Args:
         replicas (`DeploymentHandle`): See `Replica`.
-        max_body_bytes (`int`): Of a request.
     """
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int):
-        self._replicas, self._max_body_bytes = replicas, max_body_bytes
+    def __init__(self, replicas: DeploymentHandle):
+        self._replicas = replicas
 
-    async def __call__(self, request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            response = await self._response(Request(scope, receive))
+            await response(scope, receive, send)
+
+    async def _response(self, request: Request) -> Response:
         if request.scope["path"] == "/metrics":
             return await self._metrics(request)
+        body, query = await request.body(), request.url.query.encode()
+        forwarded = ForwardedRequest(request.method, request.scope["path"], query, request.headers.raw, body)
         try:
-            forwarded = with_seed(await self._read(request))
+            # A large body is no matter for the thread that all answers go through.
+            forwarded = await asyncio.to_thread(with_seed, forwarded) if len(body) > _LARGE else with_seed(forwarded)
             parts = answered(self._replicas, forwarded)
             head = await anext(parts)
-        except ApiError as error:
-            return error.response()
         except BackPressureError:
             return ApiError(429, "Too many requests wait", retry_after=1).response()
         except RayActorError as error:
@@ -60,15 +70,6 @@ class Front:
         own = [item for item in answer.raw_headers if item[0] == b"content-length"]
         answer.raw_headers = [item for item in head.headers if item[0].lower() not in _OF_ONE_HOP] + own
         return answer
-
-    async def _read(self, request: Request) -> ForwardedRequest:
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._max_body_bytes:
-                raise ApiError(413, f"The body is larger than {self._max_body_bytes} bytes")
-        query = request.url.query.encode()
-        return ForwardedRequest(request.method, request.scope["path"], query, request.headers.raw, bytes(body))
 
     async def _metrics(self, request: Request) -> Response:
         """Of all replicas, each under its name."""
@@ -84,6 +85,34 @@ class Front:
                 return Response(body, head.status, media_type="application/json")
             texts[name] = body.decode()
         return Response(joined_metrics(texts), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+def guarded(
+    replicas: DeploymentHandle, keys: ApiKeys, max_body_bytes: int, hosts: Collection[str] | None = None
+) -> Guard:
+    """Return a front of these replicas behind the guard of a single server, with its arguments."""
+    return Guard(Front(replicas), keys, max_body_bytes, hosts)
+
+
+class Ingress:
+    """The same as a deployment, for services that Ray Serve's own proxy is in front of. Arguments as of `guarded`."""
+
+    def __init__(self, *args: Any):
+        self._app = guarded(*args)
+
+    async def __call__(self, _: Request) -> Response:
+        return _Answer(self._app)
+
+
+class _Answer(Response):
+    """What an application answers."""
+
+    def __init__(self, app: ASGIApp):
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 async def answered(replicas: DeploymentHandle, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:

@@ -3,11 +3,20 @@
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 from uuid import uuid4
 
+import ray
+import ray.serve._private.replica as serve_replica
+
+from ..log import get_logger
 from ..serving.server.app import Server
 from .asgi import asked
 from .messages import ForwardedRequest, Head
+
+logger = get_logger(__name__)
+
+_LOOPBACK = "127.0.0.1"
 
 
 class Replica:
@@ -17,6 +26,7 @@ class Replica:
     """
 
     def __init__(self, load: Callable[[], AbstractContextManager[Server]]):
+        listen_where_ray_does()
         self.name = uuid4().hex[:8]
         self._open = ExitStack()
         self._server = self._open.enter_context(load())
@@ -56,6 +66,28 @@ class Replica:
     def _num_generated(self) -> int:
         return sum(served.engine.statistics.generated_tokens for served in self._server.models.values())
 
+    def close(self) -> None:
+        """End the engines, once no request is to come any more."""
+        self._open.close()
+
     def __del__(self) -> None:  # of Ray Serve: the replica is done with its requests
         if hasattr(self, "_open"):
-            self._open.close()
+            self.close()
+
+
+def listen_where_ray_does() -> None:
+    """
+    Have Ray Serve's own server in this replica's process listen on loopback, if that is the address of Ray's node: it
+    takes calls of whoever reaches it, on all interfaces otherwise. It starts after the replica has been made.
+    """
+    if ray.util.get_node_ip_address() != _LOOPBACK:
+        return
+    original = getattr(serve_replica, "add_port_to_grpc_server", None)
+    if original is None:
+        logger.warning("This release of Ray Serve may have replicas listen on all interfaces.")
+        return
+
+    def add_port(server: Any, address: str) -> Any:
+        return original(server, address.replace("[::]", _LOOPBACK))
+
+    serve_replica.add_port_to_grpc_server = add_port

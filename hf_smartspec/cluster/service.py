@@ -1,6 +1,6 @@
 """A service as Ray Serve knows it: a front, and replicas behind it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +9,15 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from ..serving.server.app import Server
-from .front import Front
+from ..serving.server.guard.keys import ApiKeys
+from .front import Ingress
 from .replica import Replica
 from .routing import SpeculativeRequestRouter
 from .scaling import ScaleByGoodput
 
 _WAITING = 64  # requests that a replica takes beyond those that it runs; more wait for whichever is free first
 _HEALTH_SECONDS = 5.0
+_LOOK_SECONDS = 0.1  # between looks whether a replica that is to go is done
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,6 @@ class ServiceOptions:
         max_replicas (`int`, *optional*): More than `replicas` lets their number follow the load.
         max_batch_size (`int`): Of each replica's engine.
         max_queue (`int`): Requests that may wait for a replica, beyond those that all of them have taken.
-        max_body_bytes (`int`): Of a request.
         target_requests (`float`, *optional*): Of a replica, running and waiting, from which on there are to be more; by
             default, its `max_batch_size`.
         min_goodput (`float`): Tokens per second and running request, below which there are to be more replicas.
@@ -39,7 +40,6 @@ class ServiceOptions:
     max_replicas: int | None = None
     max_batch_size: int = 32
     max_queue: int = 1024
-    max_body_bytes: int = 8 * 2**20
     target_requests: float | None = None
     min_goodput: float = 0.0
     router: str = "affinity"
@@ -48,8 +48,10 @@ class ServiceOptions:
     drain_seconds: float = 60.0
 
 
-def make_service(load: Callable[[], AbstractContextManager[Server]], options: ServiceOptions) -> serve.Application:
+def make_replicas(load: Callable[[], AbstractContextManager[Server]], options: ServiceOptions) -> serve.Application:
     """
+    Return the replicas, for `ray.serve.run` without a route: their handle is for `guarded`.
+
     Args:
         load (`Callable`): Opens a server, in each replica's process.
         options (`ServiceOptions`): Of the service.
@@ -59,6 +61,7 @@ def make_service(load: Callable[[], AbstractContextManager[Server]], options: Se
         max_ongoing_requests=options.max_batch_size + _WAITING,
         max_queued_requests=options.max_queue,
         graceful_shutdown_timeout_s=options.drain_seconds,
+        graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
         request_router_config=RequestRouterConfig(
@@ -66,13 +69,25 @@ def make_service(load: Callable[[], AbstractContextManager[Server]], options: Se
             request_router_kwargs={"router": options.router},
         ),
     )(Replica)
+    return replicas.bind(load)
+
+
+def make_service(
+    load: Callable[[], AbstractContextManager[Server]],
+    options: ServiceOptions,
+    keys: ApiKeys,
+    max_body_bytes: int,
+    hosts: Collection[str] | None = None,
+) -> serve.Application:
+    """Return the replicas with a front of them that Ray Serve's proxy asks; further arguments as of `guarded`."""
     front = serve.deployment(
+        name="Front",
         num_replicas=1,
-        max_ongoing_requests=100_000,  # it only hands on: what is too much is refused behind it
+        max_ongoing_requests=100_000,  # it only hands on: what is too much is refused by the replicas' queue
         graceful_shutdown_timeout_s=options.drain_seconds,
         ray_actor_options={"num_cpus": 0},
-    )(Front)
-    return front.bind(replicas.bind(load), options.max_body_bytes)
+    )(Ingress)
+    return front.bind(make_replicas(load, options), keys, max_body_bytes, hosts)
 
 
 def _how_many(options: ServiceOptions) -> dict[str, Any]:

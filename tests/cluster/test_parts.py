@@ -283,8 +283,7 @@ def front_says(scope, *scripts):
             sent.append(message)
 
         asked = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "root_path": ""} | scope
-        answer = await Front(replicas, 100)(Request(asked, receive))
-        await answer(asked, receive, send)
+        await Front(replicas)(asked, receive, send)
 
     asyncio.run(main())
     return b"".join(message.get("body", b"") for message in sent), replicas

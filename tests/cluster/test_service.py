@@ -22,6 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from hf_smartspec.commands.serve.cluster import application
 
+from ..commands.common.test_ray_cluster import listening
 from ..commands.helpers import call
 from ..serving.server.running import served_demo
 
@@ -52,6 +53,14 @@ def service():
 def replicas_of(process):
     children = psutil.Process(process.pid).children(recursive=True)
     return [child for child in children if "ServeReplica:smartspec:Replica" in "".join(child.cmdline())]
+
+
+def wait_for(ask, is_right):
+    """The first answer that is right."""
+    for _ in range(1000):
+        if is_right(answer := ask()):
+            return answer
+    raise TimeoutError
 
 
 def body_of(number):
@@ -135,13 +144,22 @@ def test_the_front_answers_for_all(service):
 
 
 @pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
+def test_nothing_listens_but_on_loopback(service):
+    process, _ = service
+    addresses = {address.removeprefix("::ffff:") for address in listening(process.pid)}
+    assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
 def test_what_runs_is_finished_when_the_service_is_told_to_end(service):
     process, url = service
-    fields = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    fields = {"prompt": "1, 2, 3,", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=60) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGTERM)
+        refused = wait_for(lambda: httpx.get(f"{url}/v1/models", timeout=60), lambda answer: answer.status_code != 200)
+        assert refused.status_code == 503 and refused.headers["retry-after"] and "error" in refused.json()
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and '"length"' in rest[-2]
     assert process.wait(60) == 0

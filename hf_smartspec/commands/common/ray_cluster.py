@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from .arguments import UsageError, positive
 
@@ -25,10 +26,32 @@ def check_ray() -> None:
         raise UsageError('--replicas: Ray is not installed: pip install "hf-smartspec[ray]"')
 
 
+# Of a Ray that is started here, unless the operator has set them: it reports nothing, asks for its token, listens on
+# loopback only (that name, and no other switch, has Ray take 127.0.0.1 for the node's address), and exports no metrics.
+_PRIVATE = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def is_own(address: str | None) -> bool:
+    """Whether Ray is to be started here, since no cluster is named."""
+    return not (address or os.environ.get("RAY_ADDRESS"))
+
+
+def keep_private(address: str | None) -> None:
+    """Set the environment of a Ray that is started here. To be called before Ray is imported, which reads it then."""
+    if is_own(address):
+        for name, value in _PRIVATE.items():
+            os.environ.setdefault(name, value)
+
+
 @contextmanager
 def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
     """
-    Connects to a cluster, or starts Ray on this machine until the end of the context.
+    Connect to a cluster, or start Ray on this machine, on loopback, until the end of the context.
 
     Args:
         address (`str`, *optional*): Of the cluster; by default what `RAY_ADDRESS` says.
@@ -40,17 +63,19 @@ def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
     Raises:
         UsageError: if there is none at the address.
     """
+    keep_private(address)
     import ray
 
-    is_own = not (address or os.environ.get("RAY_ADDRESS"))
-    given_out = max(os.cpu_count() or 1, int(num_cpus) + 1) if is_own else None
+    own: dict[str, Any] = {}
+    if is_own(address):
+        own = {"num_cpus": max(os.cpu_count() or 1, int(num_cpus) + 1), "include_dashboard": False}
     try:
-        ray.init(address=address, num_cpus=given_out, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
     except Exception as error:  # of many kinds: nobody there, another version, a machine that is too slow
-        where = "Ray cannot be started" if is_own else "--ray-address"
+        where = "Ray cannot be started" if own else "--ray-address"
         raise UsageError(f"{where}: {last_line(error)}") from error
     try:
-        yield is_own
+        yield bool(own)
     finally:
         ray.shutdown()
 

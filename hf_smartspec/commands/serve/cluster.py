@@ -2,27 +2,28 @@
 
 import argparse
 import logging
-import signal
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..common.arguments import UsageError
-from ..common.ray_cluster import check_ray, last_line, ray_cluster
+from ..common.ray_cluster import check_ray, keep_private, last_line, ray_cluster
 from .arguments import add_arguments
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+    from ...cluster.service import ServiceOptions
     from ...serving.server.app import Server
     from ...serving.server.guard.keys import ApiKeys
 
 _MIB = 2**20
 _NAME = "smartspec"
+_CLOSE_SECONDS = 30.0
 
 
 def check(args: argparse.Namespace) -> None:
@@ -35,18 +36,14 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
 
 
-def service(
-    args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", hosts: Collection[str] | None = None
-) -> "Application":
-    """Of models by name, for `ray.serve.run`; `hosts` as in `make_app`."""
-    from ...cluster.service import ServiceOptions, make_service
+def _options(args: argparse.Namespace) -> "ServiceOptions":
+    from ...cluster.service import ServiceOptions
 
-    options = ServiceOptions(
+    return ServiceOptions(
         replicas=args.replicas,
         max_replicas=args.max_replicas,
         max_batch_size=args.max_batch_size,
         max_queue=args.max_queue,
-        max_body_bytes=args.max_body_mib * _MIB,
         target_requests=args.target_requests,
         min_goodput=args.min_goodput,
         router=args.router,
@@ -54,7 +51,6 @@ def service(
         num_gpus=float(torch.device(args.device).type == "cuda"),
         drain_seconds=args.drain_seconds,
     )
-    return make_service(partial(_server, args, dict(names), keys, hosts), options)
 
 
 @contextmanager
@@ -71,42 +67,38 @@ def _server(
 
 
 def serve_replicas(
-    args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", port: int, on_start: Callable[[], None]
+    args: argparse.Namespace,
+    names: Mapping[str, str],
+    keys: "ApiKeys",
+    listener: socket.socket,
+    on_start: Callable[[], None],
 ) -> None:
     """Serves until the process is told to end; what runs then is finished within `--drain-seconds`."""
+    keep_private(args.ray_address)
     from ray import serve
     from ray.exceptions import RayError
 
+    from ...cluster.front import guarded
+    from ...cluster.service import make_replicas
+    from ...serving.server.running import DrainingServer
     from .serving import hosts_of
 
     logging.getLogger("ray.serve").setLevel(args.log_level.upper())
     num_cpus = (args.max_replicas or args.replicas) * (args.threads or 1)
     with ray_cluster(args.ray_address, num_cpus) as is_own:
         try:
-            serve.start(http_options={"host": args.host, "port": port})
-            serve.run(service(args, names, keys, hosts_of(args.host, keys)), name=_NAME, route_prefix="/")
-            with _told_to_end() as told:  # from here on: before, Ctrl-C interrupts, and Ray has handlers of its own
-                on_start()
-                told.wait()
+            hosts = hosts_of(args.host, keys)
+            load = partial(_server, args, dict(names), keys, hosts)
+            serve.start(proxy_location="Disabled")  # clients talk to this process
+            replicas = serve.run(make_replicas(load, _options(args)), name=_NAME, route_prefix=None)
+            front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts)
+            DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
+            if is_own:  # Ray ends with this process: it is enough that the replicas have ended in order
+                replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS)
+            else:
                 serve.delete(_NAME)
         except (RuntimeError, RayError) as error:  # the replicas' own are in the text
             raise UsageError(f"the replicas could not be started: {last_line(error)}") from error
-        finally:
-            if is_own:
-                serve.shutdown()
-
-
-@contextmanager
-def _told_to_end() -> Iterator[Event]:
-    """An event that SIGTERM and Ctrl-C set, in place of what they do otherwise."""
-    told = Event()
-    kinds = (signal.SIGTERM, signal.SIGINT)
-    before = {kind: signal.signal(kind, lambda *_: told.set()) for kind in kinds}
-    try:
-        yield told
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 def application(options: Mapping[str, Any]) -> "Application":
@@ -121,6 +113,7 @@ def application(options: Mapping[str, Any]) -> "Application":
     Raises:
         ValueError: for what the command does not know either.
     """
+    from ...cluster.service import make_service
     from .command import api_keys, check_arguments, name_models
 
     parser = _RaisingParser(prog="smartspec serve", add_help=False)
@@ -128,7 +121,9 @@ def application(options: Mapping[str, Any]) -> "Application":
     try:
         args = parser.parse_args(_command_line({"replicas": 1} | dict(options)))
         check_arguments(args)
-        return service(args, name_models(args.models), api_keys(args))
+        keys = api_keys(args)
+        load = partial(_server, args, name_models(args.models), keys, None)
+        return make_service(load, _options(args), keys, args.max_body_mib * _MIB)
     except UsageError as error:
         raise ValueError(str(error)) from error
 

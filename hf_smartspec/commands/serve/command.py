@@ -1,6 +1,8 @@
 """`smartspec serve`: models behind OpenAI's interface."""
 
 import argparse
+import atexit
+import gc
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -27,20 +29,20 @@ _MIB = 2**20
 
 
 def run(args: argparse.Namespace) -> int:
+    atexit.register(gc.freeze)  # else, at the end, Python looks through a million objects for circles: over a second
     names = name_models(args.models)
     check_arguments(args)
     keys = api_keys(args)
     listener = listen_at(args.host, args.port)
     address, number = listener.getsockname()[:2]
     on_start = partial(_announce, address, number, names)
-    if args.replicas:
-        listener.close()  # Ray Serve's own process will listen there
-        cluster.serve_replicas(args, names, keys, number, on_start)
-        return 0
     with listener:
-        from .serving import serve
+        if args.replicas:
+            cluster.serve_replicas(args, names, keys, listener, on_start)
+        else:
+            from .serving import serve
 
-        serve(args, names, keys, listener, on_start)
+            serve(args, names, keys, listener, on_start)
     return 0
 
 

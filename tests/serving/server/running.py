@@ -1,6 +1,7 @@
 """Servers in threads, for tests."""
 
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,3 +105,10 @@ def running(
         for item in models.values():
             item.stop()
         listener.close()
+
+
+def wait_until(is_true) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not is_true():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.01)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -20,18 +19,11 @@ from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.request import body
 from hf_smartspec.serving.server.request.sampling import Settings
 
-from .running import TIMEOUT, running
+from .running import TIMEOUT, running, wait_until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
 LONG = {"model": "demo", "prompt": "1, 2, 3,", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-
-
-def wait_until(is_true) -> None:
-    end = time.monotonic() + TIMEOUT
-    while not is_true():
-        assert time.monotonic() < end, "it never came about"
-        time.sleep(0.01)
 
 
 def is_idle(server) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
@@ -15,11 +16,13 @@ from .keys import ApiKeys
 _OPEN = frozenset(["/health", "/ping"])  # for whoever watches the server
 _PORT = re.compile(r":\d+$")
 _BODY_SECONDS = 30.0  # in which a body must have come
+_LARGEST_HELD = 16  # bodies of the largest size, as whose bytes all that are not whole yet may hold; a quarter per key
 
 
 class Guard:
     """
-    Reads the whole body before anything else begins, and ends the handling of a request whose client has left.
+    Looks at key and host before it reads, reads the whole body before anything else begins, and ends the handling of a
+    request whose client has left. The bytes of all bodies that are not whole yet are bounded.
 
     Args:
         app: The application.
@@ -30,14 +33,15 @@ class Guard:
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, hosts: Collection[str] | None = None):
         self.app, self.keys, self.max_body_bytes, self.hosts = app, keys, max_body_bytes, hosts
+        self._held: Counter[str] = Counter()  # bytes of bodies that are not whole yet, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         try:
-            self._admit(scope)
-            body = await asyncio.wait_for(self._body(scope, receive), _BODY_SECONDS)
+            namespace = self._admit(scope)
+            body = await asyncio.wait_for(self._body(scope, receive, namespace), _BODY_SECONDS)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -47,32 +51,45 @@ class Guard:
         if body is not None:
             await _run(self.app, scope, body, receive, send)
 
-    def _admit(self, scope: Scope) -> None:
-        """Whose request it is; what begins from here on knows it."""
+    def _admit(self, scope: Scope) -> str:
+        """Return the namespace of whose request it is; what begins from here on knows the caller."""
         if scope["path"] in _OPEN:
-            return
+            return ""
         if self.hosts is not None and _PORT.sub("", _header(scope, b"host") or "") not in self.hosts:
             raise ApiError(403, "Not known under this name: ask for 127.0.0.1, or start the server with keys")
         caller = self.keys.caller(_header(scope, b"authorization"))
         if caller is None:
             raise ApiError(401, "This server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
         CALLER.set(caller)
+        return caller.namespace
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive, namespace: str) -> bytes | None:
         """None if the client leaves before."""
         told = _header(scope, b"content-length") or "0"
         if told.isdigit() and int(told[:20]) > self.max_body_bytes:
             raise self._too_large()
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self.max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                piece = message.get("body", b"")
+                body += piece
+                self._held[namespace] += len(piece)
+                if len(body) > self.max_body_bytes:
+                    raise self._too_large()
+                if not message.get("more_body", False):
+                    return bytes(body)
+                self._check_held(namespace)
+        finally:
+            self._held[namespace] -= len(body)
+
+    def _check_held(self, namespace: str) -> None:
+        most = _LARGEST_HELD * self.max_body_bytes
+        own = most // 4 if len(self.keys) > 1 else most
+        if self._held[namespace] > own or self._held.total() > most:
+            raise ApiError(503, "Too many large requests are on their way: ask again", retry_after=1)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self.max_body_bytes} bytes")

@@ -1,0 +1,178 @@
+"""A server process from SIGTERM on: what runs is finished, what is new gets a 503, and a second signal ends all."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from hf_smartspec.serving.server.guard.guard import Guard
+from hf_smartspec.serving.server.guard.keys import ApiKeys
+from hf_smartspec.serving.server.running import DrainingServer, listen
+
+from .running import TIMEOUT, wait_until
+
+
+class Held:
+    """A server of an application whose answers wait: paths that begin with /stream have begun theirs."""
+
+    def __init__(self, drain_seconds=None):
+        self.begun, self.release = threading.Semaphore(0), threading.Event()
+        self.listener, started = listen("127.0.0.1", 0), threading.Event()
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.server = DrainingServer(self.answer, drain_seconds, started.set, "critical")
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
+        self.thread.start()
+        assert started.wait(TIMEOUT)
+
+    async def answer(self, scope, receive, send):
+        if scope["type"] != "http":
+            return
+        head = {"type": "http.response.start", "status": 200, "headers": []}
+        if scope["path"].startswith("/stream"):
+            await send(head)
+            await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+        self.begun.release()
+        while not self.release.is_set():
+            await asyncio.sleep(0.01)
+        if not scope["path"].startswith("/stream"):
+            await send(head)
+        await send({"type": "http.response.body", "body": b"ended"})
+
+    def asked(self, path, answers):
+        def ask():
+            try:
+                answers.append(httpx.get(self.url + path, timeout=TIMEOUT))
+            except httpx.HTTPError as error:
+                answers.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert self.begun.acquire(timeout=TIMEOUT)
+        return thread
+
+    def end(self):
+        self.release.set()
+        self.server.handle_exit(signal.SIGTERM, None)
+        self.server.handle_exit(signal.SIGTERM, None)
+        self.thread.join(TIMEOUT)
+        self.listener.close()
+
+
+@pytest.fixture
+def held():
+    server = Held()
+    yield server
+    server.end()
+
+
+def test_while_it_drains_what_runs_is_finished_and_what_is_new_refused(held):
+    answers = []
+    threads = [held.asked(path, answers) for path in ("/whole", "/stream")]
+    held.server.handle_exit(signal.SIGTERM, None)
+    for _ in range(3):
+        refused = httpx.get(f"{held.url}/v1/models", timeout=TIMEOUT)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "server_error"
+    assert held.thread.is_alive() and not answers
+    held.release.set()
+    for thread in [*threads, held.thread]:
+        thread.join(TIMEOUT)
+    assert not held.thread.is_alive() and sorted(answer.text for answer in answers) == ["begun ended", "ended"]
+
+
+def test_an_idle_server_ends_at_once(held):
+    held.release.set()
+    with httpx.Client() as client:  # whose connection stays open
+        client.get(f"{held.url}/x", timeout=TIMEOUT)
+        held.server.handle_exit(signal.SIGTERM, None)
+        held.thread.join(TIMEOUT)
+        assert not held.thread.is_alive()
+
+
+@pytest.mark.parametrize("is_told_again", [True, False])  # or the time is over
+def test_what_does_not_end_is_ended_without_a_fault(is_told_again):
+    held = Held(drain_seconds=None if is_told_again else 0)
+    answers = []
+    threads = [held.asked(path, answers) for path in ("/whole", "/stream")]
+    held.server.handle_exit(signal.SIGINT, None)
+    if is_told_again:
+        held.server.handle_exit(signal.SIGINT, None)
+    for thread in [*threads, held.thread]:
+        thread.join(TIMEOUT)
+    assert not held.thread.is_alive()
+    statuses = [answer.status_code for answer in answers if isinstance(answer, httpx.Response)]
+    assert statuses == [503], "the stream is cut off, the other one is told to come again"
+    held.end()
+
+
+def opened(url, headers, piece):
+    """A connection that has sent a part of its body, and then nothing."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), TIMEOUT)
+    lines = ["POST /v1/completions HTTP/1.1", f"Host: {host}", "Transfer-Encoding: chunked", *headers, "", ""]
+    client.sendall("\r\n".join(lines).encode() + f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+    return client
+
+
+def status(client):
+    client.settimeout(TIMEOUT)
+    return int(client.recv(4096).split()[1])
+
+
+@pytest.fixture
+def guarded(request):
+    async def app(scope, receive, send):
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(len(body)).encode()})
+
+    guard = Guard(app, ApiKeys(request.param), 1000)
+    listener, started = listen("127.0.0.1", 0), threading.Event()
+    server = DrainingServer(guard, 0, started.set, "critical")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert started.wait(TIMEOUT)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", guard
+    server.handle_exit(signal.SIGTERM, None)
+    server.handle_exit(signal.SIGTERM, None)
+    thread.join(TIMEOUT)
+    listener.close()
+
+
+@pytest.mark.parametrize("guarded", [["a", "b"]], indirect=True)
+def test_without_a_key_no_body_is_waited_for(guarded):
+    url, guard = guarded
+    for headers in ([], ["Authorization: Bearer wrong"]):
+        with opened(url, headers, b"x" * 500) as client:
+            assert status(client) == 401
+    assert not guard._held.total()
+
+
+@pytest.mark.parametrize("guarded", [["a", "b"], ["a"]], indirect=True)
+def test_what_open_bodies_hold_is_bounded_and_one_key_leaves_room_for_others(guarded):
+    url, guard = guarded
+    most = 16 * 1000 if len(guard.keys) == 1 else 4 * 1000
+    header = ["Authorization: Bearer a"]
+    clients = []
+    while guard._held.total() + 800 <= most:
+        before = guard._held.total()
+        clients.append(opened(url, header, b"x" * 800))
+        wait_until(lambda before=before: guard._held.total() > before)
+    with opened(url, header, b"x" * 800) as refused:
+        assert status(refused) == 503
+    if len(guard.keys) > 1:
+        whole = httpx.post(
+            f"{url}/v1/completions", content=(b"x" * 90 for _ in range(9)), headers={"Authorization": "Bearer b"}
+        )
+        assert whole.json() == 810
+    small = httpx.post(f"{url}/v1/completions", content=b"small", headers={"Authorization": "Bearer a"})
+    assert small.json() == 5, "what comes at once holds nothing"
+    for client in clients:
+        client.close()
+    wait_until(lambda: not guard._held.total())
