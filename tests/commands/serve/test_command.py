@@ -40,6 +40,7 @@ REPOSITORY = Path(__file__).parents[3]
         (["--device", "meta"], "cannot use the device 'meta'"),
         (["--chat-template-kwargs", "[]"], "JSON object"),
         (["--timeout", "0"], "must be positive"),
+        (["--max-requests-per-key", "0"], "must be at least 1, got 0"),
     ],
 )
 def test_errors_are_one_line(monkeypatch, capsys, arguments, message):
