@@ -22,6 +22,7 @@ from ..serving.server.guard.guard import Guard
 from ..serving.server.guard.keys import ApiKeys
 from .messages import ForwardedRequest, Head, with_seed
 from .passed import CannotContinueError, PassedEvents
+from .private import listen_where_ray_does
 
 logger = get_logger(__name__)
 
@@ -98,6 +99,7 @@ class Ingress:
     """The same as a deployment, for services that Ray Serve's own proxy is in front of. Arguments as of `guarded`."""
 
     def __init__(self, *args: Any):
+        listen_where_ray_does()
         self._app = guarded(*args)
 
     async def __call__(self, _: Request) -> Response:

@@ -3,20 +3,12 @@
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 from uuid import uuid4
 
-import ray
-import ray.serve._private.replica as serve_replica
-
-from ..log import get_logger
 from ..serving.server.app import Server
 from .asgi import asked
 from .messages import ForwardedRequest, Head
-
-logger = get_logger(__name__)
-
-_LOOPBACK = "127.0.0.1"
+from .private import listen_where_ray_does
 
 
 class Replica:
@@ -73,21 +65,3 @@ class Replica:
     def __del__(self) -> None:  # of Ray Serve: the replica is done with its requests
         if hasattr(self, "_open"):
             self.close()
-
-
-def listen_where_ray_does() -> None:
-    """
-    Have Ray Serve's own server in this replica's process listen on loopback, if that is the address of Ray's node: it
-    takes calls of whoever reaches it, on all interfaces otherwise. It starts after the replica has been made.
-    """
-    if ray.util.get_node_ip_address() != _LOOPBACK:
-        return
-    original = getattr(serve_replica, "add_port_to_grpc_server", None)
-    if original is None:
-        logger.warning("This release of Ray Serve may have replicas listen on all interfaces.")
-        return
-
-    def add_port(server: Any, address: str) -> Any:
-        return original(server, address.replace("[::]", _LOOPBACK))
-
-    serve_replica.add_port_to_grpc_server = add_port

@@ -4,7 +4,7 @@ import argparse
 import logging
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _NAME = "smartspec"
-_CLOSE_SECONDS = 30.0
+_CLOSE_SECONDS = 5.0
 
 
 def check(args: argparse.Namespace) -> None:
@@ -94,7 +94,8 @@ def serve_replicas(
             front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts)
             DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
             if is_own:  # Ray ends with this process: it is enough that the replicas have ended in order
-                replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS)
+                with suppress(RayError, TimeoutError):  # of replicas that have died
+                    replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS, return_exceptions=True)
             else:
                 serve.delete(_NAME)
         except (RuntimeError, RayError) as error:  # the replicas' own are in the text

@@ -111,11 +111,11 @@ def test_what_does_not_end_is_ended_without_a_fault(is_told_again):
     held.end()
 
 
-def opened(url, headers, piece):
+def opened(url, headers, piece, path="/v1/completions"):
     """A connection that has sent a part of its body, and then nothing."""
     host, port = url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)), TIMEOUT)
-    lines = ["POST /v1/completions HTTP/1.1", f"Host: {host}", "Transfer-Encoding: chunked", *headers, "", ""]
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Transfer-Encoding: chunked", *headers, "", ""]
     client.sendall("\r\n".join(lines).encode() + f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
     return client
 
@@ -176,3 +176,14 @@ def test_what_open_bodies_hold_is_bounded_and_one_key_leaves_room_for_others(gua
     for client in clients:
         client.close()
     wait_until(lambda: not guard._held.total())
+
+
+@pytest.mark.parametrize("guarded", [["a", "b"], ["a"]], indirect=True)
+def test_without_a_key_nothing_of_a_body_is_held(guarded):
+    """Paths that are open to all: no room is taken from those who have keys."""
+    url, guard = guarded
+    clients = [opened(url, [], b"x" * 900, "/health") for _ in range(20)]
+    assert [status(client) for client in clients] == [200] * 20
+    assert not guard._held.total()
+    for client in clients:
+        client.close()

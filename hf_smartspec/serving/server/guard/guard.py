@@ -40,21 +40,25 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            namespace = self._admit(scope)
-            body = await asyncio.wait_for(self._body(scope, receive, namespace), _BODY_SECONDS)
+            is_open = scope["path"] in _OPEN  # to all, so that no body of it is read
+            body = [b""] if is_open else await self._admitted_body(scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
         except TimeoutError:
             await ApiError(408, "The body did not come").response()(scope, receive, send)
             return
-        if body is not None:
+        if body:
             await _run(self.app, scope, body, receive, send)
+
+    async def _admitted_body(self, scope: Scope, receive: Receive) -> list[bytes]:
+        """Return the body, as the only item of a list, from which it is taken; none if the client leaves before."""
+        namespace = self._admit(scope)
+        body = await asyncio.wait_for(self._body(scope, receive, namespace), _BODY_SECONDS)
+        return [] if body is None else [body]
 
     def _admit(self, scope: Scope) -> str:
         """Return the namespace of whose request it is; what begins from here on knows the caller."""
-        if scope["path"] in _OPEN:
-            return ""
         if self.hosts is not None and _PORT.sub("", _header(scope, b"host") or "") not in self.hosts:
             raise ApiError(403, "Not known under this name: ask for 127.0.0.1, or start the server with keys")
         caller = self.keys.caller(_header(scope, b"authorization"))
@@ -95,14 +99,13 @@ class Guard:
         return ApiError(413, f"The body is larger than {self.max_body_bytes} bytes")
 
 
-async def _run(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """The application with a body that is there already, as long as the client waits."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+async def _run(app: ASGIApp, scope: Scope, body: list[bytes], receive: Receive, send: Send) -> None:
+    """Run the application as long as the client waits. The body is there already, and is not held on to."""
     left = asyncio.Event()
 
     async def read() -> Message:
-        if messages:
-            return messages.pop()
+        if body:
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
         await left.wait()
         return {"type": "http.disconnect"}
 
