@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from ...log import get_logger
+from ...serving.server.guard.hosts import HostGuard, local_hosts
 from .learning_tab import learning_tab
 from .load_tab import load_tab
 from .race_tab import race_tab
@@ -65,7 +67,11 @@ def build_app(world: World) -> gr.Blocks:
 
 
 def launch_app(app: gr.Blocks, host: str = "127.0.0.1", port: int | None = None) -> str:
-    """Serves the page in threads of its own, and returns its address. Nothing is fetched from, or sent, elsewhere."""
+    """
+    Serves the page in threads of its own, and returns its address. Nothing is fetched from, or sent, elsewhere; where
+    only this machine can reach it, it is known under this machine's names alone.
+    """
+    hosts = local_hosts(host)
     theme = gr.themes.Base(
         primary_hue="blue",
         neutral_hue="slate",
@@ -82,6 +88,7 @@ def launch_app(app: gr.Blocks, host: str = "127.0.0.1", port: int | None = None)
         quiet=True,
         ssr_mode=False,
         footer_links=[],
+        app_kwargs={} if hosts is None else {"middleware": [Middleware(HostGuard, hosts=hosts)]},
         theme=theme,
         css=(_FOLDER / "style.css").read_text(encoding="utf-8"),
         head=f"<script>{(_FOLDER / 'script.js').read_text(encoding='utf-8')}</script>",

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ... import __version__
 from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
+from ...serving.server.guard.hosts import local_hosts
 from ...serving.server.guard.keys import ApiKeys
 from ...serving.server.guard.limits import Limits
 from ...serving.server.metrics import ServerMetrics
@@ -25,7 +26,6 @@ from ..common.arguments import UsageError
 from ..common.models import load_draft, load_model, load_tokenizer, name_of, use_quantized
 
 _MIB = 2**20
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def serve(
@@ -91,7 +91,7 @@ def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:
     The names of this machine, where only it can reach a server without keys: pages in its browsers may come under a
     name of their own, and are not to read the answers.
     """
-    return _LOOPBACK if host in ("127.0.0.1", "localhost", "::1") and not len(keys) else None
+    return None if len(keys) else local_hosts(host)
 
 
 def memory_of(models: Mapping[str, ServedModel]) -> str:

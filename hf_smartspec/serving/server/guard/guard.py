@@ -1,7 +1,6 @@
 """What stands before the application: keys, the size of bodies, and clients that leave."""
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
@@ -11,10 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import ApiError
 from .caller import CALLER
+from .hosts import check_host
 from .keys import ApiKeys
 
 _OPEN = frozenset(["/health", "/ping"])  # for whoever watches the server
-_PORT = re.compile(r":\d+$")
 _BODY_SECONDS = 30.0  # in which a body must have come
 _LARGEST_HELD = 16  # bodies of the largest size, as whose bytes all that are not whole yet may hold; a quarter per key
 
@@ -59,8 +58,7 @@ class Guard:
 
     def _admit(self, scope: Scope) -> str:
         """Return the namespace of whose request it is; what begins from here on knows the caller."""
-        if self.hosts is not None and _PORT.sub("", _header(scope, b"host") or "") not in self.hosts:
-            raise ApiError(403, "Not known under this name: ask for 127.0.0.1, or start the server with keys")
+        check_host(scope, self.hosts)
         caller = self.keys.caller(_header(scope, b"authorization"))
         if caller is None:
             raise ApiError(401, "This server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
