@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup real demo docs test test-all test-versions tests check lint types imports format clean
+.PHONY: help setup real demo docs licences test test-all test-versions tests check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ docs: $(INSTALLED)  ## the pages of docs/ as a site, in site/; broken links fail
 	@$(BIN)/python docs/tools/parameters.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
+
+licences: $(INSTALLED)  ## licences of what the extras `serve` and `ray` bring; copyleft ones first
+	@$(BIN)/python docs/tools/licences.py serve ray
 
 test: lint  ## style, types, architecture and the tests
 	@$(MAKE) --no-print-directory --jobs=3 types imports tests
