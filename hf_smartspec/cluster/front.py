@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
 import prometheus_client
@@ -18,11 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..log import get_logger
 from ..serving.server.errors import STREAM_END, ApiError
+from ..serving.server.guard.caller import CALLER
 from ..serving.server.guard.guard import Guard
 from ..serving.server.guard.keys import ApiKeys
 from .messages import ForwardedRequest, Head, with_seed
 from .passed import CannotContinueError, PassedEvents
 from .private import listen_where_ray_does
+from .turns import KeyTurns
 
 logger = get_logger(__name__)
 
@@ -38,14 +40,23 @@ class Front:
 
     Args:
         replicas (`DeploymentHandle`): See `Replica`.
+        turns (`KeyTurns`, *optional*): Where there are several keys.
     """
 
-    def __init__(self, replicas: DeploymentHandle):
-        self._replicas = replicas
+    def __init__(self, replicas: DeploymentHandle, turns: KeyTurns | None = None):
+        self._replicas, self._turns = replicas, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            response = await self._response(Request(scope, receive))
+        if scope["type"] != "http":
+            return
+        caller = CALLER.get(None)  # none of paths that need no key
+        async with AsyncExitStack() as stack:
+            try:
+                if self._turns is not None and caller is not None:
+                    await stack.enter_async_context(self._turns.turn(caller.namespace))
+                response = await self._response(Request(scope, receive))
+            except ApiError as error:
+                response = error.response()
             await response(scope, receive, send)
 
     async def _response(self, request: Request) -> Response:
@@ -89,10 +100,14 @@ class Front:
 
 
 def guarded(
-    replicas: DeploymentHandle, keys: ApiKeys, max_body_bytes: int, hosts: Collection[str] | None = None
+    replicas: DeploymentHandle,
+    keys: ApiKeys,
+    max_body_bytes: int,
+    hosts: Collection[str] | None = None,
+    turns: KeyTurns | None = None,
 ) -> Guard:
     """Return a front of these replicas behind the guard of a single server, with its arguments."""
-    return Guard(Front(replicas), keys, max_body_bytes, hosts)
+    return Guard(Front(replicas, turns), keys, max_body_bytes, hosts)
 
 
 class Ingress:

@@ -14,8 +14,9 @@ from .front import Ingress
 from .replica import Replica
 from .routing import SpeculativeRequestRouter
 from .scaling import ScaleByGoodput
+from .turns import KeyTurns
 
-_WAITING = 64  # requests that a replica takes beyond those that it runs; more wait for whichever is free first
+_WAITING = 64  # requests at least that a replica takes beyond those that it runs; more wait for whoever is free first
 _HEALTH_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # between looks whether a replica that is to go is done
 
@@ -47,6 +48,11 @@ class ServiceOptions:
     num_gpus: float = 0.0
     drain_seconds: float = 60.0
 
+    @property
+    def num_places(self) -> int:
+        """Requests that a replica takes at once: half of them, which are one key's at most, fill its batch."""
+        return self.max_batch_size + max(self.max_batch_size, _WAITING)
+
 
 def make_replicas(load: Callable[[], AbstractContextManager[Server]], options: ServiceOptions) -> serve.Application:
     """
@@ -58,7 +64,7 @@ def make_replicas(load: Callable[[], AbstractContextManager[Server]], options: S
     """
     replicas = serve.deployment(
         **_how_many(options),
-        max_ongoing_requests=options.max_batch_size + _WAITING,
+        max_ongoing_requests=options.num_places,
         max_queued_requests=options.max_queue,
         graceful_shutdown_timeout_s=options.drain_seconds,
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
@@ -87,7 +93,13 @@ def make_service(
         graceful_shutdown_timeout_s=options.drain_seconds,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    return front.bind(make_replicas(load, options), keys, max_body_bytes, hosts)
+    return front.bind(make_replicas(load, options), keys, max_body_bytes, hosts, turns_of(options, keys))
+
+
+def turns_of(options: ServiceOptions, keys: ApiKeys) -> KeyTurns | None:
+    """What keeps one key from taking all replicas; None where there is one key at most."""
+    num_places = (options.max_replicas or options.replicas) * options.num_places
+    return KeyTurns(num_places, options.max_queue) if len(keys) > 1 else None
 
 
 def _how_many(options: ServiceOptions) -> dict[str, Any]:

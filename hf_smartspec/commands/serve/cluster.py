@@ -79,7 +79,7 @@ def serve_replicas(
     from ray.exceptions import RayError
 
     from ...cluster.front import guarded
-    from ...cluster.service import make_replicas
+    from ...cluster.service import make_replicas, turns_of
     from ...serving.server.running import DrainingServer
     from .serving import hosts_of
 
@@ -90,8 +90,9 @@ def serve_replicas(
             hosts = hosts_of(args.host, keys)
             load = partial(_server, args, dict(names), keys, hosts)
             serve.start(proxy_location="Disabled")  # clients talk to this process
-            replicas = serve.run(make_replicas(load, _options(args)), name=_NAME, route_prefix=None)
-            front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts)
+            options = _options(args)
+            replicas = serve.run(make_replicas(load, options), name=_NAME, route_prefix=None)
+            front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts, turns_of(options, keys))
             DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
             if is_own:  # Ray ends with this process: it is enough that the replicas have ended in order
                 with suppress(RayError, TimeoutError):  # of replicas that have died

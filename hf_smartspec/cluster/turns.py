@@ -1,0 +1,79 @@
+"""How many requests of each key are with the replicas at once, so that a place is left for others."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..serving.server.errors import ApiError
+
+
+class KeyTurns:
+    """
+    Lets a key's requests through as long as they leave as many places as an equal part for one more key; further ones
+    wait here, in the order in which they came.
+
+    Args:
+        num_places (`int`): Requests that all replicas take at once.
+        max_waiting (`int`): Requests of one key that may wait here.
+    """
+
+    def __init__(self, num_places: int, max_waiting: int):
+        self.num_places, self.max_waiting = num_places, max_waiting
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, namespace: str) -> AsyncIterator[None]:
+        """
+        A request of a key is with a replica within the context.
+
+        Raises:
+            ApiError: 429, if too many of the key wait.
+        """
+        await self._take(namespace)
+        try:
+            yield
+        finally:
+            self._running -= Counter([namespace])  # which forgets keys that have none any more
+            self._let_in()
+
+    async def _take(self, namespace: str) -> None:
+        waiting = self._waiting.get(namespace, ())
+        if not waiting and self._has_place(namespace):
+            self._running[namespace] += 1
+            return
+        if len(waiting) >= self.max_waiting:
+            raise ApiError(429, "Too many requests of this key wait already: try again later", retry_after=1)
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(namespace, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:  # the client has left
+            if place.cancelled():
+                self._forget(namespace, place)
+            else:  # just when it was let in
+                self._running -= Counter([namespace])
+                self._let_in()
+            raise
+
+    def _has_place(self, namespace: str) -> bool:
+        num_keys = len(self._running.keys() | {namespace})
+        return self._running[namespace] < max(self.num_places // (num_keys + 1), 1)
+
+    def _let_in(self) -> None:
+        for namespace, waiting in list(self._waiting.items()):
+            while waiting and self._has_place(namespace):
+                place = waiting.popleft()
+                if not place.done():
+                    self._running[namespace] += 1
+                    place.set_result(None)
+            if not waiting:
+                del self._waiting[namespace]
+
+    def _forget(self, namespace: str, place: "asyncio.Future[None]") -> None:
+        waiting = self._waiting.get(namespace)
+        if waiting is not None and place in waiting:
+            waiting.remove(place)
+            if not waiting:
+                del self._waiting[namespace]
