@@ -107,7 +107,7 @@ def guarded(
     turns: KeyTurns | None = None,
 ) -> Guard:
     """Return a front of these replicas behind the guard of a single server, with its arguments."""
-    return Guard(Front(replicas, turns), keys, max_body_bytes, hosts)
+    return Guard(Front(replicas, turns), keys, max_body_bytes, hosts, keeps_bodies=True)
 
 
 class Ingress:

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from hf_smartspec.serving.server.guard.caller import Caller
 from hf_smartspec.serving.server.guard.guard import Guard
 from hf_smartspec.serving.server.guard.keys import ApiKeys
 from hf_smartspec.serving.server.running import DrainingServer, listen
@@ -116,13 +117,17 @@ def opened(url, headers, piece, path="/v1/completions"):
     host, port = url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)), TIMEOUT)
     lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Transfer-Encoding: chunked", *headers, "", ""]
+    client.settimeout(TIMEOUT)
     client.sendall("\r\n".join(lines).encode() + f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
     return client
 
 
 def status(client):
-    client.settimeout(TIMEOUT)
-    return int(client.recv(4096).split()[1])
+    """Of the answer, after which the server closes the connection."""
+    answer = b""
+    while piece := client.recv(4096):
+        answer += piece
+    return int(answer.split()[1])
 
 
 @pytest.fixture
@@ -187,3 +192,29 @@ def test_without_a_key_nothing_of_a_body_is_held(guarded):
     assert not guard._held.total()
     for client in clients:
         client.close()
+
+
+def test_bodies_that_are_kept_count_until_they_are_answered():
+    release, held = asyncio.Event(), []
+
+    async def app(scope, receive, send):
+        await receive()
+        held.append(guard._held["key"])
+        await release.wait()
+
+    guard = Guard(app, ApiKeys(), 1000, keeps_bodies=True)
+    guard.keys.caller = lambda _: Caller("key")
+
+    async def main():
+        async def receive():
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        messages = [{"type": "http.request", "body": b"x" * 700, "more_body": False}]
+        asked = asyncio.create_task(guard({"type": "http", "path": "/v1/models", "headers": []}, receive, None))
+        while not held:
+            await asyncio.sleep(0)
+        release.set()
+        await asked
+
+    asyncio.run(main())
+    assert held == [700] and not guard._held.total()

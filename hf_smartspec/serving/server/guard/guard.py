@@ -28,31 +28,44 @@ class Guard:
         keys (`ApiKeys`): Who may ask.
         max_body_bytes (`int`): Of a request.
         hosts (collection of `str`, *optional*): Names under which clients must know the server; any, where not given.
+        keeps_bodies (`bool`): Whether the application keeps bodies until it has answered: they count as long.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, hosts: Collection[str] | None = None):
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        max_body_bytes: int,
+        hosts: Collection[str] | None = None,
+        keeps_bodies: bool = False,
+    ):
         self.app, self.keys, self.max_body_bytes, self.hosts = app, keys, max_body_bytes, hosts
-        self._held: Counter[str] = Counter()  # bytes of bodies that are not whole yet, by namespace
+        self.keeps_bodies = keeps_bodies
+        self._held: Counter[str] = Counter()  # bytes of bodies that are read or kept, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        is_open = scope["path"] in _OPEN  # to all, so that no body of it is read
         try:
-            is_open = scope["path"] in _OPEN  # to all, so that no body of it is read
-            body = [b""] if is_open else await self._admitted_body(scope, receive)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
+            namespace = "" if is_open else self._admit(scope)
+            body = [b""] if is_open else await self._body_in_time(scope, receive, namespace)
+        except (ApiError, TimeoutError) as error:
+            refusal = error if isinstance(error, ApiError) else ApiError(408, "The body did not come")
+            await refusal.response()(scope, receive, closing(send))  # nobody reads the rest of the body
             return
-        except TimeoutError:
-            await ApiError(408, "The body did not come").response()(scope, receive, send)
+        if not body:
             return
-        if body:
-            await _run(self.app, scope, body, receive, send)
+        size = len(body[0]) if self.keeps_bodies else 0
+        self._held[namespace] += size
+        try:
+            await _run(self.app, scope, body, receive, closing(send) if is_open else send)
+        finally:
+            self._held[namespace] -= size
 
-    async def _admitted_body(self, scope: Scope, receive: Receive) -> list[bytes]:
+    async def _body_in_time(self, scope: Scope, receive: Receive, namespace: str) -> list[bytes]:
         """Return the body, as the only item of a list, from which it is taken; none if the client leaves before."""
-        namespace = self._admit(scope)
         body = await asyncio.wait_for(self._body(scope, receive, namespace), _BODY_SECONDS)
         return [] if body is None else [body]
 
@@ -95,6 +108,17 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self.max_body_bytes} bytes")
+
+
+def closing(send: Send) -> Send:
+    """Return `send` for an answer after which the connection is closed."""
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return send_last
 
 
 async def _run(app: ASGIApp, scope: Scope, body: list[bytes], receive: Receive, send: Send) -> None:
