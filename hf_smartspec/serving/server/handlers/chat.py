@@ -16,6 +16,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from ..answers import Answer, Piece, all_whole, interleaved
 from ..models import EngineState
+from ..request.arguments import with_types
 from ..request.body import read
 from ..request.fields import ChatFields
 from ..request.rendering import MessageReader, has_parser, render, template_kwargs
@@ -46,7 +47,9 @@ class EngineChatHandler(ChatCompletionHandler):
         settings = read_settings(fields, served.model.generation_config, limit, num_top, calls=calls)
         prediction = await served.prediction_of(settings)
         answers = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
-        exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request.state.request_id}", tools, prediction)
+        exchange = _Exchange(
+            served, fields, prompt, f"chatcmpl-{request.state.request_id}", with_types(tools), prediction
+        )
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
         return JSONResponse(exchange.completion(await all_whole(answers)))

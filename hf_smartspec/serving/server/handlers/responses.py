@@ -13,6 +13,7 @@ from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 from ..answers import Answer, Piece
 from ..errors import ApiError
 from ..models import EngineState
+from ..request.arguments import with_types
 from ..request.body import read
 from ..request.fields import ResponseFields
 from ..request.rendering import MessageReader, has_parser, render, template_kwargs
@@ -44,7 +45,7 @@ class EngineResponseHandler(ResponseHandler):
         settings = read_settings(fields, own, limit, response_format=form, calls=calls)
         prediction = await served.prediction_of(settings)
         [answer] = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
-        manager = _OneAnswer(served, answer, tools)
+        manager = _OneAnswer(served, answer, with_types(tools))
         arguments: dict[str, Any] = {
             "request_id": request.state.request_id, "model_id": served.name,
             "model": served.model, "processor": served.tokenizer,

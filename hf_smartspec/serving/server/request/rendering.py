@@ -81,7 +81,8 @@ def has_parser(served: ServedModel) -> bool:
 class MessageReader:
     """
     Tells text, reasoning and tool calls of an answer apart, as its text comes. Items are `str`, `ReasoningText` and
-    `ToolCall` of transformers. What its parser cannot read, such as a call that is no JSON, is text.
+    `ToolCall` of transformers. What its parser cannot read, such as a call that is no JSON, is text. It makes values of
+    arguments that are written as text by the types that `tools` declare (`with_types`).
     """
 
     def __init__(self, served: ServedModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None):

@@ -4,12 +4,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from ..errors import ApiError
 from ..served import ServedModel
+from .arguments import with_types, written
 from .fields import NamedTool, ToolFields
 from .grammar import LAYOUT
 from .written_calls import WrittenCall, length_in_common, written_call
@@ -43,7 +45,7 @@ def forced_form(
         missing = repr(choice.called) if isinstance(choice, NamedTool) else "tools to choose from"
         raise ApiError(400, f"tool_choice: there is no {missing} in tools", param="tool_choice")
     template = get_response_template(served.tokenizer, served.model)
-    call = None if template is None else written_call(served, template)
+    call = None if template is None else _written_call(served, template)
     if template is None or call is None:
         raise ApiError(
             400,
@@ -51,6 +53,8 @@ def forced_form(
             "needs a `response_template` with `tool_calls`): choose 'auto'",
             param="tool_choice",
         )
+    if call.key_end is not None:
+        functions = [tool["function"] for tool in with_types([{"function": function} for function in functions]) or ()]
     writer = _Writer(served.tokenizer)
     rules = [writer.call_rules(f"call_{number}", call, function) for number, function in enumerate(functions)]
     repeats = fields.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
@@ -59,6 +63,17 @@ def forced_form(
     start = ("reasoning " if reasoning else "") + "call" + (r" (/\n?/ call)*" if repeats else "")
     any_call = " | ".join(f"call_{number}" for number in range(len(functions)))
     return json.dumps(["tools", "\n".join([f"start: {start}", reasoning, f"call: {any_call}", *rules])])
+
+
+_WRITTEN: WeakKeyDictionary[ServedModel, tuple[dict[str, Any], WrittenCall | None]] = WeakKeyDictionary()
+
+
+def _written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall | None:
+    """As `written_call`, which takes a while, for as long as the model has this template."""
+    known = _WRITTEN.get(served)
+    if known is None or known[0] is not template:
+        known = _WRITTEN[served] = template, written_call(served, template)
+    return known[1]
 
 
 def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,16 +158,16 @@ class _Writer:
                 lacking = lacking if key not in required else ""
                 rules.append(f"{name}_rest_{number}: {separator} {this}{rest}{lacking}")
             rules.append(f"{this}: {self.literal(key + key_end)} {this}_value")
-            rules.append(self._value_rule(f"{this}_value", value, schema, end))
+            rules.append(self._value_rule(f"{this}_value", key, value, schema, end))
         return "\n".join(rules)
 
-    def _value_rule(self, name: str, value: Any, schema: dict[str, Any], end: str) -> str:
+    def _value_rule(self, name: str, key: str, value: Any, schema: dict[str, Any], end: str) -> str:
         """A rule for a value and what ends it: strings are written as they are, everything else is JSON."""
-        value = value if isinstance(value, dict) else {}
-        choices = value.get("enum")
-        if isinstance(choices, list) and choices and all(isinstance(item, str) for item in choices):
-            return f"{name}: ({' | '.join(map(self.literal, choices))}) {self.literal(end)}"
-        if value.get("type", "string") == "string" and "$ref" not in value:
+        form = written(key, value)
+        if isinstance(form, list):
+            texts = [self.literal(text) or _quoted("") for text in form]
+            return f"{name}: ({' | '.join(texts)}) {self.literal(end)}"
+        if form == "text":
             return self.text_until(name, end)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         return f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"

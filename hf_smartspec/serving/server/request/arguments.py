@@ -1,0 +1,146 @@
+"""
+Arguments of tool calls that are written in tags, as text: transformers' parser makes values of them by the `type` that
+their schemas declare, so that others need one.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import ApiError
+
+_UNIONS = ("anyOf", "oneOf")
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
+_NUMBERS = ("integer", "number")
+_ORDER = ("integer", "number", "boolean", "null", "object", "array", "string")  # else 1 would be read as true
+# Where text may also be a number, whatever number it reads as must do: these say nothing of values but their type.
+_FREE = frozenset(["type", "title", "description", "default", "examples", "nullable", "deprecated", *_UNIONS])
+_NOT_READ = ("$ref", "allOf", "not", "if", "enum", "const", *_UNIONS)  # what restricts values without a type
+_DEEPEST, _MOST = 32, 2**12  # levels, and parts of all schemas of a request, whose types are found out
+
+
+def with_types(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """
+    Tools, in the form of chats, for the parser: as they are, but that the schema of every parameter declares its type
+    where it can be told. What is no tool stays as it is.
+    """
+    left = iter(range(_MOST))
+    return None if tools is None else [_with_types(tool, left) for tool in tools]
+
+
+def _with_types(tool: dict[str, Any], left: Iterator[int]) -> dict[str, Any]:
+    function = tool.get("function")
+    schema = function.get("parameters") if isinstance(function, dict) else None
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(function, dict) or not isinstance(schema, dict) or not isinstance(properties, dict):
+        return tool
+    typed = {name: _declared(value, schema, left) for name, value in properties.items()}
+    return {**tool, "function": {**function, "parameters": {**schema, "properties": typed}}}
+
+
+def _declared(value: Any, schema: Mapping[str, Any], left: Iterator[int], depth: int = 0) -> dict[str, Any]:
+    """
+    The schema of a value, with references to other parts of the whole `schema` followed, unless they are within the
+    value, and the type of what `enum` or `const` list.
+    """
+    value = dict(value) if isinstance(value, dict) else {}  # `true` stands for any value
+    if depth > _DEEPEST or next(left, None) is None:
+        return value
+    parts = value.get("allOf")
+    if (target := _target(value.get("$ref"), schema)) is not None:
+        del value["$ref"]
+        return _declared(target | value, schema, left, depth + 1)
+    if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict):
+        del value["allOf"]
+        return _declared(parts[0] | value, schema, left, depth + 1)
+    for name in _UNIONS:
+        if parts := _parts(value, name):
+            value[name] = [_declared(part, schema, left, depth + 1) for part in parts]
+    if not _types(value) and (choices := _choices(value)) is not None:
+        kinds = {_kind(choice) for choice in choices}
+        value["type"] = next(iter(kinds)) if len(kinds) == 1 else sorted(kinds, key=_ORDER.index)
+    return value
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "object")
+
+
+def _parts(value: Mapping[str, Any], *names: str) -> list[Any]:
+    return [part for name in names if isinstance(value.get(name), list) for part in value[name]]
+
+
+def _target(reference: Any, schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a reference within the schema leads to."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = schema
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _types(value: Mapping[str, Any]) -> list[str]:
+    """Those that the parser tries, in its order."""
+    kind = value.get("type")
+    types = [item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str)]
+    for part in _parts(value, *_UNIONS):
+        types += _types(part) if isinstance(part, dict) else ()
+    return types
+
+
+def _choices(value: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in value:
+        return [value["const"]]
+    choices = value.get("enum")
+    return choices if isinstance(choices, list) and choices else None
+
+
+def written(name: str, value: dict[str, Any]) -> list[str] | str:
+    """
+    How a value, with a schema of `with_types`, is written in tags: one of these texts, any "text", or "json".
+
+    Args:
+        name (`str`): Of the parameter.
+
+    Raises:
+        ApiError: 400, where what is written could be read as what the schema forbids.
+    """
+    types, choices = _types(value), _choices(value)
+    if "boolean" in types and any(kind in types[types.index("boolean") :] for kind in _NUMBERS):
+        raise _refused(name, "the text 1 would be read as true: name numbers before booleans")
+    if not types and any(key in value for key in _NOT_READ):
+        raise _refused(name, "its schema declares no type that the text could be read as")
+    others = set(types) - {"string"}
+    if choices is not None:
+        allowed = types + ["integer"] * ("number" in types)
+        choices = [choice for choice in choices if _kind(choice) in allowed]
+        if not choices or (others and any(isinstance(choice, str) and _is_like(choice) for choice in choices)):
+            raise _refused(name, "its choices would be read as others, or not be of its type")
+        return [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+    if "string" not in types and others:
+        return "json"
+    if others & {"object", "array"} or not _is_free(value):
+        raise _refused(name, "what the text reads as may not do: beside strings, allow null, booleans or any number")
+    return "text"
+
+
+def _is_like(text: str) -> bool:
+    """Whether a text may be read as something else."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return text.strip().lower() in ("true", "false", "none", "null") or text.strip()[:1] in "+-.0123456789"
+    return True
+
+
+def _is_free(value: Mapping[str, Any]) -> bool:
+    """Whether the value, if it may be a number, may be any."""
+    if any(kind in _NUMBERS for kind in _types(value)) and not value.keys() <= _FREE:
+        return False
+    return all(_is_free(part) for part in _parts(value, *_UNIONS) if isinstance(part, dict))
+
+
+def _refused(name: str, reason: str) -> ApiError:
+    message = f"tools: the parameter {name!r} cannot be forced, since this model writes arguments as text, and {reason}"
+    return ApiError(400, message, param="tools")
