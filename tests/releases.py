@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / ".releases"
 README = REPOSITORY / "README.md"
 # The newest patch of each; and the newest release of all, whatever its number.
-LINES = ("5.20", "5.22", "5.23", "5.24")
+LINES = ("5.20", "5.21", "5.22", "5.23", "5.24")
 # What is run with each, of the tests: at most five minutes.
 SUITE = (
     "tests/test_exactness.py",  # sources, dtypes, greedy and sampled

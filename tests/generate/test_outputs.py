@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria
 
 import hf_smartspec
 from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target.private import TRANSFORMERS
 
 from ..models import new_model
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts
@@ -367,6 +369,8 @@ def test_static_caches_are_returned_as_such(model, eos):
 @pytest.mark.parametrize("max_new_tokens", [2, 12])  # windows that are not full, and that are
 def test_static_caches_of_all_ways_to_be_served(architecture, batch_size, max_new_tokens):
     """Packed, row by row, after encoders, with windows: plain decoding's lengths, and going on gives its tokens."""
+    if architecture == "bloom" and Version("5.22") > TRANSFORMERS:
+        pytest.skip("Bloom takes no static caches in this release")
     model = new_model(architecture)
     ids, mask = IDS[-batch_size:, -4:].clamp(min=3), torch.ones_like(IDS[-batch_size:, -4:])
     mask[0, : batch_size // 2] = 0
