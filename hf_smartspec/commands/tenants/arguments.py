@@ -19,8 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tenants", type=positive, default=5, metavar="N", help="one of which attacks; at least 2 (default: 5)"
     )
     parser.add_argument(
-        "--requests", type=positive, default=50, metavar="N",
-        help="of every other tenant, one after the other, alone and again beside the attacker (default: 50)",
+        "--requests", type=positive, default=150, metavar="N",
+        help="of every other tenant, one after the other, alone and again beside the attacker; more than 100, so that "
+        "one pause, which all tenants notice, is not their p99 (default: 150)",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=4, metavar="N", help="of these (default: 4)")
     parser.add_argument(
