@@ -13,7 +13,7 @@ from ..drafts.tree import DraftTree
 from .committed import HIDDEN_STATES, LAST, SCORES, Committed, Likeliest
 
 if TYPE_CHECKING:
-    from ..target.rows import CacheRow
+    from ..target_model.layout.rows import CacheRow
     from .encoded import EncoderInputs
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only

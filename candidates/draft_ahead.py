@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ..sampling.noise import NoiseKeys
-from ..target.graphs.padding import extended
-from ..target.layout import send
-from ..target.ragged import PlannedForward, RaggedForward
+from ..target_model.forward.ragged import PlannedForward, RaggedForward
+from ..target_model.graphs.padding import extended
+from ..target_model.layout.step_layout import send
 from .draft_growth import Growth
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ..drafts.tree import DraftTree
 from ..sampling.processors import ScoreProcessing
-from ..target.rows import CacheRow, RowInput
+from ..target_model.layout.rows import CacheRow, RowInput
 
 _MEMORY = 0.8  # weight of all earlier drafts against the newest
 _FIRST_GUESS = 0.7

@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 
 from ..drafts.tree import DraftTree
 from ..sampling.noise import NoiseKeys
-from ..target.chains import ChainForward
-from ..target.compat import num_positions
-from ..target.encoded import EncodedForward
-from ..target.kept_memory import kept_bytes, lend, take_back
-from ..target.packed import PackedForward
-from ..target.rows import CacheRow
-from ..target.support import can_pack
-from ..target.written import packed_forward
+from ..target_model.cache.kept_memory import kept_bytes, lend, take_back
+from ..target_model.compat import num_positions
+from ..target_model.encoded import EncodedForward
+from ..target_model.forward.chains import ChainForward
+from ..target_model.forward.packed import PackedForward
+from ..target_model.layout.rows import CacheRow
+from ..target_model.support.capabilities import can_pack
+from ..target_model.written import packed_forward
 from .draft_ahead import DraftLevel
 from .draft_growth import DraftState, Growth
 from .encoded import EncodedRows, EncoderInputs, reads_encoder

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from ..target.early_exit import EarlyExitForward
-from ..target.packed import PackedForward
-from ..target.rows import CacheRow
-from ..target.written import written_decoder
+from ..target_model.drafters.early_exit import EarlyExitForward
+from ..target_model.forward.packed import PackedForward
+from ..target_model.layout.rows import CacheRow
+from ..target_model.written import written_decoder
 from ..validate import is_integer
 from .draft_growth import Growth
 from .growing import GrowingCandidates

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..target.encoded import EncodedForward, masks_encoder
-from ..target.rows import CacheRow
+from ..target_model.encoded import EncodedForward, masks_encoder
+from ..target_model.layout.rows import CacheRow
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ from ..drafts.tree import DraftTree
 from ..sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
 from ..sampling.processors import ScoreProcessing, process_lines
 from ..sampling.top import likeliest_tokens
-from ..target.chains import ChainForward
-from ..target.ragged import ForwardSeries, PlannedForward, RaggedForward
-from ..target.rows import CacheRow
+from ..target_model.forward.chains import ChainForward
+from ..target_model.forward.ragged import ForwardSeries, PlannedForward, RaggedForward
+from ..target_model.layout.rows import CacheRow
 from ..validate import is_integer
 from .base import TreeCandidateGenerator
 from .draft_ahead import DraftLevel, plan_levels

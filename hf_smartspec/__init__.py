@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TextClassifier,
         TreeCandidateGenerator,
     )
+    from .cpu.quantized import Int8Linear, quantize
     from .decoding.statistics import GenerationStatistics
     from .decoding.trace import TracedRequest, TracedStep
     from .drafts.tree import DraftTree
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from .sampling.noise import SeededGumbelLogitsProcessor
     from .serving.engine import Engine
     from .serving.outputs import EngineOutput
-    from .target.quantized import Int8Linear, quantize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -110,9 +110,9 @@ _PLACES = {
     "sampling.noise": ["SeededGumbelLogitsProcessor"],
     "serving.engine": ["Engine"],
     "serving.outputs": ["EngineOutput"],
-    "target.quantized": ["Int8Linear", "quantize"],
+    "cpu.quantized": ["Int8Linear", "quantize"],
 }
-_ROOMS = "candidates decoding drafts generate goodput online prepare sampling serving sharing simulator target".split()
+_ROOMS = "candidates cpu decoding drafts generate goodput online prepare sampling serving sharing simulator target_model".split()
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 

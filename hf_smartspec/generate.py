@@ -16,8 +16,8 @@ from .prepare.entry import generating
 from .prepare.model_state import ModelStatistics
 from .prepare.resolve import check_assistant
 from .serving.stand_in import entries
-from .target import kept_memory
-from .target.written import forget
+from .target_model.cache import kept_memory
+from .target_model.written import forget
 
 ModelT = TypeVar("ModelT")
 

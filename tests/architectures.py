@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_smartspec
 from hf_smartspec import PromptLookupCandidates, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.prepare import call as prepare_call
-from hf_smartspec.target.rotary import forget_lengths
-from hf_smartspec.target.twin import sharpened, small_config
+from hf_smartspec.target_model.forward.rotary import forget_lengths
+from hf_smartspec.target_model.support.twin import sharpened, small_config
 
 from .cases import left_padded, prompts_of
 from .sources import Oracle, Recording, WithDecoys

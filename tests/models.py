@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_smartspec.target.compat import drops_soft_caps
+from hf_smartspec.target_model.compat import drops_soft_caps
 
 VOCAB_SIZE = 97
 WINDOW = 5  # of sliding layers: shorter than nearly every text in the tests

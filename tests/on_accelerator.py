@@ -16,12 +16,12 @@ from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.sampling import noise
-from hf_smartspec.target import kept_memory
-from hf_smartspec.target.graphs import recorder
-from hf_smartspec.target.packed import PackedForward
-from hf_smartspec.target.written.decoder import WrittenDecoder
-from hf_smartspec.target.written.plan import make_plan
-from hf_smartspec.target.written.trial import check
+from hf_smartspec.target_model.cache import kept_memory
+from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.graphs import recorder
+from hf_smartspec.target_model.written.decoder import WrittenDecoder
+from hf_smartspec.target_model.written.plan import make_plan
+from hf_smartspec.target_model.written.trial import check
 
 from .accelerator import DEVICE, Accelerator, Recorder
 from .accelerator import counts as counted

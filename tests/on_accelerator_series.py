@@ -11,8 +11,8 @@ import torch
 from hf_smartspec import DraftModelCandidates, SmartSpecConfig
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput.policy import FixedLength
-from hf_smartspec.target import kept_memory
-from hf_smartspec.target.graphs import recorder
+from hf_smartspec.target_model.cache import kept_memory
+from hf_smartspec.target_model.graphs import recorder
 
 from .accelerator import DEVICE, Recorder
 from .accelerator_cases import LENGTHS, OPTIONS, SOURCES, TREE, generate, tokens_of

@@ -38,7 +38,7 @@ SUITE = (
     "tests/generate/test_outputs.py",
     "tests/generate/test_encoders.py",
     "tests/prepare",
-    "tests/target",
+    "tests/target_model",
     "tests/candidates/heads",  # MTP
     "tests/serving/test_engine.py",
     "tests/serving/test_adapters.py",  # PEFT

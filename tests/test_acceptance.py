@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target_model.forward.packed import PackedForward
 
 from .cases import SAMPLING, Case, Setting, settings
 from .comparison import Tally, compare
@@ -232,7 +232,7 @@ def test_memory_grows_while_rows_run(kind, is_tree, monkeypatch):
             super().__init__(model, 1, 1, prefill_chunk, choose)
             grown.append(self)
 
-    monkeypatch.setattr("hf_smartspec.target.written.registry.PackedForward", Small)
+    monkeypatch.setattr("hf_smartspec.target_model.written.registry.PackedForward", Small)
     setting = a_setting(limit={"max_new_tokens": 40})
     _, recording = run(setting, kind, is_tree, 6)
     assert recording.drafted > 0

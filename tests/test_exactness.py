@@ -39,7 +39,7 @@ def test_every_architecture_generates_the_plain_tokens(architecture, record_prop
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3_text"])
 def test_rows_attended_to_apart_generate_the_plain_tokens(architecture, monkeypatch):
     """A call of attention costs nothing: every difference in length makes a part."""
-    monkeypatch.setattr("hf_smartspec.target.ragged.call_columns", lambda *_: 0)
+    monkeypatch.setattr("hf_smartspec.target_model.forward.ragged.call_columns", lambda *_: 0)
     tally = run_cases(architecture, count=2)
     assert not tally.faults, tally.faults
     assert tally.counts["accepted"] > 0

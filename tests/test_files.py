@@ -10,7 +10,7 @@ from hf_smartspec.candidates.datastore.file import build_datastore
 from hf_smartspec.files import replacing
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.online.checkpoint import Checkpoint
-from hf_smartspec.target import profiling
+from hf_smartspec.target_model.cost import profiling
 
 from .models import shared_model
 

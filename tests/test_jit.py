@@ -206,7 +206,7 @@ def test_import_of_the_library_writes_and_deletes_no_machine_code(tmp_path):
     """Of a copy, beside whose machine code no other process of the tests writes its own."""
     copied = tmp_path / "hf_smartspec"
     shutil.copytree(Path(hf_smartspec.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    old = copied / "target" / "kernels" / "__pycache__" / "trees_lay_out.cpython-311-0000000000000000.nbi"
+    old = copied / "cpu" / "kernels" / "__pycache__" / "norms_norm.cpython-311-0000000000000000.nbi"
     old.parent.mkdir()
     old.touch()
     code = "from hf_smartspec import *; import hf_smartspec.commands.serve.command, hf_smartspec.commands.speed.command"
@@ -290,8 +290,8 @@ def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
         "drafts",
         "goodput",
         "suffix",
-        "target",
-        "native",
+        "layout",
+        "cpu",
         "quantized",
     }
     for path in paths:

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from hf_smartspec.target.private import NEWEST_TESTED
+from hf_smartspec.target_model.private import NEWEST_TESTED
 
 from . import releases
 from .releases import Result, as_table, outcomes, with_table

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...target.features import FeatureStep
-from ...target.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
-from ...target.written.plan import LayerPlan
+from ...target_model.drafters.features import FeatureStep
+from ...target_model.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
+from ...target_model.written.plan import LayerPlan
 from .eagle_config import window_of
 from .eagle_files import check_shapes, read, write
 from .features import FeatureDrafter

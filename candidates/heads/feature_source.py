@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ...drafts.tree import DraftTree
-from ...target.features import FeatureForward
-from ...target.rows import CacheRow, RowInput
+from ...target_model.drafters.features import FeatureForward
+from ...target_model.layout.rows import CacheRow, RowInput
 from ..committed import HIDDEN_STATES, Committed
 from ..draft_growth import DraftState, Growth
 from ..growing import GrowingCandidates

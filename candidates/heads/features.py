@@ -5,7 +5,7 @@ from abc import abstractmethod
 import torch
 from transformers import PreTrainedConfig
 
-from ...target.features import Layers
+from ...target_model.drafters.features import Layers
 from .learned import LearnedDrafter
 
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from ...target.features import Layers
-from ...target.mtp import PackedMtp
-from ...target.support import packing_obstacle
+from ...target_model.drafters.features import Layers
+from ...target_model.drafters.mtp import PackedMtp
+from ...target_model.support.capabilities import packing_obstacle
 from ..committed import LAST
 from .features import FeatureDrafter
 

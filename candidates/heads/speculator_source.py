@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ...target.ragged import PlannedForward, RaggedForward
-from ...target.rows import CacheRow, RowInput
+from ...target_model.forward.ragged import PlannedForward, RaggedForward
+from ...target_model.layout.rows import CacheRow, RowInput
 from ..committed import HIDDEN_STATES, LAST, Committed
 from ..draft_growth import DraftState, Growth
 from ..growing import GrowingCandidates

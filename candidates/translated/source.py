@@ -11,7 +11,7 @@ from ...device import to_device
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys
-from ...target.rows import CacheRow
+from ...target_model.layout.rows import CacheRow
 from ..draft_ahead import DraftLevel
 from ..draft_growth import DraftState, Growth
 from ..draft_model import DraftModelCandidates

@@ -13,8 +13,8 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
-from ..target.hidden_states import HiddenStateTaps
-from ..target.rows import CacheRow, RowInput
+from ..target_model.forward.hidden_states import HiddenStateTaps
+from ..target_model.layout.rows import CacheRow, RowInput
 from .alarm import leaves_drafts_a_chance
 from .batch import DecodingBatch
 from .learning import Learning

@@ -7,8 +7,8 @@ import torch
 
 from ..candidates.base import TreeCandidateGenerator, check_needs, refuse_needs
 from ..candidates.committed import HIDDEN_STATES, Committed
-from ..target.hidden_states import FedStates, select
-from ..target.rows import RowInput
+from ..target_model.forward.hidden_states import FedStates, select
+from ..target_model.layout.rows import RowInput
 from .call import ModelForward
 from .learning import Recorder, Shown, guarded
 from .request import Request

@@ -11,7 +11,7 @@ from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from ..goodput.running import Running
 from ..goodput.stage import Stage
-from ..target.ranks import Ranks
+from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
 from .call import ModelLimits, StepDrafts, padded_context
 from .request import Request

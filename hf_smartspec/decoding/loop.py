@@ -11,8 +11,8 @@ from ..candidates.committed import Likeliest
 from ..device import waits_are_free
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
-from ..target.ranks import Ranks
-from ..target.rows import RowInput
+from ..target_model.forward.ranks import Ranks
+from ..target_model.layout.rows import RowInput
 from .alarm import AcceptanceAlarm
 from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
 from .committed import run_forward, show_steps

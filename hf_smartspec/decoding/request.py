@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..drafts.tree import DraftTree
-from ..target.hidden_states import FedStates
-from ..target.rows import CacheRow
+from ..target_model.forward.hidden_states import FedStates
+from ..target_model.layout.rows import CacheRow
 
 if TYPE_CHECKING:
     from .call import DecodingCall

@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Log
 
 from ..candidates.committed import LAST
 from ..sampling.top import likeliest_tokens
-from ..target.compat import cache_name
+from ..target_model.compat import cache_name
 from .samples import Sample
 
 

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation import StopStringCriteria
 
 from ..log import get_logger
-from ..target.compat import is_synchronized
+from ..target_model.compat import is_synchronized
 from ..validate import check_seed
 from .call import PreparedCall, prepare_call
 from .checks import check_mask, check_settings, check_source_options, check_token_ids

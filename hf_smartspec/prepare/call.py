@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from ..candidates.encoded import EncoderInputs
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
 from ..decoding.committed import check_source
@@ -19,13 +20,13 @@ from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
-from ..target.compat import CACHE, is_stateful, num_positions, renewal_length
-from ..target.encoded import EncodedForward, masks_encoder
-from ..target.kept_memory import lend
-from ..target.packed import PackedForward
-from ..target.ranks import is_sharded, told_by_first
-from ..target.rowwise import RowwiseForward
-from ..target.written import packed_forward
+from ..target_model.cache.kept_memory import lend
+from ..target_model.compat import CACHE, is_stateful, num_positions, renewal_length, run_encoder
+from ..target_model.encoded import EncodedForward, masks_encoder
+from ..target_model.forward.packed import PackedForward
+from ..target_model.forward.ranks import is_sharded, told_by_first
+from ..target_model.forward.rowwise import RowwiseForward
+from ..target_model.written import packed_forward
 from ..validate import check_seed
 from .checks import check_mask, check_settings, check_token_ids
 from .encoders import check_encoder_arguments, encoder_inputs, known_arguments
@@ -75,6 +76,12 @@ class PreparedCall:
         """Whether the output is to have `name`, such as "scores"."""
         config = self.generation_config
         return bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
+
+    def read(self, inputs: EncoderInputs) -> EncoderInputs:
+        """Run the encoder, which has not run before, and return `inputs` with its outputs."""
+        ids: Any = self.encoder_arguments["input_ids"]
+        outputs: Any = run_encoder(self.model, ids, self.model_kwargs, self.generation_config)
+        return replace(inputs, outputs=outputs)
 
 
 def prepare_call(

@@ -28,15 +28,15 @@ from ..decoding.trace import TracedRequest
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
-from ..target.compat import CACHE, is_synchronized, takes_outputs_apart
-from ..target.encoded import EncodedForward
-from ..target.kept_memory import take_back
-from ..target.packed import PackedForward
-from ..target.ranks import ranks_of
-from ..target.rotary import forget_lengths
-from ..target.rows import RowInput
-from ..target.rowwise import RowwiseForward
-from ..target.wrappers import row_mixing
+from ..target_model.cache.kept_memory import take_back
+from ..target_model.compat import CACHE, is_synchronized, takes_outputs_apart
+from ..target_model.encoded import EncodedForward
+from ..target_model.forward.packed import PackedForward
+from ..target_model.forward.ranks import ranks_of
+from ..target_model.forward.rotary import forget_lengths
+from ..target_model.forward.rowwise import RowwiseForward
+from ..target_model.layout.rows import RowInput
+from ..target_model.support.wrappers import row_mixing
 from .call import PreparedCall, decoding_call, model_limits, prepare_call
 from .model_state import record, state_of, warn_once
 from .plain import decode_plainly

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..target.compat import hands_arguments_on
+from ..target_model.compat import hands_arguments_on
 from .resolve import check_assistant
 
 _is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)

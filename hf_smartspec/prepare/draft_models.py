@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 from ..candidates.encoded import reads_encoder
 from ..candidates.translated.translation import Translation
 from ..candidates.vocabulary import SharedVocabulary
-from ..target.compat import is_stateful
-from ..target.support import can_pack, rowwise_obstacle
+from ..target_model.compat import is_stateful
+from ..target_model.support.capabilities import can_pack, rowwise_obstacle
 from .vocabularies import Tokenizers, vocabulary_between
 
 
@@ -41,8 +41,8 @@ def _obstacle_behind_encoder(
     draft: PreTrainedModel, target: PreTrainedModel, vocabulary: SharedVocabulary | Translation | None
 ) -> str | None:
     """Why a draft model cannot read what the target's encoder has read, or left behind; None if it can."""
-    from ..target.encoded import encoder_size
-    from ..target.support import packing_obstacle
+    from ..target_model.encoded import encoder_size
+    from ..target_model.support.capabilities import packing_obstacle
 
     if isinstance(vocabulary, Translation):
         return "it reads other tokens than the target's encoder"

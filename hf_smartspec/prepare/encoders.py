@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,11 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..candidates import DraftModelCandidates, TreeCandidateGenerator
 from ..candidates.encoded import EncoderInputs
 from ..candidates.members import MemberCandidates
-from ..target.compat import run_encoder
-from ..target.encoded import encoder_size
-
-if TYPE_CHECKING:
-    from .call import PreparedCall
+from ..target_model.encoded import encoder_size
 
 
 @contextmanager
@@ -53,13 +48,6 @@ def unread(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, Any]:
     """
     zero = torch.zeros((), dtype=model.dtype, device=model.device)
     return {"encoder_outputs": BaseModelOutput(zero.expand(*input_ids.shape, encoder_size(model)))}
-
-
-def read(prepared: "PreparedCall", inputs: EncoderInputs) -> EncoderInputs:
-    """The same inputs of a prepared call's encoder with its outputs: it runs now."""
-    ids: Any = prepared.encoder_arguments["input_ids"]
-    outputs: Any = run_encoder(prepared.model, ids, prepared.model_kwargs, prepared.generation_config)
-    return replace(inputs, outputs=outputs)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..decoding.request import Request
-from ..target.compat import CACHE, MEDIA_KWARGS
-from ..target.packed import PackedForward
+from ..target_model.compat import CACHE, MEDIA_KWARGS
+from ..target_model.forward.packed import PackedForward
 
 # Which tokens stand for images: 0 for text.
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")

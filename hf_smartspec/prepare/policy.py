@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from ..decoding.call import ModelForward
 from ..goodput import CostModel, LengthPolicy
-from ..target.packed import PackedForward
-from ..target.profiling import doubt_profile, load_or_profile
+from ..target_model.cost.profiling import doubt_profile, load_or_profile
+from ..target_model.forward.packed import PackedForward
 from .model_state import state_of, warn_once
 from .resolve import Assistant
 

@@ -37,8 +37,8 @@ from ..candidates.translated.translation import Translation
 from ..candidates.tuned import TunedSource, TunedSources
 from ..candidates.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
-from ..target.private import warn_of_release
-from ..target.ranks import is_sharded
+from ..target_model.forward.ranks import is_sharded
+from ..target_model.private import warn_of_release
 from .config import DATASTORE, EARLY_EXIT, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
 from .draft_models import check_draft_model
 from .model_state import state_of

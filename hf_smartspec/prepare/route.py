@@ -6,12 +6,12 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..target.compat import CACHE, WINDOWS, is_checkpointing, is_stateful, renewal_length
-from ..target.dropout import is_random
-from ..target.encoded import masks_encoder
-from ..target.rotary import border, lengthwise_modules
-from ..target.support import packing_obstacle, prepares_own_inputs, rowwise_obstacle
-from ..target.wrappers import has_adapters_by_row
+from ..target_model.compat import CACHE, WINDOWS, is_checkpointing, is_stateful, renewal_length
+from ..target_model.encoded import masks_encoder
+from ..target_model.forward.rotary import border, lengthwise_modules
+from ..target_model.support.capabilities import packing_obstacle, prepares_own_inputs, rowwise_obstacle
+from ..target_model.support.dropout import is_random
+from ..target_model.support.wrappers import has_adapters_by_row
 from .media import ends_in_text, media_kwargs, position_offsets, without_empty_media
 
 # Arguments of the prepared call that the packed forward replaces or passes on.

@@ -1,7 +1,6 @@
 """An engine's memory for decoders behind an encoder: what they have written, and what they look at."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,11 +10,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..prepare.call import PreparedCall, decoding_call
-from ..prepare.encoders import read
-from ..target.encoded import EncodedForward, OwnCache, encoder_size, masks_encoder
-from ..target.rows import RowInput
-from ..target.slabs import slot_size
-from ..target.slot_cache import SlotCache
+from ..target_model.cache.slabs import slot_size
+from ..target_model.cache.slot_cache import SlotCache
+from ..target_model.encoded import EncodedForward, OwnCache, encoder_size, masks_encoder
+from ..target_model.layout.rows import RowInput
 from .budget import Budget
 from .memory import RequestMemory, refuse
 from .outputs import Ticket
@@ -66,7 +64,7 @@ class EncodedMemory(RequestMemory):
         if prepared.route.way != "packed":
             raise refuse(prepared.route.reason or "it cannot be packed")
         call = decoding_call(prepared, self.forward)
-        call.read = partial(read, prepared)
+        call.read = prepared.read
         return call
 
     def size_of(self, call: DecodingCall) -> int:

@@ -28,9 +28,9 @@ from ..prepare.encoders import unread
 from ..prepare.entry import generating
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Drafters, resolve, tagged
-from ..target.compat import num_positions
-from ..target.profiling import doubt_profile
-from ..target.ranks import engine_ranks
+from ..target_model.compat import num_positions
+from ..target_model.cost.profiling import doubt_profile
+from ..target_model.forward.ranks import engine_ranks
 from ..validate import check_positive, check_weights
 from .budget import Budget
 from .memory import RequestMemory

@@ -12,9 +12,9 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.source_guard import forget
 from ..prepare.call import PreparedCall, decoding_call
-from ..target.rows import CacheRow, RowInput
-from ..target.slot_cache import SlotCache
-from ..target.written import packed_forward
+from ..target_model.cache.slot_cache import SlotCache
+from ..target_model.layout.rows import CacheRow, RowInput
+from ..target_model.written import packed_forward
 from .budget import Budget
 from .memory import RequestMemory, has_begun, may_yield, refuse
 from .outputs import Ticket

@@ -11,7 +11,7 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
-from ..target.compat import GenerationOutput, RequestStatus
+from ..target_model.compat import GenerationOutput, RequestStatus
 
 
 @dataclass

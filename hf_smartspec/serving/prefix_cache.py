@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..candidates.base import TreeCandidateGenerator
-from ..target.rows import CacheRow
+from ..target_model.layout.rows import CacheRow
 
 _MIN_SHARED = 8  # tokens; below, copying is not worth the trouble (for sharing, see `shared_base`)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,15 +10,14 @@ from ..decoding.call import DecodingCall
 from ..decoding.request import Request
 from ..prepare.call import PreparedCall, decoding_call
 from ..prepare.config import SmartSpecConfig
-from ..prepare.encoders import read
 from ..prepare.media import media_kwargs, without_empty_media
 from ..prepare.model_state import warn_once
 from ..prepare.resolve import resolve
-from ..target.compat import is_stateful
-from ..target.footprint import Footprint, caches_in, num_bytes
-from ..target.rowwise import ModelRow, RowwiseForward
-from ..target.stepwise import StepwiseForward
-from ..target.wrappers import has_adapters_by_row
+from ..target_model.cache.footprint import Footprint, caches_in, num_bytes
+from ..target_model.compat import is_stateful
+from ..target_model.forward.rowwise import ModelRow, RowwiseForward
+from ..target_model.forward.stepwise import StepwiseForward
+from ..target_model.support.wrappers import has_adapters_by_row
 from .budget import Budget
 from .memory import RequestMemory, refuse
 from .outputs import Ticket
@@ -73,7 +71,7 @@ class RowMemory(RequestMemory):
             forward = RowwiseForward
         own = forward(self.model, prepared.input_ids, prepared.model_kwargs, prepared.generation_config)
         call = decoding_call(prepared, own)
-        call.has_own_forward, call.read = True, partial(read, prepared)
+        call.has_own_forward, call.read = True, prepared.read
         return call
 
     def size_of(self, call: DecodingCall) -> int:

@@ -8,7 +8,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from ..target.slabs import slot_size
+from ..target_model.cache.slabs import slot_size
 
 Item = TypeVar("Item")
 

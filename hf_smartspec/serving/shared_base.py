@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..decoding.request import Request
-from ..target.rows import CacheRow
+from ..target_model.layout.rows import CacheRow
 from .prefix_cache import num_shared
 
 # Measured on CPUs: two more calls in every layer take as long as it takes to read so many columns.

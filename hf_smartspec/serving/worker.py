@@ -17,8 +17,8 @@ from ..goodput.policy import LengthPolicy
 from ..log import get_logger
 from ..prepare.call import model_limits
 from ..prepare.model_state import state_of
-from ..target.compat import RequestStatus
-from ..target.ranks import Ranks
+from ..target_model.compat import RequestStatus
+from ..target_model.forward.ranks import Ranks
 from .memory import RequestMemory
 from .outputs import EngineOutput, Results, Ticket, failed
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..goodput.cost import CostModel
-from ..target.row_groups import TYPICAL_CALL, arrange, padded_context
-from ..target.rows import CacheRow, RowInput
-from ..target.slot_cache import SlotCache
+from ..target_model.cache.slot_cache import SlotCache
+from ..target_model.layout.row_groups import TYPICAL_CALL, arrange, padded_context
+from ..target_model.layout.rows import CacheRow, RowInput
 from .clock import EventClock
 
 

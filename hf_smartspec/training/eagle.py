@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from ..candidates.heads.eagle import EagleHeads
 from ..candidates.heads.eagle_config import default_layers, window_of
-from ..target.compat import shared_value
+from ..target_model.compat import shared_value
 from .accuracy import accuracy, likeliest
 from .texts import IGNORED, Text
 

@@ -11,10 +11,10 @@ import hf_smartspec
 from hf_smartspec import EarlyExitCandidates, Engine, PromptLookupCandidates, RoutedCandidates, SmartSpecConfig
 from hf_smartspec.candidates import FusedCandidates, growing
 from hf_smartspec.prepare.resolve import Drafters, resolve
-from hf_smartspec.target import early_exit
-from hf_smartspec.target.packed import PackedForward
-from hf_smartspec.target.slot_cache import SlotCache
-from hf_smartspec.target.written import written_decoder
+from hf_smartspec.target_model.cache.slot_cache import SlotCache
+from hf_smartspec.target_model.drafters import early_exit
+from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.written import written_decoder
 
 from ..generate.helpers import prompts
 from ..models import new_model, shared_model

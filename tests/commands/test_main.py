@@ -13,8 +13,8 @@ from hf_smartspec import SeededGumbelLogitsProcessor, __version__
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.verify import command as verify
 from hf_smartspec.decoding.loop import DecodingLoop
-from hf_smartspec.target.packed import PackedForward
-from hf_smartspec.target.slot_cache import SlotCache
+from hf_smartspec.target_model.cache.slot_cache import SlotCache
+from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.training.medusa import MedusaTraining
 
 from .helpers import call
@@ -78,10 +78,10 @@ def test_arguments_offer_what_commands_know():
     from hf_smartspec.commands.papers.figures import FIGURES
     from hf_smartspec.commands.replay.sources import SOURCES
     from hf_smartspec.commands.train.kinds import KINDS
+    from hf_smartspec.cpu import quantized
     from hf_smartspec.goodput import CostModel
     from hf_smartspec.goodput.papers.policies import BatchLookupTable
     from hf_smartspec.sharing.routing import ROUTERS
-    from hf_smartspec.target import quantized
 
     known = {
         "tune": TUNABLE,

@@ -8,7 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from hf_smartspec.decoding.loop import DecodingLoop
-from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target_model.compat import CACHE
 
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
@@ -163,7 +163,7 @@ def hooks_of(model) -> int:
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
 def test_nothing_is_taken_where_nobody_asks(architecture, monkeypatch):
     model, seen = new_model(architecture), []
-    from hf_smartspec.target.hidden_states import HiddenStateTaps
+    from hf_smartspec.target_model.forward.hidden_states import HiddenStateTaps
 
     for name in ("taking", "_install"):
         monkeypatch.setattr(HiddenStateTaps, name, lambda *args: pytest.fail("hidden states are taken"))
@@ -225,7 +225,7 @@ def test_unknown_needs_are_refused():
 
 
 def test_models_without_a_known_decoder_are_refused(monkeypatch):
-    monkeypatch.setattr("hf_smartspec.target.hidden_states._LISTS", ("stages",))
+    monkeypatch.setattr("hf_smartspec.target_model.forward.hidden_states._LISTS", ("stages",))
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no decoder with layers .* Pass another `assistant`"):
         decoded(shared_model("llama"), Watching(Empty()))
 
@@ -234,7 +234,7 @@ def test_a_forward_that_leaves_no_hidden_states_costs_the_source(monkeypatch):
     model = new_model("llama")
     run = model.model.layers[1].forward
     model.model.layers[1].forward = lambda *args, **kwargs: run(*args, **kwargs)
-    monkeypatch.setattr("hf_smartspec.target.hidden_states._first", lambda output: None)
+    monkeypatch.setattr("hf_smartspec.target_model.forward.hidden_states._first", lambda output: None)
     expected, watching = plain(model), Watching(Random(0, True))
     assert torch.equal(decoded(model, watching), expected)
     assert not watching.steps and not watching.texts

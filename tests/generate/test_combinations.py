@@ -8,7 +8,7 @@ from transformers import StoppingCriteria
 
 import hf_smartspec
 from hf_smartspec import SeededGumbelLogitsProcessor
-from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target_model.compat import CACHE
 
 from ..covering import IS_EXHAUSTIVE
 from .helpers import VOCAB_SIZE, Oracle, Spy, draft_source, prompts, tiny_llama

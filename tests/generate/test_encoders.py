@@ -11,13 +11,13 @@ from transformers.generation import BaseStreamer
 import hf_smartspec
 from hf_smartspec import RoutedCandidates, SmartSpecConfig
 from hf_smartspec.decoding.loop import DecodingLoop
-from hf_smartspec.target.compat import CACHE
-from hf_smartspec.target.encoded import EncodedForward
+from hf_smartspec.target_model.compat import CACHE
+from hf_smartspec.target_model.encoded import EncodedForward
 
 from ..models import ENCODER_DECODER, SPEECH, VOCAB_SIZE, new_model, noisy_model, shared_model
 from ..sources import Oracle as Known
 from ..sources import WithDecoys
-from ..target.encoded.helpers import encoder_inputs
+from ..target_model.encoded.helpers import encoder_inputs
 from ..watching import Watching
 from .helpers import Oracle, Spy, both, noisy_copy
 

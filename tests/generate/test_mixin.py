@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 import hf_smartspec
-from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target_model.compat import CACHE
 
 from .helpers import BOS, prompts
 from .mixin import (

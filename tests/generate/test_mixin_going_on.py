@@ -8,7 +8,7 @@ import torch
 from transformers.generation import StoppingCriteria
 
 import hf_smartspec
-from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target_model.compat import CACHE
 
 from .helpers import EOS, PAD, Oracle, Spy, prompts, set_special_tokens
 from .mixin import (

@@ -9,8 +9,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria
 
 import hf_smartspec
-from hf_smartspec.target.compat import CACHE
-from hf_smartspec.target.private import TRANSFORMERS
+from hf_smartspec.target_model.compat import CACHE
+from hf_smartspec.target_model.private import TRANSFORMERS
 
 from ..models import new_model
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts

@@ -6,7 +6,7 @@ from transformers import GenerationConfig, GenerationMixin, pipeline
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
-from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target_model.compat import CACHE
 
 from .helpers import EOS, Spy, draft_source, noisy_copy, prompts, tiny_llama
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec.goodput import CostModel, CostPoint
-from hf_smartspec.target.measuring import DESIGN, Design
+from hf_smartspec.target_model.cost.measuring import DESIGN, Design
 
 MOST_TOKENS = 2**19  # of keys and values that fit into memory
 

@@ -17,7 +17,7 @@ from hf_smartspec import (
 )
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.online.learner import Learner
-from hf_smartspec.target.written import written_decoder
+from hf_smartspec.target_model.written import written_decoder
 
 from ..serving.helpers import check_all, random_requests
 from .helpers import EAGER, KINDS, TIMEOUT, are_equal, generate, new_drafter, new_target, weights_of

@@ -9,9 +9,9 @@ from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.prepare import call as call_module
 from hf_smartspec.prepare.media import without_empty_media
 from hf_smartspec.prepare.route import Route, route_of
-from hf_smartspec.target import support
-from hf_smartspec.target.compat import CACHE
-from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target_model.compat import CACHE
+from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.support import capabilities as support
 
 from ..generate.helpers import Oracle, Spy
 from .multimodal import CONFIGS, IMAGE, build, image_batch, text_batch

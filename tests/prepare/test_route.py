@@ -9,7 +9,7 @@ import hf_smartspec
 from hf_smartspec import Engine
 from hf_smartspec.prepare import call as call_module
 from hf_smartspec.prepare.route import _PACKED_KWARGS, Route, route_of
-from hf_smartspec.target.compat import CACHE
+from hf_smartspec.target_model.compat import CACHE
 
 from ..generate.helpers import Oracle, check_same, prompts, set_special_tokens, tiny_llama
 from ..models import new_model

@@ -10,7 +10,7 @@ from transformers import StoppingCriteriaList
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.serving.encoded_memory import EncodedMemory
 from hf_smartspec.serving.row_memory import RowMemory
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
 from ..models import new_model

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.decoding.statistics import PHASES
 from hf_smartspec.goodput import FixedLength
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..generate.helpers import VOCAB_SIZE, Oracle, noisy_copy, tiny_llama
 from ..models import new_model

@@ -11,7 +11,7 @@ from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, Fixe
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.decoding.loop import equal_parts
 from hf_smartspec.serving import scheduler
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..architectures import small_model
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads
@@ -19,7 +19,7 @@ from ..cases import prompts_of
 from ..costs import UnmovedCost
 from ..generate.helpers import EOS, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
-from ..target import test_rotary as lengthwise
+from ..target_model.forward import test_rotary as lengthwise
 from ..watching import Watching
 from .helpers import TIMEOUT, Asked, StopsAt, random_requests, suffix
 

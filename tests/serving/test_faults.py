@@ -7,7 +7,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_smartspec
 from hf_smartspec import Engine, SuffixTreeCandidates
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..generate.helpers import VOCAB_SIZE, tiny_llama
 from .helpers import Asked, random_requests

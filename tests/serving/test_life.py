@@ -9,7 +9,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import DraftModelCandidates, DraftTree, Engine, FixedLength, SmartSpecConfig
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..generate.helpers import EOS, Oracle, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model

@@ -5,8 +5,8 @@ import pytest
 
 from hf_smartspec import Engine
 from hf_smartspec.candidates.base import NoCandidates
-from hf_smartspec.target.slabs import slot_size
-from hf_smartspec.target.slot_cache import SlotCache
+from hf_smartspec.target_model.cache.slabs import slot_size
+from hf_smartspec.target_model.cache.slot_cache import SlotCache
 
 from ..generate.helpers import VOCAB_SIZE, tiny_llama
 from ..watching import Watching

@@ -8,7 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..architectures import small_model
 from ..generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer

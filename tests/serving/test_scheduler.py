@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec.serving.scheduler import LINGER, TURN, Scheduler
-from hf_smartspec.target.slabs import slot_size
+from hf_smartspec.target_model.cache.slabs import slot_size
 
 SIZES = st.lists(st.integers(1, 300), max_size=30)
 NAMES = "abcd"

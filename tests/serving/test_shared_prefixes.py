@@ -9,11 +9,13 @@ import torch
 
 from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, SmartSpecConfig
 from hf_smartspec.candidates.base import NoCandidates
+from hf_smartspec.cpu.attention import has_attention
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.serving import shared_base
-from hf_smartspec.target import attention, shared_attention, slot_cache
-from hf_smartspec.target.native.attention import has_attention
-from hf_smartspec.target.slabs import slot_size
+from hf_smartspec.target_model.attention import shared_attention
+from hf_smartspec.target_model.attention import tree_attention as attention
+from hf_smartspec.target_model.cache import slot_cache
+from hf_smartspec.target_model.cache.slabs import slot_size
 
 from ..generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 from ..models import new_model, noisy_model, shared_model

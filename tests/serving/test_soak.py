@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftModelCandidates, Engine, PromptLookupCandidates, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.target.compat import RequestStatus
+from hf_smartspec.target_model.compat import RequestStatus
 
 from ..covering import IS_EXHAUSTIVE
 from ..generate.helpers import noisy_copy, tiny_llama

@@ -6,7 +6,7 @@ from hf_smartspec import DraftTree
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.simulator.clock import EventClock
 from hf_smartspec.simulator.forward import ForwardSize, SimulatedForward
-from hf_smartspec.target.rows import CacheRow, RowInput
+from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 
 
 def inputs_of(lengths, widths):

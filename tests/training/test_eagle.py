@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 import hf_smartspec
 from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.target.features import FeatureForward
-from hf_smartspec.target.rows import RowInput
+from hf_smartspec.target_model.drafters.features import FeatureForward
+from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.training import loop
 from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.eagle import EagleTraining, frequent_tokens, new_heads

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...candidates import DraftModelCandidates, StagedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
-from ...target.compat import CACHE, cache_name
+from ...target_model.compat import CACHE, cache_name
 from ..common.arguments import UsageError
 from ..common.models import encode, left_padded, load_draft, load_model, load_tokenizer
 from ..common.progress import track

@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ...cpu.quantized import quantize
 from ...prepare.draft_models import check_draft_model
 from ...prepare.model_state import load_whole
-from ...target.quantized import quantize
 from .arguments import UsageError
 
 _GGUF = ".gguf"

@@ -13,9 +13,9 @@ from ...prepare.config import SmartSpecConfig
 from ...serving.budget import Budget
 from ...serving.engine import Engine
 from ...serving.kv_memory import EngineMemory
-from ...target.packed import PackedForward
-from ...target.rows import CacheRow, RowInput
-from ...target.written import written_decoder
+from ...target_model.forward.packed import PackedForward
+from ...target_model.layout.rows import CacheRow, RowInput
+from ...target_model.written import written_decoder
 
 _HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup of transformers asks which are not
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ...target.quantized import is_quantized
+from ...cpu.quantized import is_quantized
 
 # Bounds of the tolerance, in units in the last place of the largest logit: sums run in another order in a batch of
 # another shape, and every layer adds its own rounding. Measured between one forward and a token-by-token one of random

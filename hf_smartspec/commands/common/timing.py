@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ...target.written import written_decoder
-from ...target.written.decoder import WrittenDecoder
+from ...target_model.written import written_decoder
+from ...target_model.written.decoder import WrittenDecoder
 
 
 def synchronize(device: torch.device) -> None:

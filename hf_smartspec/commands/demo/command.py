@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import os
 
-from ...target.profiling import load_or_profile
+from ...target_model.cost.profiling import load_or_profile
 from ..common.addresses import listen_at
 from ..common.arguments import UsageError
 from ..common.console import make_console

@@ -19,7 +19,7 @@ from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
 from ...simulator import poisson
-from ...target.profiling import load_or_profile
+from ...target_model.cost.profiling import load_or_profile
 from .charts import Series, chart_html, charts
 from .texts import TIMES, card, cards, notice
 from .world import NONE, RefusedError, World

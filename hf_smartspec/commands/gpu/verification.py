@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...drafts.tree import DraftTree
-from ...target.compat import cache_name
-from ...target.graphs import RUNS_UNTIL_RECORDED, records
-from ...target.rows import RowInput
-from ...target.written import packed_forward, written_decoder
+from ...target_model.compat import cache_name
+from ...target_model.graphs import RUNS_UNTIL_RECORDED, records
+from ...target_model.layout.rows import RowInput
+from ...target_model.written import packed_forward, written_decoder
 from .arguments import VERIFICATION
 from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
 from .memory import peak_bytes

@@ -21,7 +21,7 @@ from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
 from ...simulator import LoadRequest, LoadResult, Served, SimulatedEngine, TableCandidates
 from ...simulator.results import pooled
-from ...target.profiling import load_or_profile
+from ...target_model.cost.profiling import load_or_profile
 from ..common.names import WITH_DRAFT_MODEL
 from ..common.setup import Drafts, Setup
 from .arguments import NONE

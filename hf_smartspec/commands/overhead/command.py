@@ -11,9 +11,9 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from ...drafts.tree import DraftTree
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
-from ...target.compat import cache_name
-from ...target.rows import RowInput
-from ...target.written import packed_forward
+from ...target_model.compat import cache_name
+from ...target_model.layout.rows import RowInput
+from ...target_model.written import packed_forward
 from ..common.console import make_console, table
 from ..common.models import use_machine
 from ..common.outputs import check_output, write_json

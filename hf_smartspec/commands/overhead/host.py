@@ -25,7 +25,7 @@ from ...decoding.verify import coupled_picks
 from ...goodput import CostModel, GoodputAuction, LengthPolicy, NoSpeculation
 from ...sampling.processors import TokenPicker
 from ...simulator.clock import EventClock
-from ...target.written import written_decoder
+from ...target_model.written import written_decoder
 from ..common.console import table
 from ..common.progress import track
 from . import stubs

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...cpu.quantized import quantize
 from ...generate import enabled
 from ...prepare.resolve import suffix_trees
-from ...target.quantized import quantize
 from ..common.arguments import UsageError
 from ..common.console import table
 from ..common.cost_matched import enlarge

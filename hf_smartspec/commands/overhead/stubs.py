@@ -13,10 +13,10 @@ from ...drafts.tree import DraftTree
 from ...goodput import CostModel
 from ...simulator.clock import EventClock
 from ...simulator.forward import ForwardSize
-from ...target.layout import StepLayout
-from ...target.packed import PackedForward
-from ...target.rows import CacheRow, RowInput
-from ...target.slot_cache import SlotLayer
+from ...target_model.cache.slot_cache import SlotLayer
+from ...target_model.forward.packed import PackedForward
+from ...target_model.layout.rows import CacheRow, RowInput
+from ...target_model.layout.step_layout import StepLayout
 
 VOCAB_SIZE = 32_000
 CALL = 2**14  # columns that a further call of attention costs: those of 8 heads of 128 on a GPU

@@ -11,9 +11,9 @@ from rich.markup import escape
 from transformers import PreTrainedModel
 
 from ...goodput import CostModel, CostPoint, Roofline, free_tokens
-from ...target.measuring import DESIGN, HELD_OUT, measure
-from ...target.profiling import keep_profile, profile_path, read_profile
-from ...target.support import can_pack
+from ...target_model.cost.measuring import DESIGN, HELD_OUT, measure
+from ...target_model.cost.profiling import keep_profile, profile_path, read_profile
+from ...target_model.support.capabilities import can_pack
 from ..common.arguments import UsageError
 from ..common.console import make_console, table
 from ..common.cost_matched import enlarge

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from ...prepare.resolve import check_assistant
-from ...target.private import TRANSFORMERS
+from ...target_model.private import TRANSFORMERS
 from ..common.addresses import listen_at
 from ..common.arguments import UsageError
 from ..common.demo import demo_folder

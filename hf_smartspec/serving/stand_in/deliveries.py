@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from ...target.compat import GenerationOutput
+from ...target_model.compat import GenerationOutput
 from ..outputs import EngineOutput, Results
 from .logprobs import ChosenLogprobs
 

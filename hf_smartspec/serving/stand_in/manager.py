@@ -18,8 +18,8 @@ from ...prepare.defaults import Choice, serving
 from ...prepare.model_state import record
 from ...prepare.route import way_of
 from ...sampling.noise import row_seed
-from ...target.compat import GenerationOutput, RequestStatus
-from ...target.ranks import told_by_first
+from ...target_model.compat import GenerationOutput, RequestStatus
+from ...target_model.forward.ranks import told_by_first
 from ...validate import check_seed
 from .engine import ManagedEngine, Processor
 from .settings import engine_options, num_cached_tokens, request_arguments

@@ -9,7 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...log import get_logger
-from ...target.free_memory import free_bytes
+from ...target_model.cache.free_memory import free_bytes
 
 logger = get_logger(__name__)
 

@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList
 
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.candidates import growing
-from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target_model.forward.packed import PackedForward
 
 from ...models import VOCAB_SIZE, new_model
 from ...strategies import path_to

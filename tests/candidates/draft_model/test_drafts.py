@@ -12,7 +12,7 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
-from hf_smartspec.target.packed import PackedForward
+from hf_smartspec.target_model.forward.packed import PackedForward
 
 from ...cases import left_padded
 from ...models import VOCAB_SIZE, new_model, noisy_model, shared_model

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.target.features import FeatureForward
-from hf_smartspec.target.rows import RowInput
+from hf_smartspec.target_model.drafters.features import FeatureForward
+from hf_smartspec.target_model.layout.rows import RowInput
 
 from .published_eagle import Published, text_logits
 

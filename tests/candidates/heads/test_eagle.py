@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.candidates.heads.eagle_files import says_eagle
 from hf_smartspec.candidates.heads.kinds import load
-from hf_smartspec.target.features import FeatureForward
+from hf_smartspec.target_model.drafters.features import FeatureForward
 
 from ...models import new_model, shared_model
 from .eagle_forwards import check, run, sizes, texts

@@ -4,7 +4,7 @@ import numpy as np
 
 from hf_smartspec.commands.common.replaying import ReplayEngine
 from hf_smartspec.prepare.config import SmartSpecConfig
-from hf_smartspec.target.written.decoder import WrittenDecoder
+from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from tests.models import VOCAB_SIZE, new_model
 
 

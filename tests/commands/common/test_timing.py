@@ -3,8 +3,8 @@
 import numpy as np
 
 from hf_smartspec.commands.common.timing import Stopwatch
-from hf_smartspec.target.rows import RowInput
-from hf_smartspec.target.written import packed_forward, written_decoder
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.written import packed_forward, written_decoder
 from tests.models import new_model
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.commands.overhead import command as overhead
 from hf_smartspec.commands.overhead.arguments import add_arguments
-from hf_smartspec.target.written import written_decoder
+from hf_smartspec.target_model.written import written_decoder
 from tests.models import new_model
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from hf_smartspec.commands.overhead import host
 from hf_smartspec.commands.overhead.host import DRAFTS, host_time, make_setting, print_host_time
 from hf_smartspec.commands.overhead.stubs import CALL, stub_config
-from hf_smartspec.target.row_groups import call_columns
+from hf_smartspec.target_model.layout.row_groups import call_columns
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)

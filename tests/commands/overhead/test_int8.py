@@ -14,8 +14,8 @@ from hf_smartspec.commands.overhead import command as overhead
 from hf_smartspec.commands.overhead import int8
 from hf_smartspec.commands.overhead.arguments import add_arguments
 from hf_smartspec.commands.overhead.int8 import WAYS, int8_speed, print_int8_speed
-from hf_smartspec.target.quantized import is_quantized
-from hf_smartspec.target.quantized.product import has_exact_product
+from hf_smartspec.cpu.quantized import is_quantized
+from hf_smartspec.cpu.quantized.product import has_exact_product
 from tests.folders import save_tiny_models
 from tests.models import new_model
 

@@ -16,10 +16,10 @@ from hf_smartspec.commands.speed import loop as speed_loop
 from hf_smartspec.commands.speed.loop import PLAIN, Call, DataSet, Method, Settings, Tally, measure
 from hf_smartspec.commands.speed.report import has_differences, summaries, worst
 from hf_smartspec.commands.verify.drafts import ReplayCandidates
+from hf_smartspec.cpu.quantized import is_quantized
+from hf_smartspec.cpu.quantized.product import has_exact_product
 from hf_smartspec.generate import enabled
-from hf_smartspec.target.quantized import is_quantized
-from hf_smartspec.target.quantized.product import has_exact_product
-from hf_smartspec.target.written.decoder import WrittenDecoder
+from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from tests.folders import save_tiny_models
 from tests.models import VOCAB_SIZE, new_model, noisy_model, shared_model
 

@@ -1,0 +1,204 @@
+"""Attention of a few tokens, each over neighbouring lines of keys and values."""
+
+from math import log
+
+import numpy as np
+
+from ...jit import callback, inner
+from ...jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, power_of_two, put, take
+from .multiply import largest_tile
+from .tiles import MOST_SUMS, add_weighted, tile
+
+# What compiled code is called with: the address of numbers, int64 each but for `scale`, which is float64.
+# next: counted up by whoever takes the next share of the work; threads: counted up by each of them.
+# num_runs, runs: tokens that follow one another and see lines of one row; the address of int64 `[runs + 1]`, where each
+#   begins, and where the last one ends.
+# parts: among how many the key/value heads of a run are shared out, of `kv_heads`.
+# size: numbers of a head; groups: heads that share a key/value head.
+# firsts, counts: addresses of int64 `[tokens]`, the first line that each token sees and how many there are to its own.
+# nodes, bits: 0, or addresses of int64 `[tokens]`: a line from which on a token sees those of its bits only.
+# queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
+# lses: 0, or the address of float32 `[tokens, heads]`, which get log-sum-exps.
+# scratch: address of `scratch_size` float32 for each thread.
+ATTEND_FIELDS = tuple(
+    "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits queries keys values outputs "
+    "lses scratch scratch_size scale".split()
+)
+(
+    _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _QUERIES,
+    _KEYS, _VALUES, _OUTPUTS, _LSES, _SCRATCH, _SCRATCH_SIZE, _SCALE,
+) = range(20)  # fmt: skip
+MOST_TOKENS = 8  # of a run
+_BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
+
+_LEAST = np.float32(-87.0)  # whose exponential is a normal number
+_PER_LOG2, _HALF = np.float32(1.4426950408889634), np.float32(0.5)
+_LOG2_HIGH, _LOG2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+# Of the exponential up to half the logarithm of 2, by Cephes (Moshier).
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+
+
+def scratch_size(heads: int, size: int, most_lines: int) -> int:
+    """Numbers of float32 that a thread needs for a token with so many heads: results, and scores."""
+    return heads * (size + most_lines)
+
+
+@callback
+def attend_float32(address):
+    """Takes the next run, or part of one, until there are none left."""
+    a = int64_at(address)
+    keys, values = float32_at(a[_KEYS]), float32_at(a[_VALUES])
+    _attend_all(a, float32_at(a[_QUERIES]), keys, values, float32_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
+
+
+@callback
+def attend_bfloat16(address):
+    """The same in another dtype."""
+    a = int64_at(address)
+    keys, values = bfloat16_at(a[_KEYS]), bfloat16_at(a[_VALUES])
+    _attend_all(a, bfloat16_at(a[_QUERIES]), keys, values, bfloat16_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
+
+
+@inner
+def _attend_all(a, queries, keys, values, outputs, scale):
+    scratch, scale, runs = _scratch(a), np.float32(scale), int64_at(a[_RUNS])
+    number = take(ahead(a, _NEXT))
+    while number < a[_NUM_RUNS] * a[_PARTS]:
+        run, begin, end = _share(a, number)
+        _attend(a, run, begin, end, scale, queries, keys, values, scratch)
+        for token in range(runs[run], runs[run + 1]):
+            results, place, num = _results(a, run, token, begin, end)
+            for index in range(num):
+                put(outputs, place + index, scratch[results + index])
+        number = take(ahead(a, _NEXT))
+
+
+@inner
+def _scratch(a):
+    return ahead(float32_at(a[_SCRATCH]), take(ahead(a, _THREADS)) * a[_SCRATCH_SIZE])
+
+
+@inner
+def _share(a, number):
+    """A run, and the key/value heads from which to which it is to be computed."""
+    part, parts = number % a[_PARTS], a[_PARTS]
+    return number // parts, a[_KV_HEADS] * part // parts, a[_KV_HEADS] * (part + 1) // parts
+
+
+@inner
+def _results(a, run, token, begin, end):
+    """Where a token's results for these heads are in the scratch memory, where they go, and how many numbers."""
+    num = (end - begin) * a[_GROUPS] * a[_SIZE]
+    place = (token * a[_KV_HEADS] + begin) * a[_GROUPS] * a[_SIZE]
+    return (token - int64_at(a[_RUNS])[run]) * num, place, num
+
+
+@inner
+def _attend(a, run, begin, end, scale, queries, keys, values, results):
+    """Attends with all queries of a run that belong to key/value heads from `begin` to `end`."""
+    first_token, last_token = int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]
+    firsts, counts, groups, size = int64_at(a[_FIRSTS]), int64_at(a[_COUNTS]), a[_GROUPS], a[_SIZE]
+    first, last = firsts[first_token], firsts[first_token] + counts[first_token]
+    for token in range(first_token + 1, last_token):
+        first, last = min(first, firsts[token]), max(last, firsts[token] + counts[token])
+    num, num_queries = last - first, (last_token - first_token) * (end - begin) * groups
+    scores = ahead(results, num_queries * size)
+    for block in range(first, last, _BLOCK):
+        for token in range(first_token, last_token):
+            low, high = max(block, firsts[token]), min(block + _BLOCK, firsts[token] + counts[token])
+            query = (token - first_token) * (end - begin) * groups
+            for head in range(begin, end):
+                own = ahead(scores, (query + (head - begin) * groups) * num - first)
+                _score(a, token, head, low, high, last, num, queries, keys, own)
+    for token in range(first_token, last_token):
+        start = (token - first_token) * (end - begin) * groups
+        for query in range((end - begin) * groups):
+            own = ahead(scores, (start + query) * num + firsts[token] - first)
+            _hide(a, token, own, _UNLIKELY)
+            highest, total = _exponentiate(own, counts[token], scale)
+            share = _ONE / np.float32(total)
+            for line in range(counts[token]):
+                own[line] *= share
+            _hide(a, token, own, _ZERO)
+            if a[_LSES]:
+                place = (token * a[_KV_HEADS] + begin) * groups + query
+                float32_at(a[_LSES])[place] = np.float32(highest * scale + log(total))
+    for index in range(num_queries * size):
+        results[index] = _ZERO
+    for block in range(first, last, _BLOCK):
+        for token in range(first_token, last_token):
+            low, high = max(block, firsts[token]), min(block + _BLOCK, firsts[token] + counts[token])
+            query = (token - first_token) * (end - begin) * groups
+            for head in range(begin, end):
+                own = query + (head - begin) * groups
+                weights, sums = ahead(scores, own * num - first), ahead(results, own * size)
+                _add(a, head, low, high, num, weights, values, sums)
+
+
+@inner
+def _hide(a, token, scores, value):
+    """Puts a value in place of those of nodes that the token does not see."""
+    if a[_NODES]:
+        line, bits = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], int64_at(a[_BITS])[token]
+        for node in range(max(-line, 0), int64_at(a[_COUNTS])[token] - line if bits != -1 else 0):
+            if not bits >> node & 1:
+                scores[line + node] = value
+
+
+@inner
+def _score(a, token, head, low, high, last, num, queries, keys, scores):
+    """Scores of one token's queries of a key/value head, for lines from `low` to `high`."""
+    groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
+    query = (token * a[_KV_HEADS] + head) * groups * size
+    line, none = low, float32_at(0)
+    most_rows, most_queries = largest_tile(groups)
+    while line < high:
+        rows = most_rows if line + most_rows <= high else 1
+        key, group = ahead(keys, line * stride + head * size), 0
+        distance = stride * _BLOCK if line + _BLOCK + rows <= last else 0
+        while group < groups:
+            some = min(most_queries, groups - group) if rows > 1 else 1
+            own, found = ahead(queries, query + group * size), ahead(scores, group * num + line)
+            tile(rows, some, key, own, none, found, size, stride, num, distance, 0, rows)
+            group += some
+        line += rows
+
+
+@inner
+def _add(a, head, low, high, num, weights, values, sums):
+    """Adds up the lines from `low` to `high` with the weights of the queries of a key/value head."""
+    groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
+    group = 0
+    while group < groups and low < high:
+        some = min(MOST_SUMS, groups - group)
+        own, rows = ahead(weights, group * num + low), ahead(values, low * stride + head * size)
+        add_weighted(some, own, num, rows, stride, high - low, size, ahead(sums, group * size))
+        group += some
+
+
+@inner
+def _exponentiate(scores, num, scale):
+    """Scores become exponentials of what they are less than the highest, scaled; returns that and their sum."""
+    highest = scores[0]
+    for line in range(1, num):
+        highest = max(highest, scores[line])
+    for line in range(num):
+        scores[line] = _exponential((scores[line] - highest) * scale)
+    total = 0.0
+    for line in range(num):
+        total += scores[line]
+    return highest, total
+
+
+@inner
+def _exponential(x):
+    """Of a float32 of at most 0, to the last bit or two; what is no number stays so."""
+    if x < _LEAST:
+        x = _LEAST
+    power = np.int32(x * _PER_LOG2 - _HALF)
+    whole = np.float32(power)
+    x = x - whole * _LOG2_HIGH - whole * _LOG2_LOW
+    sum_of_powers = ((((_P0 * x + _P1) * x + _P2) * x + _P3) * x + _P4) * x + _P5
+    return (sum_of_powers * x * x + x + _ONE) * power_of_two(power)

@@ -1,0 +1,324 @@
+"""Sums of products of float32 or bfloat16, in vectors as wide as the CPU has them."""
+
+from collections.abc import Iterator
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import llvm_version_info  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ...jit.writing import (
+    BFLOAT,
+    FLOAT,
+    I16,
+    I32,
+    I64,
+    bfloat16_of,
+    call,
+    cpu_features,
+    float32_of,
+    hold_order,
+    send_for,
+)
+
+_FIRST_LLVM = 16  # whose function for pairs takes vectors of bfloat16
+MOST_SUMS, _TOGETHER = 4, 4  # of rows, and vectors of a row, that are added up side by side
+_FEW_SUMS = 8  # that leave registers enough for all that is read
+_SHIFT = 8  # bits, more than numbers of tokens take
+
+
+# Tokens of the tiles of so many rows, by lanes: what the CPU has registers for, 32 of 16 numbers or 16 of 8.
+_SIZES = {16: {1: (1,), 3: (7, 8), 4: (1, 2, 3, 4, 5, 6)}, 8: {1: (1,), 3: (1, 2, 3, 4)}}
+
+
+def num_lanes() -> int:
+    """Numbers in a vector of the CPU for which numba compiles; 0 where it has none that this is of use for."""
+    features = cpu_features()
+    if "+avx512f" in features:
+        return 16
+    return 8 if {"+avx2", "+fma"} <= features else 0
+
+
+def has_pairs() -> bool:
+    """Whether the CPU multiplies vectors of bfloat16 as they are, and adds up neighbouring products."""
+    return num_lanes() == 16 and "+avx512bf16" in cpu_features() and llvm_version_info[0] >= _FIRST_LLVM
+
+
+@intrinsic
+def lanes(typing_context):
+    """`num_lanes`, for compiled code: a constant there."""
+    return types.int64(), lambda context, builder, signature, arguments: I64(num_lanes())
+
+
+@intrinsic
+def tile(
+    typing_context,
+    num_rows,
+    num_tokens,
+    weight,
+    tokens,
+    bias,
+    outputs,
+    length,
+    row_stride,
+    stride,
+    distance,
+    first,
+    last,
+):
+    """
+    Products of rows of `length` numbers, a multiple of 16, which lie `row_stride` from one another, with neighbouring
+    tokens of as many become `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There
+    are few sizes of tiles;
+    another one does nothing. Meanwhile weights at this distance from the rows, in numbers, are sent for; they should
+    exist. Where several tiles of tokens meet the same rows, `first` and `last` name those that are this one's part.
+
+    Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, outputs rounded once.
+    Every product is summed in the same order, whatever the tile: a token's result does not depend on the others.
+    """
+
+    def generate(context, builder, signature, arguments):
+        weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
+        factors = numbers = _vectors(builder, weight)
+        if token != weight:  # tokens that have been widened
+            factors, numbers = (_Lanes(builder, num_lanes(), kind) for kind in (weight, token))
+        kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
+        sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
+        done = builder.append_basic_block("done")
+        size = builder.switch(_code_of(builder, *arguments[:2]), done)
+        for rows, number in sizes:
+            block = builder.append_basic_block(f"tile_{rows}x{number}")
+            size.add_case(I64(rows << _SHIFT | number), block)
+            builder.position_at_end(block)
+            _write_tile(kinds, rows, number, *arguments[2:])
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    number = types.int64
+    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 6), generate
+
+
+@intrinsic
+def sum_of_squares(typing_context, numbers, length):
+    """As float32, of so many numbers, a multiple of 16."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, length = arguments
+        vectors = _Lanes(builder, num_lanes(), signature.args[0].dtype)
+        sums = vectors.zeros()
+        with cgutils.for_range_slice(builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
+            own = vectors.load(pointer, begin)
+            vectors.add_products(sums, own, own)
+        return vectors.total(sums)
+
+    return types.float32(numbers, types.int64), generate
+
+
+@intrinsic
+def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, num, length, outputs):
+    """
+    To each of a few `outputs` of `length` numbers, a multiple of 16, side by side, `num` rows are added that lie
+    `stride` numbers from one another, each times its weight, of which every output has its own, `num_weights` from
+    those of the one before. Weights and outputs are float32. There are 1 to `MOST_SUMS` outputs; other numbers do
+    nothing.
+    """
+
+    def generate(context, builder, signature, arguments):
+        vectors = _Lanes(builder, num_lanes(), signature.args[3].dtype)
+        done = builder.append_basic_block("done")
+        size = builder.switch(arguments[0], done)
+        for num_sums in range(1, MOST_SUMS + 1):
+            block = builder.append_basic_block(f"sums_{num_sums}")
+            size.add_case(I64(num_sums), block)
+            builder.position_at_end(block)
+            _write_sums(vectors, num_sums, *arguments[1:])
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    integer = types.int64
+    kinds = integer, weights, integer, rows, integer, integer, integer, outputs
+    return types.void(*kinds), generate
+
+
+def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, length, outputs):
+    builder, begin = vectors.builder, I64(0)
+    for number in (_TOGETHER, 1):  # vectors side by side, and then those that are left
+        step = I64(number * vectors.number)
+        end = builder.sub(length, builder.srem(builder.sub(length, begin), step))
+        with cgutils.for_range_slice(builder, begin, end, step, I64) as (first, _):
+            places = [builder.add(first, I64(place * vectors.number)) for place in range(number)]
+            starts = [builder.mul(I64(own), length) for own in range(num_sums)]
+            results = [[builder.gep(outputs, [builder.add(start, place)]) for place in places] for start in starts]
+            sums = [[vectors.sum_at(pointer) for pointer in pointers] for pointers in results]
+            with cgutils.for_range_slice(builder, I64(0), num, I64(1), I64) as (row, _):
+                begins = builder.mul(row, stride)
+                numbers = [vectors.load(rows, builder.add(begins, place)) for place in places]
+                for own in range(num_sums):
+                    index = builder.add(builder.mul(I64(own), num_weights), row)
+                    weight = vectors.filled_with(builder.load(builder.gep(weights, [index])))
+                    for total, vector in zip(sums[own], numbers):
+                        vectors.add_products(total, weight, vector)
+            for pointers, totals in zip(results, sums):
+                for pointer, total in zip(pointers, totals):
+                    vectors.store_sum(total, pointer)
+        begin = end
+
+
+def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "_Lanes":
+    """For products of numbers of this kind with one another."""
+    return (_Pairs if kind == types.uint16 and has_pairs() else _Lanes)(builder, num_lanes(), kind)
+
+
+def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
+    return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
+
+
+def _write_tile(
+    kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, row_stride, stride, distance, first, last
+):
+    weights, numbers, results = kinds
+    builder = weights.builder
+    sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
+    distances = weights.distances(num_rows, distance, first, last)
+    for begin, is_whole in weights.parts(length):
+        starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
+        factors = [weights.load(weight, start, is_whole) for start in starts]
+        for start, ahead in zip(starts, distances):
+            send_for(builder, builder.gep(weight, [builder.add(start, ahead)]))
+        for token in range(num_tokens):
+            own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
+            for row in range(num_rows):
+                weights.add_products(sums[row][token], factors[row], own)
+            if num_rows * num_tokens > _FEW_SUMS:
+                weights.hold()
+    for row in range(num_rows):
+        more = results.load_one(bias, I64(row))
+        for token in range(num_tokens):
+            index = builder.add(builder.mul(I64(token), stride), I64(row))
+            results.store_one(builder.fadd(weights.total(sums[row][token]), more), outputs, index)
+
+
+class _Lanes:
+    """
+    Writes instructions on vectors of so many float32.
+
+    Args:
+        kind (`types.Type`): Of the numbers in memory: float32, or the bits of bfloat16.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, number: int, kind: types.Type):
+        self.builder, self.number = builder, number
+        self.is_half = kind is not types.float32
+        self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
+
+    def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
+        """Where vectors begin, in a loop, and whether they are whole."""
+        with cgutils.for_range_slice(self.builder, I64(0), length, I64(self.number), I64) as (begin, _):
+            yield begin, True
+
+    def zeros(self) -> ir.Value:
+        return cgutils.alloca_once_value(self.builder, ir.Constant(self.floats, [0.0] * self.number))
+
+    def sum_at(self, pointer: ir.Value) -> ir.Value:
+        """A sum that begins with the float32 that are there."""
+        found = self.builder.load(self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
+        return cgutils.alloca_once_value(self.builder, found)
+
+    def store_sum(self, sums: ir.Value, pointer: ir.Value) -> None:
+        self.builder.store(self.builder.load(sums), self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
+
+    def load(self, pointer: ir.Value, index: ir.Value, is_whole: bool = True) -> ir.Value:
+        builder, pointer = self.builder, self.builder.gep(pointer, [index])
+        if not self.is_half:
+            return builder.load(builder.bitcast(pointer, self.floats.as_pointer()), align=4)
+        bits = builder.load(builder.bitcast(pointer, ir.VectorType(I16, self.number).as_pointer()), align=2)
+        shift = ir.Constant(self.integers, [16] * self.number)
+        return builder.bitcast(builder.shl(builder.zext(bits, self.integers), shift), self.floats)
+
+    def load_one(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
+        """A number as float32; 0 where the pointer is no address."""
+        builder = self.builder
+        number = cgutils.alloca_once_value(builder, FLOAT(0.0))
+        with builder.if_then(builder.icmp_unsigned("!=", pointer, ir.Constant(pointer.type, None))):
+            found = builder.load(builder.gep(pointer, [index]))
+            if self.is_half:
+                found = float32_of(builder, found)
+            builder.store(found, number)
+        return builder.load(number)
+
+    def store_one(self, number: ir.Value, pointer: ir.Value, index: ir.Value) -> None:
+        """A float32, rounded to the nearest bfloat16, halves to even, where these are stored."""
+        builder = self.builder
+        if self.is_half:
+            number = bfloat16_of(builder, number)
+        builder.store(number, builder.gep(pointer, [index]))
+
+    def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
+        name = f"llvm.fma.v{self.number}f32"
+        more = call(self.builder, name, self.floats, factors, numbers, self.builder.load(sums))
+        self.builder.store(more, sums)
+
+    def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
+        """How far each row looks ahead: the first tile for all, since a number for each would cost registers."""
+        is_first = self.builder.icmp_signed("==", first, I64(0))
+        return num_rows * [self.builder.select(is_first, distance, I64(0))]
+
+    def hold(self) -> None:
+        """Behind the products of a token."""
+
+    def filled_with(self, number: ir.Value) -> ir.Value:
+        builder = self.builder
+        one = builder.insert_element(ir.Constant(self.floats, ir.Undefined), number, I32(0))
+        return builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.number))
+
+    def total(self, sums: ir.Value) -> ir.Value:
+        """Halves are added up until one number is left."""
+        builder, vector, half = self.builder, self.builder.load(sums), self.number // 2
+        while half:
+            places = [ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half)]
+            vector = builder.fadd(*[builder.shuffle_vector(vector, vector, part) for part in places])
+            half //= 2
+        return builder.extract_element(vector, I32(0))
+
+
+class _Pairs(_Lanes):
+    """
+    Writes instructions on vectors of twice as many bfloat16, of which neighbours' products are added to one float32.
+    What is left behind whole vectors are halves of such.
+    """
+
+    def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
+        builder, step = self.builder, 2 * self.number
+        whole = builder.and_(length, I64(-step))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(step), I64) as (begin, _):
+            yield begin, True
+        with builder.if_then(builder.icmp_signed("!=", whole, length)):
+            yield whole, False
+
+    def load(self, pointer: ir.Value, start: ir.Value, is_whole: bool = True) -> ir.Value:
+        builder, number = self.builder, self.number if is_whole else self.number // 2
+        kind = ir.VectorType(I32, number)
+        pairs = builder.load(builder.bitcast(builder.gep(pointer, [start]), kind.as_pointer()), align=2)
+        if is_whole:
+            return pairs
+        places = ir.Constant(self.integers, list(range(self.number)))  # the second half of zeros
+        return builder.shuffle_vector(pairs, ir.Constant(kind, [0] * number), places)
+
+    def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
+        halves = [self.builder.bitcast(vector, ir.VectorType(BFLOAT, 2 * self.number)) for vector in (factors, numbers)]
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        self.builder.store(call(self.builder, name, self.floats, self.builder.load(sums), *halves), sums)
+
+    def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
+        """Rows from `first` to `last` alone: several tiles of tokens share what is to be sent for."""
+        builder, found = self.builder, []
+        for row in range(num_rows):
+            begun, over = builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed("<=", last, I64(row))
+            found.append(builder.select(builder.and_(begun, builder.not_(over)), distance, I64(0)))
+        return found
+
+    def hold(self) -> None:
+        hold_order(self.builder)

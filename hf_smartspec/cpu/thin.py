@@ -1,0 +1,109 @@
+"""
+The linear map of a few tokens on a CPU, in the time of reading the weight. The libraries that torch has take longer
+from two or four tokens on; of bfloat16, on CPUs without AVX-512, of any number, and so of float32 on AMD's.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch.nn.functional import linear
+
+from ..jit.writing import cpu_features, cpu_name
+from ..log import get_logger
+from .kernels.multiply import (
+    FIELDS,
+    NARROW_TOKENS,
+    multiply_bfloat16,
+    multiply_float32,
+    multiply_widened,
+    tokens_at_once,
+    wide_size,
+)
+from .kernels.tiles import has_pairs, num_lanes
+from .reading import is_plain, is_vector
+from .threads import has_threads, run, share_of
+
+logger = get_logger(__name__)
+
+_CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
+_SMALL = 2**17  # products that one thread is done with before a second one has begun
+_ROWS = 12  # a multiple of what tiles have
+_FEW_WIDENED, _FEW, _SOME, _MANY, _ANY = 6, 12, 48, 256, 2**16  # tokens
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in FIELDS)
+
+
+@cache
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether there is compiled code for this CPU, torch's threads can run it, and it gives the right numbers."""
+    if dtype not in _CODE or not num_lanes() or not has_threads():
+        return False
+    try:
+        generator, shapes = torch.Generator().manual_seed(0), ((5, 32), (7, 32), (7,))
+        x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+        found = torch.cat([thin_linear(x, weight, bias), thin_linear(x[:NARROW_TOKENS], weight, bias)])
+        expected = linear(x.float(), weight.float(), bias.float())
+        expected = torch.cat([expected, expected[:NARROW_TOKENS]])
+        return torch.allclose(found.float(), expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4)
+    except Exception as error:  # whatever compilers raise
+        logger.warning(
+            f"Products of few tokens run in torch's own operators: nothing faster can be compiled ({error!r})."
+        )
+        return False
+
+
+@cache
+def most_tokens(dtype: torch.dtype) -> int:
+    """For how many tokens compiled code is faster than torch; 0 where there is none."""
+    return _most_tokens(dtype) if has_kernels(dtype) else 0
+
+
+def _most_tokens(dtype: torch.dtype) -> int:
+    """As measured. For more tokens, torch's products are as fast."""
+    if num_lanes() == 8:
+        return _MANY if dtype is torch.float32 else _ANY
+    if dtype is torch.float32:  # MKL does without AVX-512 on CPUs of another maker
+        return _ANY if cpu_name().startswith("znver") else _FEW
+    return _SOME if has_pairs() and "+amx-bf16" not in cpu_features() else _FEW_WIDENED
+
+
+def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether compiled code computes `linear` of these tokens `[N, in]` faster, and can read them as they lie there."""
+    num_tokens, num_inputs = x.shape
+    return (
+        is_plain(x)
+        and weight.is_cpu
+        and x.dtype is weight.dtype
+        and 0 < num_tokens <= most_tokens(weight.dtype)
+        and num_inputs == weight.shape[1] > 0
+        and not num_inputs % 16
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype is weight.dtype and is_vector(bias, weight.shape[0])))
+        and not (
+            torch.is_grad_enabled() and any([item.requires_grad for item in (x, weight, bias) if item is not None])
+        )
+    )
+
+
+def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear(x, weight, bias)` where `can_multiply` says so; a token's result does not depend on the others."""
+    x = x.contiguous()
+    num_tokens, num_inputs = x.shape
+    num_outputs = weight.shape[0]
+    outputs = x.new_empty(num_tokens, num_outputs)
+    num_threads = 1 if num_tokens * num_inputs * num_outputs <= _SMALL else torch.get_num_threads()
+    at_once, code, size, wide = tokens_at_once(num_tokens, num_inputs), _CODE[x.dtype], 0, None
+    if num_tokens > NARROW_TOKENS and num_lanes() == 8 and x.dtype is torch.bfloat16:
+        code = multiply_widened
+        size = wide_size(at_once, num_inputs)
+        wide = x.new_empty(num_threads * size, dtype=torch.float32)
+    arguments = _Arguments(
+        0, 0, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, _ROWS), at_once,
+        weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
+        0 if wide is None else wide.data_ptr(), size,
+    )  # fmt: skip
+    run(code.address, ctypes.addressof(arguments), num_threads)
+    return outputs

@@ -1,0 +1,44 @@
+"""What tokens see of the keys and values of their rows, for compiled attention."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...cpu.attention import MOST_WIDTH, SeenLines, runs_of
+from ..layout.shared_prefix import SharedPart
+from ..layout.step_layout import PaddedPart, StepLayout
+
+
+def is_thin(part: PaddedPart, window: int | None) -> bool:
+    """Whether rows have few tokens, and what these see is told by columns: windows count positions."""
+    has_trees = part.tree_pairs is not None
+    told = not has_trees or (part.seen_nodes is not None and (window is None or window >= part.num_columns))
+    return told and part.width <= MOST_WIDTH
+
+
+def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:
+    """What the tokens of neighbouring parts see; found out once per step for every distinct window."""
+    first, last = parts[0].tokens.start, parts[-1].tokens.stop
+    key = first, last, window
+    if key not in layout.seen:
+        firsts, counts = layout.firsts[first:last], layout.columns[first:last] + 1
+        begins = np.zeros_like(counts) if window is None else np.maximum(counts - window, 0)
+        nodes = None
+        if any([part.seen_nodes is not None for part in parts]):
+            nodes = np.full((2, last - first), -1)
+            for part in parts:
+                if part.seen_nodes is not None:
+                    nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
+            nodes[0] += firsts
+        assert counts.min() > 0, "every token sees its own line"
+        layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes)
+    return layout.seen[key]
+
+
+def lines_of_shared(layout: StepLayout, shared: SharedPart) -> SeenLines:
+    """The same of a beginning that many tokens see, whole."""
+    if shared not in layout.seen:
+        num = len(shared.tokens)
+        firsts, counts = np.full(num, shared.first_line), np.full(num, shared.num_columns)
+        layout.seen[shared] = SeenLines(firsts, counts, runs_of(np.zeros(num, np.int64)))
+    return layout.seen[shared]

@@ -1,0 +1,148 @@
+"""
+Attention of rows that share their beginnings, in two pieces: the queries of all of them over what they share, which is
+read once, and each row's over its own. Both are merged by their log-sum-exps.
+"""
+
+import torch
+
+from ...cpu.attention import can_attend, thin_attention
+from ..layout.shared_prefix import SharedPart
+from ..layout.step_layout import PaddedPart, StepLayout
+from .folding import fold, unfold, unpad
+from .seen_lines import is_thin, lines_of, lines_of_shared
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def shared_attention(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: StepLayout,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """
+    Args and output as those of `attention.packed_attention`, for layers that have neither window, soft cap nor bias.
+    """
+    if not dropout and can_attend(packed, key, value, scaling) and all([is_thin(part, None) for part in layout.parts]):
+        return _thin_attention(packed, key, value, layout, scaling)
+    outputs, lses = [], []
+    for part in layout.parts:
+        own = packed if len(layout.parts) == 1 else packed[part.tokens]
+        output, lse = _of_part(own, key, value, part, scaling, dropout)
+        outputs.append(output)
+        lses.append(lse)
+    output, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
+    for shared in layout.shared:
+        _merge(output, lse, *_of_shared(packed, key, value, shared, scaling, dropout), shared.tokens)
+    return output
+
+
+def _thin_attention(
+    packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: StepLayout, scaling: float | None
+) -> torch.Tensor:
+    """The same by compiled code, of rows that have few tokens."""
+    lse = packed.new_empty(packed.shape[:2], dtype=torch.float32)
+    output = thin_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling, lse)
+    for shared in layout.shared:
+        own = packed if len(shared.tokens) == len(packed) else packed.index_select(0, shared.tokens)
+        own_lse = lse.new_empty(own.shape[:2])
+        other = thin_attention(own, key, value, lines_of_shared(layout, shared), scaling, own_lse)
+        _merge(output, lse[..., None], other, own_lse[..., None], shared.tokens)
+    return output
+
+
+def _of_part(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: PaddedPart,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a part's rows have for themselves: output `[tokens, heads, dim]` and log-sum-exp `[tokens, heads, 1]`."""
+    num_heads, kv_heads = packed.shape[1], key.shape[1]
+    mask = part.mask(None, num_heads // kv_heads, packed.dtype)
+    folded = fold(packed, part, kv_heads)
+    output, lse = attention_with_lse(folded, part.view(key), part.view(value), mask, scaling, dropout)
+    return unpad(unfold(output, part, num_heads), part), unpad(unfold(lse, part, num_heads), part)
+
+
+def _of_shared(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shared: SharedPart,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of what rows share, for their tokens: grouped heads are further queries, as are all tokens."""
+    queries = packed if len(shared.tokens) == len(packed) else packed.index_select(0, shared.tokens)
+    num, num_heads, _ = queries.shape
+    kv_heads = key.shape[1]
+    groups = num_heads // kv_heads
+    if num == 1:
+        folded = queries.view(1, kv_heads, groups, -1)
+    else:
+        folded = queries.view(num, kv_heads, groups, -1).transpose(0, 1).reshape(1, kv_heads, num * groups, -1)
+    results = attention_with_lse(folded, shared.view(key), shared.view(value), None, scaling, dropout)
+    if num > 1:
+        results = results[0].view(kv_heads, num, groups, -1), results[1].view(kv_heads, num, groups, 1)
+        results = results[0].transpose(0, 1), results[1].transpose(0, 1)
+    return results[0].reshape(num, num_heads, -1), results[1].reshape(num, num_heads, 1)
+
+
+def _merge(
+    output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Writes what some tokens see to their outputs, from that and from another piece."""
+    if len(tokens) == len(output):
+        output.lerp_(other, torch.sigmoid(other_lse - lse).to(output.dtype))
+        return
+    weight = torch.sigmoid(other_lse - lse.index_select(0, tokens)).to(output.dtype)
+    output.index_copy_(0, tokens, torch.lerp(output.index_select(0, tokens), other, weight))
+
+
+def attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Args:
+        query, key, value (`torch.Tensor` of shape `[R, heads, length, dim]`): Values may have another `dim`.
+        mask (`torch.Tensor`, *optional*): What is added to scores; broadcast to `[R, heads, queries, keys]`. Every
+            query sees something.
+
+    Returns:
+        Output `[R, heads, queries, dim]`, and log-sum-exp `[R, heads, queries, 1]` in float32 or wider.
+    """
+    if dropout or query.device.type != "cpu" or key.shape != value.shape:
+        return _by_scores(query, key, value, mask, scaling, dropout)
+    # On CPUs, a single query of half precision takes several times as long as two.
+    is_slow = query.shape[2] == 1 and query.dtype.itemsize == 2
+    if is_slow:
+        query = query.repeat(1, 1, 2, 1)
+    output, lse = _flash_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return (output[:, :, :1], lse[:, :, :1, None]) if is_slow else (output, lse[..., None])
+
+
+def _by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    weights = torch.dropout((scores - lse).exp(), dropout, dropout > 0)
+    return torch.matmul(weights.to(query.dtype), value), lse

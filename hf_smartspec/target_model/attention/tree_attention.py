@@ -1,0 +1,274 @@
+"""Tree attention over the slot cache: packed queries in, padded `scaled_dot_product_attention`, packed output out."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...cpu.attention import can_attend, thin_attention
+from ..layout.step_layout import PaddedPart, StepLayout
+from .folding import fold, unfold, unpad
+from .seen_lines import is_thin, lines_of
+from .shared_attention import shared_attention
+from .varlen import is_trusted, judge, kind_of, varlen_attention
+
+PREFIX = "smartspec_tree_"
+
+# The layout reaches the attention function by context, not as a forward keyword: some models (stablelm) do not pass
+# keywords on to their attention, and a context variable keeps other threads' forwards apart.
+_layout: ContextVar[StepLayout | None] = ContextVar("smartspec_layout", default=None)
+
+# Arguments of attention functions that change the result and that this function does not know.
+_UNSUPPORTED = ("s_aux", "position_bias", "alibi", "head_mask", "sinks", "indices", "topk_indices", "block_bias")
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    replaces: str,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    An attention function as transformers' `AttentionInterface` defines it.
+
+    Args:
+        query (`torch.Tensor` of shape `[1, heads, N, head_dim]`): Queries of all rows, packed.
+        key, value (`torch.Tensor` of shape `[1, kv_heads, lines, head_dim]`): As `SlotLayer.update` returns them.
+        replaces (`str`): The implementation to use where no packed step is under way (another thread's forward).
+
+    Returns:
+        The output of shape `[1, N, heads, head_dim]`, and None for the weights.
+    """
+    layout = _layout.get()
+    if layout is None:
+        function = _plain_function(module, replaces)
+        kwargs |= {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
+        return function(module, query, key, value, attention_mask, **kwargs)
+    encoded = layout.encoded
+    position_bias = None if encoded is None else kwargs.pop("position_bias", None)
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"Tree attention does not know the attention arguments {unsupported}.")
+
+    options: dict[str, Any] = {
+        "window": layer_window(module, sliding_window), "scaling": scaling, "softcap": softcap, "dropout": dropout,
+    }  # fmt: skip
+    packed = query[0].transpose(0, 1)
+    if encoded is not None:
+        return encoded.attend(module, packed, key, value, layout, position_bias, **options)[None], None
+    output = packed_attention(packed, key[0].transpose(0, 1), value[0].transpose(0, 1), layout, **options)
+    return output[None], None
+
+
+def packed_attention(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: StepLayout,
+    window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    bias: Callable[[PaddedPart], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """
+    Args:
+        packed (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries of all rows.
+        key, value (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): As `SlotLayer.write` returns them.
+        window (`int`, *optional*): Of sliding attention.
+        bias (`Callable`, *optional*): What is added to a part's scores, `[R, heads, S, K]`.
+
+    Returns:
+        `torch.Tensor` of shape `[N, heads, head_dim]`.
+    """
+    if layout.shared:
+        assert window is None and softcap is None and bias is None, "such models share nothing (`shares_prefixes`)"
+        return shared_attention(packed, key, value, layout, scaling, dropout)
+    is_plain = softcap is None and bias is None and not dropout
+    kind = kind_of(packed, key, layout, window) if is_plain else None
+    if kind is None:
+        return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout, bias)
+    trusted = is_trusted(kind)
+    if trusted:
+        return varlen_attention(packed, key, value, layout, window, scaling)
+    expected = _masked_attention(packed, key, value, layout, window, scaling)
+    if trusted is None:
+        judge(kind, partial(varlen_attention, packed, key, value, layout, window, scaling), expected)
+    return expected
+
+
+def _masked_attention(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: StepLayout,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    bias: Callable[[PaddedPart], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The same, by rectangles and masks."""
+    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling)
+    thin = [is_plain and is_thin(part, window) for part in layout.parts]
+    if all(thin):
+        return thin_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
+    outputs = []
+    for part, may_be_thin in zip(layout.parts, thin):
+        own = packed if len(layout.parts) == 1 else packed[part.tokens]
+        if may_be_thin:
+            outputs.append(thin_attention(own, key, value, lines_of(layout, [part], window), scaling))
+            continue
+        added = None if bias is None else bias(part)
+        outputs.append(unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_part(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: PaddedPart,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    One part's attention, from packed queries of which it gathers its own: `[R * S, heads, head_dim]`. A `bias`
+    `[R, heads, S, K]` goes with heads that are not grouped.
+    """
+    num_heads, kv_heads = packed.shape[1], key.shape[1]
+    groups = num_heads // kv_heads
+    folded = fold(packed, part, kv_heads)
+    keys, values = part.view(key), part.view(value)
+    mask = part.mask(window, groups, packed.dtype)
+    if bias is not None:
+        assert groups == 1, "biases of grouped heads"
+        mask = bias if mask is None else bias + mask
+    if softcap is None:
+        output = _attention(folded, keys, values, mask, dropout, scaling)
+    else:
+        output = _softcapped_attention(folded, keys, values, mask, softcap, scaling, dropout)
+    return unfold(output, part, num_heads)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    # On CPUs, a single query of half precision takes several times as long as two.
+    is_slow = query.shape[2] == 1 and query.dtype.itemsize == 2 and query.device.type == "cpu"
+    if is_slow:
+        query = query.repeat(1, 1, 2, 1)
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output[:, :, :1] if is_slow else output
+
+
+def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
+    """
+    The layer's sliding window. Where the config knows every layer's type, models go by that when they build their
+    masks, and need not hand the window to the attention function as well (Qwen2-MoE does not).
+    """
+    config, layer_idx = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types or not isinstance(layer_idx, int):
+        return argument
+    return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
+
+
+def _softcapped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Scores squashed to (-softcap, softcap) before the mask, as in Gemma 2; softmax in float32."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(torch.dropout(weights, dropout, dropout > 0), value)
+
+
+def _plain_function(module: torch.nn.Module, implementation: str) -> Callable:
+    # "eager" is no entry of the interface: every modelling file has its own.
+    default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, default)
+
+
+def _plain_mask(*args: Any, replaces: str, **kwargs: Any) -> Any:
+    return ALL_MASK_ATTENTION_FUNCTIONS[replaces](*args, **kwargs)
+
+
+def _registered(implementation: str) -> str:
+    """The name of tree attention in place of `implementation`, registered on first use."""
+    name = PREFIX + implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, partial(tree_attention, replaces=implementation))
+        AttentionMaskInterface.register(name, partial(_plain_mask, replaces=implementation))
+    return name
+
+
+def attention_configs(model: torch.nn.Module) -> list[PreTrainedConfig]:
+    """The distinct configs from which the model's modules read their attention implementation."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
+
+
+# Configs that are in use by packed forwards, by id: how many, and the implementation to restore after the last one.
+_in_use: dict[int, tuple[int, str]] = {}
+_lock = Lock()
+
+
+@contextmanager
+def tree_attention_step(configs: list[PreTrainedConfig], layout: StepLayout) -> Iterator[None]:
+    """
+    Within the context, this thread's forwards of a model with these configs attend as `layout` says. Other threads
+    may run packed forwards of the same model meanwhile, or plain ones, which then find their way past the layout.
+    """
+    token = _layout.set(layout)
+    with _lock:
+        for config in configs:
+            count, previous = _in_use.get(id(config), (0, config._attn_implementation_internal))
+            if previous is not None:
+                _in_use[id(config)] = (count + 1, previous)
+                config._attn_implementation_internal = _registered(previous)
+    try:
+        yield
+    finally:
+        with _lock:
+            for config in configs:
+                if id(config) in _in_use:
+                    count, previous = _in_use.pop(id(config))
+                    if count > 1:
+                        _in_use[id(config)] = (count - 1, previous)
+                    else:
+                        config._attn_implementation_internal = previous
+        _layout.reset(token)

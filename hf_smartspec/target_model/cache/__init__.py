@@ -1,0 +1,1 @@
+"""Key/value memory: slots of the packed forward, and the footprint of transformers' own caches."""

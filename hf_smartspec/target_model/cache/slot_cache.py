@@ -1,0 +1,412 @@
+"""The slot cache: static key/value memory for rows of different lengths, one slot per running request."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from ...device import to_device
+from ..layout.rows import CacheRow
+from ..layout.shared_prefix import pieces_of
+from ..layout.step_layout import StepLayout
+from .slabs import Slabs, slot_size
+
+
+class SlotLayer(CacheLayerMixin):
+    """
+    Keys and values of one layer, stored as `[lines, heads, head_dim]`.
+
+    Token-major storage makes one token's heads contiguous, so that scattering a packed step and committing an accepted
+    path are copies of whole lines; attention reads views `[rows, heads, columns, head_dim]` (`PaddedPart.view`).
+    """
+
+    is_sliding = False
+    is_compileable = False
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, cache: "SlotCache"):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Memory for states like these, `[..., heads, length, head_dim]`."""
+        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+        self.is_initialized = True
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        return self.cache.memory(states, states.shape[1], states.shape[3])
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """Keys and values, once there are any."""
+        return [self.keys, self.values] if self.is_initialized else []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes packed states `[1, heads, N, head_dim]`; returns all there is, `[1, heads, lines, head_dim]`."""
+        keys, values = self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatters packed states `[N, heads, head_dim]`; returns all there is, `[lines, heads, head_dim]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
+        layout = self.cache.layout
+        assert layout is not None, "a slot cache is written by a packed forward only"
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            if states.dtype != memory.dtype:
+                states = states.to(memory.dtype)
+            memory.index_copy_(0, layout.lines, states)
+        return self.keys, self.values
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        for memory in self.memories:
+            memory.index_copy_(0, targets, memory.index_select(0, sources))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.num_lines, 0
+
+    def get_seq_length(self) -> int:
+        return max((row.length for row in self.cache.rows), default=0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """
+    A cache of ragged rows. Each has a slot of its own, as long as it needs, in one range of lines; rows with slots of
+    one size are neighbours (`slabs`), so that attention reads them as one view of memory. A row that outgrows its slot
+    moves alone. Only when no free range is long enough, all rows are laid out afresh: within the memory that is there,
+    as long as they take up little of it or it may not grow, else in larger memory. Rows may begin in another's slot.
+
+    Args:
+        num_slots, capacity (`int`): Room to begin with: so many slots of so many lines, for rows of which no length is
+            known.
+        most_lines (`int`, *optional*): Rows are added up to so many lines, and memory does not outgrow them unless
+            added rows do.
+    """
+
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
+    def __init__(self, num_slots: int = 1, capacity: int = 256, most_lines: int | None = None):
+        super().__init__(layers=[])
+        self.capacity, self.most_lines = capacity, most_lines
+        self.slabs = Slabs(num_slots * capacity)
+        self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as there are lines
+        self._most_columns = 0  # that any row has had
+        self.layout: StepLayout | None = None
+
+    @property
+    def rows(self) -> list[CacheRow]:
+        """All rows, in the order of their lines."""
+        return self.slabs.rows
+
+    @property
+    def num_lines(self) -> int:
+        """Tokens whose keys and values there is memory for."""
+        return self.slabs.num_lines
+
+    @property
+    def num_taken(self) -> int:
+        """Lines of all slots."""
+        return sum(row.stride for row in self.rows)
+
+    @property
+    def bytes_per_line(self) -> int:
+        """Bytes of one token's keys and values in all layers that have been written."""
+        return sum(memory.element_size() * memory[0].numel() for memory in self._memories())
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(layer_idx).update(key_states, value_states)
+
+    def layer(self, index: int) -> SlotLayer:
+        """A layer's memory, which its first states allocate."""
+        while len(self.layers) <= index:
+            self.layers.append(SlotLayer(self))
+        return self.layers[index]
+
+    def places(self) -> list[tuple[int, torch.Size]]:
+        """Addresses and shapes of all memory that layers have."""
+        return [(memory.data_ptr(), memory.shape) for memory in self._memories()]
+
+    # Memory that is there before and stays behind
+
+    def lend(self, memories: list[torch.Tensor]) -> bool:
+        """Memories of zeros, `[lines, heads, head_dim]`, all with as many lines: used if these are enough."""
+        is_enough = len(memories[0]) >= self.num_lines
+        if is_enough:
+            self._spare, self.slabs.num_lines = list(memories), len(memories[0])
+        return is_enough
+
+    def memory(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Zeros for all lines, of this shape each, of a tensor's dtype and device."""
+        wanted = (self.num_lines, *shape), like.dtype, like.device
+        for number, memory in enumerate(self._spare):
+            if (memory.shape, memory.dtype, memory.device) == wanted:
+                return self._spare.pop(number)
+        return _zeros(like, self.num_lines, *shape)
+
+    def give_back(self) -> list[torch.Tensor]:
+        """All memory, to be lent again: as zeros, whatever a call has left there. The cache is empty then."""
+        memories = self._memories()
+        for memory in memories:
+            for (start, capacity), end in self.slabs.touched.items():
+                slots = memory[start:end].unflatten(0, (-1, capacity))
+                slots[:, : self._most_columns].zero_()
+        self.slabs, self._spare = Slabs(self.num_lines), []
+        self.layers.clear()
+        return memories
+
+    # Rows
+
+    def add(self, num_tokens: int | None = None, base: CacheRow | None = None, shared: int = 0) -> CacheRow:
+        """
+        A new row, with a slot for as many tokens as it will have, if that is known.
+
+        Args:
+            base (`CacheRow`, *optional*), shared (`int`): Whose first tokens are the row's, too, and how many. They
+                stay where they are: the slot is for those behind them. A row that has a base itself cannot be one.
+
+        Raises:
+            MemoryError: if there is no room for it beside the others within `most_lines`.
+        """
+        capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - shared)
+        if not self.has_room(capacity):
+            raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.most_lines}.")
+        assert base is None or (base.base is None and shared <= base.length), "bases hold what is shared"
+        row = CacheRow(0, shared, line=0, stride=capacity, base=base, shared=shared, lead=shared)
+        if not self.slabs.add(row, capacity):
+            self._lay_out({row: capacity})
+        if base is not None:
+            base.num_sharers += 1
+        return row
+
+    def slot_size(self, num_tokens: int) -> int:
+        """Lines of the slot that a row of so many tokens gets."""
+        return slot_size(num_tokens, self.most_lines)
+
+    def has_room(self, capacity: int) -> bool:
+        """Whether there may be a slot of this size beside the others."""
+        return self.most_lines is None or self.num_taken + capacity <= self.most_lines
+
+    def has_gap(self, capacity: int) -> bool:
+        """Whether a slot of this size is found without moving a row."""
+        return any(size >= capacity for _, size in self.slabs.gaps())
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether there may be more memory than there is."""
+        return self.most_lines is None or self.num_lines < self.most_lines
+
+    def remove(self, row: CacheRow) -> None:
+        """Gives up a row, which nobody shares; another of its size takes its place."""
+        assert not row.num_sharers, "others begin in its slot"
+        self._leave(row)
+        if row.base is not None:
+            row.base.num_sharers -= 1
+
+    def _leave(self, row: CacheRow) -> None:
+        """The row's slot is free."""
+        successor = self.slabs.successor(row)
+        if successor is not row:
+            self._copy_lines(successor.line, row.line, successor.num_held)
+        self.slabs.remove(row, successor)
+
+    def swap(self, row: CacheRow, other: CacheRow) -> None:
+        """Exchanges two rows' slots, which are equally long, content included."""
+        assert row.stride == other.stride, "slots of one size"
+        length = max(row.num_held, other.num_held)
+        for memory in self._memories():
+            first, second = memory[row.line : row.line + length], memory[other.line : other.line + length]
+            saved = first.clone()
+            first.copy_(second)
+            second.copy_(saved)
+        own, others = (self.slabs.of(row), row.slot), (self.slabs.of(other), other.slot)
+        own[0].put(own[1], other)
+        others[0].put(others[1], row)
+
+    def compact(self, rows: Sequence[CacheRow]) -> None:
+        """Moves the given rows, which are to run next, into the first slots of as few slabs as there are sizes."""
+        wanted = set(rows)
+        for slots in self.slabs.by_size():
+            num_running = sum(row in wanted for row in slots)
+            others = [row for row in slots[:num_running] if row not in wanted]
+            for row in slots[num_running:]:
+                if row in wanted:
+                    self.swap(row, others.pop())
+
+    def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:
+        """Makes room for rows of so many tokens each: those that have too little move."""
+        needs = [num - row.shared for row, num in zip(rows, num_tokens)]
+        self._most_columns = max([self._most_columns, *needs])
+        outgrown = [(row, need) for row, need in zip(rows, needs) if need > row.stride]
+        if outgrown:
+            self._enlarge({row: max(need, self.slot_size(need)) for row, need in outgrown})
+
+    def resize(self, row: CacheRow, capacity: int) -> None:
+        """Gives a row a slot of another size."""
+        if row.stride != capacity:
+            self._enlarge({row: capacity})
+
+    def _enlarge(self, capacities: dict[CacheRow, int]) -> None:
+        while capacities:
+            row, capacity = next(iter(capacities.items()))
+            place = CacheRow(0, line=0, stride=capacity)
+            if not self.slabs.add(place, capacity):
+                return self._lay_out(capacities)
+            self._copy_lines(row.line, place.line, row.num_held)
+            self._leave(row)
+            self.slabs.of(place).put(place.slot, row)
+            del capacities[row]
+        return None
+
+    def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
+        """Copies the first `length` tokens of one row to another, which has those of its base already."""
+        for first, end, line in pieces_of(source, target.shared, length):
+            self._copy_lines(line, target.line + first - target.shared, end - first)
+
+    def _copy_lines(self, source: int, target: int, number: int) -> None:
+        if number:
+            for memory in self._memories():
+                memory[target : target + number] = memory[source : source + number]
+
+    # Memory
+
+    def _memories(self) -> list[torch.Tensor]:
+        return [memory for layer in self.layers for memory in layer.memories]
+
+    def shrink(self, num_lines: int) -> None:
+        """Gives memory back, down to so many lines, or as many as the rows need."""
+        if num_lines < self.num_lines:
+            self._lay_out({}, max(num_lines, self.num_taken))
+
+    def _lay_out(self, capacities: dict[CacheRow, int], num_lines: int | None = None) -> None:
+        """All rows anew, some of them with slots of other sizes, or new to the cache."""
+        capacities = {row: row.stride for row in self.rows} | capacities
+        slabs = Slabs.laid_out(capacities, num_lines or self._enough(sum(capacities.values())))
+        moves = [
+            (row.line, slab.start + slot * slab.capacity, row.num_held)
+            for slab in slabs.items
+            for slot, row in enumerate(slab.rows)
+        ]
+        if slabs.num_lines == self.num_lines:
+            slabs.touched = self.slabs.touched
+        else:
+            self._spare = []  # too small or too large for any layer
+        self._move(moves, slabs.num_lines)
+        self.slabs = slabs
+        slabs.settle()
+
+    def _enough(self, num_taken: int) -> int:
+        """Lines for slots of so many in all; with room to spare, so that memory is rarely copied."""
+        most = self.num_lines if self.most_lines is None else min(self.num_lines, self.most_lines)
+        is_full = self.most_lines is not None and self.num_lines >= self.most_lines
+        if num_taken <= (most if is_full else 3 * most // 4):
+            return self.num_lines
+        roomy = self.num_lines + self.num_lines // 2
+        return max(num_taken, roomy if self.most_lines is None else min(roomy, self.most_lines))
+
+    def _move(self, moves: list[tuple[int, int, int]], num_lines: int) -> None:
+        """
+        Moves lines (first one, its new place, how many), all at once, within the memory or to larger or smaller one.
+        What could be missing for the last layer must not leave the first ones changed: it is all there before.
+        """
+        memories = self._memories()
+        if not memories:
+            return
+        is_new = num_lines != self.num_lines
+        moves = [move for move in moves if is_new or move[0] != move[1]]
+        others = [_zeros(memory, num_lines, *memory.shape[1:]) for memory in memories] if is_new else memories
+        if moves:
+            first, place, count = np.array(moves).T
+            within = np.concatenate([np.arange(number) for number in count])
+            lines = np.repeat(first, count) + within, np.repeat(place, count) + within
+            sources, targets = to_device(np.stack(lines), memories[0].device)
+            kinds = {_kind(memory): memory for memory in memories}
+            saved = {kind: memory.new_empty(len(within), *memory.shape[1:]) for kind, memory in kinds.items()}
+            for memory, other in zip(memories, others):
+                torch.index_select(memory, 0, sources, out=saved[_kind(memory)])
+                other.index_copy_(0, targets, saved[_kind(memory)])
+        if is_new:
+            new = iter(others)
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.keys, layer.values = next(new), next(new)
+
+    # What rows hold
+
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        """
+        Keeps an accepted path of each row's tree in place: node `paths[i][k]` moves to the k-th column behind the
+        committed tokens, and the row grows by the length of its path.
+        """
+        sources, targets = [], []
+        for row, path in zip(rows, paths):
+            end = row.line + row.length - row.shared
+            for target, node in enumerate(path):
+                if node != target:
+                    sources.append(end + node)
+                    targets.append(end + target)
+            row.length, row.num_nodes = row.length + len(path), 0
+        if sources:
+            device = self.layers[0].keys.device
+            index = to_device(np.array([sources, targets]), device)
+            for layer in self.layers:
+                layer.move(index[0], index[1])
+
+    def export(
+        self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache
+    ) -> Cache:
+        """
+        Writes the committed keys and values to one of transformers' own caches, which must be empty, as `len(rows)`
+        padded rows of `total_length` tokens: token k of row i stands in column `columns[i][k]`, as in the padded batch
+        that plain decoding works on.
+        """
+        for index, layer in enumerate(self.layers):
+            states = []
+            for memory in layer.memories:
+                padded = memory.new_zeros(len(rows), memory.shape[1], total_length, memory.shape[2])
+                for number, (row, targets) in enumerate(zip(rows, columns)):
+                    length = min(row.length, len(targets))
+                    for first, end, line in pieces_of(row, 0, length):
+                        padded[number, :, targets[first:end]] = memory[line : line + end - first].transpose(0, 1)
+                states.append(padded)
+            cache.update(states[0], states[1], index)
+        return cache
+
+    def load(self, cache: DynamicCache, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor]) -> None:
+        """
+        Fills empty rows from transformers' own cache: row i takes the columns that the bool mask `columns[i]`
+        (`[cached_length]`) names. Sliding-window layers bring the end of the text only, which is all they look at.
+        """
+        self.reserve(rows, [int(mask.sum()) for mask in columns])
+        for index, source in enumerate(cache.layers):
+            assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None
+            layer = self.layer(index)
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+            for number, (row, mask) in enumerate(zip(rows, columns)):
+                missing = len(mask) - source.keys.shape[2]
+                positions = mask.cumsum(0)[missing:][mask[missing:]] - 1
+                for memory, states in ((layer.keys, source.keys), (layer.values, source.values)):
+                    memory[row.line + positions] = states[number][:, mask[missing:]].transpose(0, 1)
+        for row, mask in zip(rows, columns):
+            row.length = int(mask.sum())
+
+
+def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    # Not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
+    with torch.inference_mode(False):  # others write to it outside
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def _kind(memory: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """What lines of memory have in common that fit into one buffer."""
+    return memory.shape[1:], memory.dtype

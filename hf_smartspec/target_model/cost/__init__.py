@@ -1,0 +1,1 @@
+"""Measure what a forward costs, and keep the profile on disk."""

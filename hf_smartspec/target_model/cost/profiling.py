@@ -1,0 +1,230 @@
+"""Measures what a model's forward costs, once per model and machine, and remembers it on disk."""
+
+import hashlib
+import json
+import os
+import platform
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub.constants import HF_HOME
+from transformers import PreTrainedModel
+
+from ...cpu.quantized import is_quantized
+from ...files import replacing
+from ...goodput.cost import CostModel
+from ...log import get_logger
+from ..forward.ranks import is_sharded, told_by_first
+from ..graphs import records
+from ..written import written_decoder, written_decoders
+from .measuring import DESIGN, is_busy, measure
+
+logger = get_logger(__name__)
+
+_FORMAT = 5  # raised where forwards have become faster, too: older profiles do not count
+_MOST_TIMES = 4  # that a model is measured unasked; what steps take besides may be why profiles seem wrong
+_COMPARED = 64  # tokens up to which two profiles are compared
+
+_Setting = tuple[torch.dtype, torch.device, int, str]  # what may change between two calls: CPU threads, the mode
+
+_models: WeakKeyDictionary[PreTrainedModel, dict[_Setting, CostModel]] = WeakKeyDictionary()
+_doubted: set[Path] = set()  # profiles that this process has found wrong
+_judged: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()  # and the costs that showed it
+_lock = Lock()
+
+
+def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
+    """
+    Measures and fits the cost of a model's forward.
+
+    Args:
+        model (`PreTrainedModel`): One that the packed forward serves.
+        progress (`bool`): Whether to show a bar; `transformers.utils.logging.disable_progress_bar()` hides it too.
+
+    Returns:
+        `CostModel`: For contexts, rows and drafts as a step has them; provisional if the machine was busy meanwhile.
+    """
+    return measure(model, DESIGN, progress=progress).cost()
+
+
+def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
+    """
+    The model's cost: as known in this process, from disk, or measured now, which takes seconds. The object is one for
+    all of a model's dtype, device, mode and torch's number of threads, so that what is learnt while serving is not
+    lost, even when these have changed meanwhile. A provisional profile on disk is used while the machine is busy, and
+    measured anew as soon as a process finds it quiet.
+
+    Args:
+        refresh (`bool`): Measures anew. On a busy machine, a profile of lower costs stands all the same.
+
+    Returns:
+        `CostModel`.
+    """
+    # A model that cannot be tried out yet is measured, and filed, by the forward that runs it now.
+    with written_decoders(written_decoder(model) is not None):
+        setting = _setting_of(model)
+        with _lock:
+            known = _models.setdefault(model, {})
+            if setting in known and not refresh:
+                return known[setting]
+            cost = None if refresh else told_by_first(model, lambda: _usable(model))
+            if cost is None:
+                measured = profile_model(model, progress)
+                cost = told_by_first(model, lambda: keep_profile(model, measured, is_asked=refresh))
+            known[setting] = cost
+    return cost
+
+
+def _setting_of(model: PreTrainedModel) -> _Setting:
+    return model.dtype, model.device, torch.get_num_threads(), mode_of(model)
+
+
+def profile_path(model: PreTrainedModel) -> Path:
+    """
+    The file of the model's profile, under `HF_HOME`. Its name depends on all that the speed does: the model's class,
+    configuration, dtype and quantization, how it is run, the device, threads, and the versions of torch and
+    transformers.
+    """
+    key = json.dumps(_key(model), sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return Path(HF_HOME) / "smartspec" / "profiles" / f"{model.config.model_type}-{digest}.json"
+
+
+def mode_of(model: PreTrainedModel) -> str:
+    """
+    How the model's forward is run: whatever of it makes forwards faster or slower and may be switched on and off.
+    Profiles of one mode say nothing about another.
+    """
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    forward = "own forward"
+    if written_decoder(model) is not None:
+        forward = "written out, recorded" if records(model.device) else "written out"
+    weights = "int8 weights, " if is_quantized(model) else ""
+    return f"{forward}, {attention} attention, {weights}cache in {model.dtype}"
+
+
+def _key(model: PreTrainedModel) -> dict[str, object]:
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    parts = Counter((type(item).__name__, str(item.dtype), tuple(item.shape)) for item in model.parameters())
+    return {
+        "class": type(model).__name__,
+        "config": json.dumps(config, sort_keys=True, default=str),
+        "parts": str(sorted(parts.items())),  # adapters, quantization
+        "mode": mode_of(model),
+        "ranks": model._tp_size if is_sharded(model) else 1,
+        "device": _device_name(model.device),
+        "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "format": _FORMAT,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processor = f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{device.type} {platform.node()} {processor} {os.cpu_count()}"
+
+
+def read_profile(model: PreTrainedModel) -> CostModel | None:
+    """The model's profile on disk; one that cannot be read is as good as none."""
+    try:
+        return CostModel.from_dict(_read(model)["cost"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _usable(model: PreTrainedModel) -> CostModel | None:
+    """The profile on disk, unless it is provisional and now is the time to measure a better one."""
+    cost = read_profile(model)
+    if cost is None or (cost.is_provisional and _times(model) < _MOST_TIMES and not is_busy()):
+        return None
+    return cost
+
+
+def _read(model: PreTrainedModel) -> dict[str, Any]:
+    """What the model's file says; empty where there is none that could be read."""
+    try:
+        content = json.loads(profile_path(model).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def keep_profile(model: PreTrainedModel, measured: CostModel, is_asked: bool = False) -> CostModel:
+    """
+    Files a new profile, and returns the one that stands: the new one if it was measured in quiet, else that of lower
+    costs, since other work only makes forwards slower. Written whole or not at all: other processes may read and write
+    the same file. Failures are logged.
+
+    Args:
+        is_asked (`bool`): Somebody asked for the measurement, so that it does not count among those taken unasked.
+    """
+    kept, stands = read_profile(model), measured
+    if measured.is_provisional:
+        if kept is not None and _level(kept) < _level(measured):
+            stands = kept
+        logger.info(
+            f"The machine was busy while {type(model).__name__} was measured: "
+            + ("the earlier profile stands." if stands is kept else "the profile is provisional.")
+        )
+    _write(model, {"cost": stands.as_dict(), "times": _times(model) + (not is_asked)})
+    return stands
+
+
+def _level(cost: CostModel) -> float:
+    """Mean log seconds of the smaller forwards that are measured."""
+    items = [item for item in DESIGN if item.batched <= _COMPARED]
+    sizes = np.array([(item.rows * item.context, item.batched, item.width) for item in items], np.float64).T
+    return float(np.log(cost.profiled(*sizes)).mean())
+
+
+def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
+    """
+    Marks the model's profile as provisional if steps have shown that it is wrong; this process knows better by now. At
+    most once in a process, and not forever: what always differs is not the profile's fault. Costs that are no profile
+    of the model's are none of its business.
+    """
+    if not cost.is_wrong or cost.is_provisional:
+        return
+    with _lock:
+        if _judged.get(model) is cost or _models.get(model, {}).get(_setting_of(model)) is not cost:
+            return
+        _judged[model] = cost
+        path = profile_path(model)  # milliseconds, and calls end here again and again
+        if path in _doubted:
+            return
+        _doubted.add(path)
+        # Still locked: another thread that measures the model anew must not find its profile overwritten. Another
+        # process may have done so.
+        if read_profile(model) != cost or (times := _times(model)) >= _MOST_TIMES:
+            return
+        _write(model, {"cost": replace(cost, is_provisional=True).as_dict(), "times": times})
+    logger.warning(
+        f"Steps of {type(model).__name__} take other times than its profile says, some sizes more so than others: it "
+        "will be measured anew when a process finds the machine quiet."
+    )
+
+
+def _times(model: PreTrainedModel) -> int:
+    """How often the model was measured for its profile without being asked to."""
+    known = _read(model).get("times")
+    return known if isinstance(known, int) else 0
+
+
+def _write(model: PreTrainedModel, content: dict[str, Any]) -> None:
+    path = profile_path(model)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(json.dumps({"key": _key(model)} | content, indent=2).encode())
+    except OSError as error:
+        logger.warning_once(f"The profile of the model's speed is not kept: {error}")

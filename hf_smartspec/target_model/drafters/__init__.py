@@ -1,0 +1,1 @@
+"""Forwards of drafters that use the target's layers, hidden states or cache."""

@@ -1,0 +1,198 @@
+"""Hidden states of a target, taken out of its forwards by hooks that are there only while somebody asks."""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ...device import to_device
+from ..layout.rows import CacheRow, RowInput
+
+_LISTS = ("layers", "h", "block", "blocks")  # what decoders call their layers
+
+
+class Piece(NamedTuple):
+    """What a row brought to one call of the model: all of it, or a piece of a long feed."""
+
+    states: dict[int, torch.Tensor]  # of all that this call ran, [N, hidden_size] by layer
+    lines: np.ndarray  # the row's own among them, fed tokens before nodes
+    num_fed: int
+
+
+@dataclass(eq=False)
+class FedStates:
+    """Where the hidden states of one row's feed and draft lie, until it is known which of the nodes count."""
+
+    start: int  # position in the text of the first
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def num_fed(self) -> int:
+        return sum(piece.num_fed for piece in self.pieces)
+
+    def lines(self, path: Sequence[int], most: int) -> list[np.ndarray]:
+        """The lines of the committed tokens in each piece: of the feed, then of the accepted nodes, `most` in all."""
+        found = [piece.lines[: piece.num_fed] for piece in self.pieces]
+        last = self.pieces[-1]
+        found[-1] = np.concatenate([found[-1], last.lines[last.num_fed :][list(path)]])
+        ends = np.cumsum([len(lines) for lines in found])
+        return [lines[: max(most - (end - len(lines)), 0)] for lines, end in zip(found, ends.tolist())]
+
+
+def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[int, torch.Tensor]]:
+    """
+    The hidden states of the committed tokens of some rows, as tensors of their own: one selection for each layer and
+    call of the model, for all rows together.
+
+    Args:
+        rows (sequence): Of each row what it brought, the accepted nodes of its draft, and how many tokens count.
+
+    Returns:
+        list of `dict` of `int` to `torch.Tensor` of shape `[m, hidden_size]`: By layer.
+    """
+    calls: dict[int, tuple[dict[int, torch.Tensor], list[np.ndarray]]] = {}
+    wanted = [list(zip(fed.pieces, fed.lines(path, most))) for fed, path, most in rows]
+    for row in wanted:
+        for piece, lines in row:
+            calls.setdefault(id(piece.states), (piece.states, []))[1].append(lines)
+    parts = {key: _split(states, lines) for key, (states, lines) in calls.items()}
+    return [_joined([next(parts[id(piece.states)]) for piece, _ in row]) for row in wanted]
+
+
+def _split(states: dict[int, torch.Tensor], lines: Sequence[np.ndarray]) -> Iterator[dict[int, torch.Tensor]]:
+    index = np.concatenate(lines)
+    sizes = [len(item) for item in lines]
+    sent = {device: to_device(index, device) for device in {item.device for item in states.values()}}  # one, mostly
+    chosen = {layer: item[sent[item.device]].split(sizes) for layer, item in states.items()}
+    for number in range(len(sizes)):
+        yield {layer: items[number] for layer, items in chosen.items()}
+
+
+def _joined(pieces: Sequence[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    if len(pieces) == 1:
+        return pieces[0]
+    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
+
+
+class HiddenStateTaps:
+    """
+    Takes hidden states of chosen layers out of the forwards of a model.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.layers: frozenset[int] = frozenset()  # that are taken now
+        self._states: dict[int, torch.Tensor] = {}  # of the latest call of the model
+        self._fed: dict[CacheRow, FedStates] = {}
+
+    def check(self, layers: Collection[int]) -> None:
+        """
+        Args:
+            layers (collection of `int`): See `TreeCandidateGenerator.hidden_layers`.
+
+        Raises:
+            ValueError: if the model has no such layers, or none that are known to be its decoder's.
+        """
+        num = len(self._decoder()[1])
+        wrong = [layer for layer in layers if not -1 <= layer <= num]
+        if wrong:
+            raise ValueError(
+                f"{type(self.model).__name__} has hidden states behind 0 to {num} layers, and -1 behind its norm; "
+                f"not {wrong}"
+            )
+
+    def _decoder(self) -> tuple[torch.nn.Module, torch.nn.ModuleList]:
+        """The decoder, as the model names it, or else its body, with the list of its layers."""
+        for decoder in (self.model.get_decoder(), self.model.base_model, *self.model.children()):
+            for name in _LISTS:
+                layers = getattr(decoder, name, None)
+                if isinstance(layers, torch.nn.ModuleList):
+                    return decoder, layers
+        raise ValueError(f"{type(self.model).__name__} has no decoder with layers under a known name {list(_LISTS)}")
+
+    @contextmanager
+    def taking(self, layers: Collection[int]) -> Iterator[Mapping[CacheRow, FedStates]]:
+        """
+        What is run within leaves its hidden states: of every row that was fed, unless a layer's were not to be had.
+        The model's own forward leaves them only where it runs within `installed()` too; one that is written out hands
+        them to `keep`. Without `layers`, nothing is done at all.
+        """
+        self.layers, self._states, self._fed = frozenset(layers), {}, {}
+        try:
+            yield self._fed
+        finally:
+            self.layers, self._states, self._fed = frozenset(), {}, {}
+
+    @property
+    def is_taking(self) -> bool:
+        return bool(self.layers)
+
+    def keep(self, layer: int, states: torch.Tensor) -> None:
+        """Takes a layer's hidden states `[N, hidden_size]` from whoever runs the model without its modules."""
+        if layer in self.layers:
+            self._states[layer] = states
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the context, the model's own forward leaves its hidden states here."""
+        handles = self._install() if self.layers else []
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _install(self) -> list[RemovableHandle]:
+        decoder, layers = self._decoder()
+        thread = threading.get_ident()  # the model may serve other threads meanwhile
+
+        def keep(layer: int, states: Any) -> None:
+            if threading.get_ident() == thread and isinstance(states, torch.Tensor) and states.dim() == 3:
+                self._states[layer] = states[0]
+
+        return [self._hook(layer, keep, decoder, layers) for layer in self.layers]
+
+    @staticmethod
+    def _hook(
+        layer: int, keep: Callable[[int, Any], None], decoder: torch.nn.Module, layers: torch.nn.ModuleList
+    ) -> RemovableHandle:
+        if layer == -1:
+            return decoder.register_forward_hook(lambda module, args, output: keep(layer, _first(output)))
+        if layer == len(layers):
+            return layers[-1].register_forward_hook(lambda module, args, output: keep(layer, _first(output)))
+        return layers[layer].register_forward_pre_hook(  # other threads may see it half registered: without `kwargs`
+            lambda module, args, kwargs={}: keep(layer, args[0] if args else kwargs.get("hidden_states")),
+            with_kwargs=True,
+        )
+
+    def note(self, items: Sequence[RowInput], lines: np.ndarray | None = None) -> None:
+        """
+        Says what the latest call of the model ran, before rows count it as theirs: these rows' tokens one after the
+        other, or, of a single row, what stands in these lines.
+        """
+        if not self.layers:
+            return
+        states, self._states = self._states, {}
+        num_lines = sum(item.num_tokens for item in items) if lines is None else int(lines[-1]) + 1
+        if set(states) != self.layers or any(len(item) < num_lines for item in states.values()):
+            return
+        lines = np.arange(num_lines) if lines is None else lines
+        for item in items:
+            own, lines = lines[: item.num_tokens], lines[item.num_tokens :]
+            fed = self._fed.setdefault(item.row, FedStates(item.row.length))
+            fed.pieces.append(Piece(states, own, len(item.feed)))
+
+
+def _first(output: Any) -> Any:
+    """The hidden states of a module's output: its first item, or that itself, whatever it is."""
+    return output[0] if isinstance(output, tuple | list | ModelOutput) and len(output) else output

@@ -1,0 +1,137 @@
+"""One forward of a causal language model for all rows: tokens packed as one sequence."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...sampling.top import Top, argmax, best_of
+from ..attention.tree_attention import attention_configs, tree_attention_step
+from ..compat import cache_name
+from ..graphs import recordings_for
+from ..graphs.padding import MOST_TOKENS, ROUNDING, pad
+from ..layout.rows import RowInput
+from ..layout.shared_prefix import may_share
+from ..layout.step_layout import StepLayout
+from .hidden_states import HiddenStateTaps
+from .ragged import ForwardSeries, PlannedForward, RaggedForward
+from .rotary import LengthwiseRotary, seen_lengths
+
+if TYPE_CHECKING:
+    from ..written.decoder import WrittenDecoder
+
+
+class PackedForward(RaggedForward):
+    """
+    Runs a causal language model over ragged rows, draft trees included, at the cost of exactly their tokens.
+
+    Args:
+        model (`PreTrainedModel`): A model that follows transformers' attention interface.
+        num_rows, capacity (`int`): Rows and tokens per row to make room for; both grow on demand.
+        prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row, which bounds the memory of
+            attention masks and activations.
+        choose (`Callable`, *optional*): Says before every forward which written-out decoder computes it; the model's
+            own forward, where it gives None. The model's own forward always, where not given.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_rows: int = 1,
+        capacity: int = 256,
+        prefill_chunk: int = 512,
+        choose: "Callable[[], WrittenDecoder | None] | None" = None,
+    ):
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(config, model.device, model.dtype, num_rows, capacity, prefill_chunk)
+        self.model, self._choose = model, choose
+        self.trees = True
+        self.taps = HiddenStateTaps(model)
+        self._configs = attention_configs(model)
+        self.rotary = LengthwiseRotary(model)
+        is_own = choose is None or bool(self.rotary)  # whose lengths the host sees to
+        self.recordings = None if is_own else recordings_for(self.device)
+        self._cache_name = cache_name(model.forward)
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """
+        Whether rows may share their beginnings. On GPUs they do not: forwards are recorded and attend in other ways.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        return self.device.type == "cpu" and not self.rotary and may_share(config)
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        return argmax(logits)
+
+    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None:
+        return best_of(logits, count, num_lines, with_argmax)
+
+    def plan(self, inputs: list[RowInput]) -> PlannedForward:
+        may_be_recorded = self.recordings is not None and self.recordings.may_serve
+        is_padded = may_be_recorded and sum([item.num_tokens for item in inputs]) <= MOST_TOKENS
+        rows, layout = self._laid_out(inputs, ROUNDING if is_padded else None)
+        planned = self._planned(rows, layout)
+        if self.rotary:
+            planned.seen_lengths = seen_lengths(rows, layout.positions[0].numpy())
+        if is_padded:
+            pad(layout)
+        return planned
+
+    def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
+        if self.recordings is not None and self._choose is not None and not self.taps.is_taking:
+            decoder = self._choose()
+            if decoder is not None:
+                return self.recordings.run_series(decoder, series, self.cache, self.run)
+        return super().run_series(series)
+
+    def run(self, planned: PlannedForward) -> torch.Tensor:
+        logits = super().run(planned)
+        self.taps.note(planned.rows)
+        return logits
+
+    def _run(self, planned: PlannedForward) -> torch.Tensor:
+        layout = planned.layout
+        decoder = None if self._choose is None else self._choose()
+        if decoder is None and self.recordings is not None:
+            self.recordings.may_serve = False
+        if decoder is not None:
+            return self._run_written(decoder, planned)
+        with tree_attention_step(self._configs, layout), self._lengths_step(planned), self.taps.installed():
+            return self._compute(layout)
+
+    def _compute(self, layout: StepLayout) -> torch.Tensor:
+        """The model's own forward."""
+        kwargs: dict[str, Any] = {self._cache_name: self.cache}
+        if self._selects_logits:
+            kwargs["logits_to_keep"] = 0 if layout.kept is None else layout.kept
+        # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
+        output = self.model(
+            input_ids=layout.tokens,
+            position_ids=layout.positions,
+            attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
+            use_cache=True,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = output.logits[0]
+        return logits if layout.kept is None or self._selects_logits else logits[layout.kept]
+
+    def _run_written(self, decoder: "WrittenDecoder", planned: PlannedForward) -> torch.Tensor:
+        layout, keep = planned.layout, self.taps.keep if self.taps.is_taking else None
+        if self.recordings is not None:
+            return self.recordings(decoder, layout, self.cache, self.taps.layers, keep)
+        with self._lengths_step(planned):
+            return decoder(layout, self.cache, keep)
+
+    def _lengths_step(self, planned: PlannedForward) -> AbstractContextManager[None]:
+        return nullcontext() if planned.seen_lengths is None else self.rotary.step(planned.seen_lengths)

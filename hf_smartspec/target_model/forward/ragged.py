@@ -1,0 +1,241 @@
+"""What forwards of ragged rows have in common: rows, layouts, and long feeds in pieces."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from ...cpu.attention import has_attention
+from ...device import Wire, fetch_together
+from ..attention.varlen import serves, spans_of
+from ..cache.slot_cache import SlotCache
+from ..compat import shared_value
+from ..layout.row_groups import arrange, call_columns, head_size, padded_context
+from ..layout.rows import CacheRow, RowInput
+from ..layout.shared_prefix import find_leads, leads_of
+from ..layout.step_layout import Rounding, StepLayout, build_layout, send
+
+_LEAST_CHUNK = 16  # tokens of a piece of a long prompt, unless less is asked for
+_MASK_SIZE = 2**26  # entries of the attention mask of a piece of a long prompt
+
+
+@dataclass(eq=False)
+class PlannedForward:
+    """
+    A packed forward before it is run.
+
+    Args:
+        rows (list of `RowInput`): In the order of their tokens.
+        layout (`StepLayout`): Of these tokens.
+        first_lines (dict): The first line of every row in the logits.
+        num_lines (`int`): M, of the logits.
+        seen_lengths (`np.ndarray` of shape `[N]`, *optional*): Of the text, for every token, where the model's rotary
+            embeddings depend on it.
+        features (`torch.Tensor` of shape `[N, D]`, *optional*): What the tokens bring beside their ids.
+        hidden (`torch.Tensor` of shape `[M, D]`, *optional*): What a forward whose tokens bring features leaves behind:
+            those that belong to the logits, and that further nodes bring.
+    """
+
+    rows: list[RowInput]
+    layout: StepLayout
+    first_lines: dict[CacheRow, int]
+    num_lines: int
+    seen_lengths: np.ndarray | None = None
+    features: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def settle(self) -> None:
+        """The rows hold their feed as committed."""
+        for item in self.rows:
+            item.row.length += len(item.feed)
+            item.row.num_nodes = len(item.tree.tokens)
+
+
+@dataclass(eq=False)
+class ForwardSeries:
+    """
+    Forwards in a row, and what is done in between: nobody looks at the device before all have been launched.
+
+    Args:
+        planned (list of `PlannedForward`): In their order; laid out, and sent.
+        tensors (list of `torch.Tensor`): What is read beside them, of the device.
+        function (`Callable`): From both, and from what runs one forward, makes the tensors that are to be known: of
+            float32, or integers below 2**31. It may change the layouts.
+        what (`Callable`): All else that decides what the function does; None where that cannot be told.
+    """
+
+    planned: list[PlannedForward]
+    tensors: list[torch.Tensor]
+    function: Callable[
+        [list[PlannedForward], list[torch.Tensor], Callable[[PlannedForward], torch.Tensor]], list[torch.Tensor]
+    ]
+    what: Callable[[], Hashable]
+
+    def run(self, run: Callable[[PlannedForward], torch.Tensor]) -> list[torch.Tensor]:
+        return self.function(self.planned, self.tensors, run)
+
+
+class RaggedForward(ABC):
+    """
+    A forward over ragged rows, draft trees included, at the cost of exactly their tokens. Keys and values lie in a
+    `SlotCache`. Subclasses say what is computed (`_run`).
+
+    Args:
+        config (`PreTrainedConfig`): Of the decoder: its heads, and their size.
+        device (`torch.device`), dtype (`torch.dtype`): Of what attends.
+        num_rows, capacity (`int`): Rows and tokens per row to make room for; both grow on demand.
+        prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_rows: int = 1,
+        capacity: int = 256,
+        prefill_chunk: int = 512,
+    ):
+        self.cache = SlotCache(num_rows, capacity)
+        self.hidden: torch.Tensor | None = None  # that the latest forward has left
+        self.wire = Wire()
+        self.prefill_chunk = prefill_chunk
+        heads = shared_value(config, "num_attention_heads") or 1
+        self._groups = max(heads // (shared_value(config, "num_key_value_heads") or heads), 1)
+        self._call = call_columns(config, device.type)
+        is_capped = shared_value(config, "attn_logit_softcapping") is not None  # which flash attention does not know
+        self._takes_spans = serves(device, dtype, head_size(config)) and not is_capped
+        self._may_be_thin = device.type == "cpu" and not head_size(config) % 16 and not is_capped
+        self._dtype = dtype
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where tokens go first."""
+
+    @abstractmethod
+    def _run(self, planned: PlannedForward) -> torch.Tensor:
+        """The logits `[M, vocab_size]` of a forward whose layout is where the model is, and is the cache's."""
+
+    def add(self, num_tokens: int | None = None) -> CacheRow:
+        """A new row, with room for so many tokens; it grows on demand."""
+        return self.cache.add(num_tokens)
+
+    def remove(self, row: CacheRow) -> None:
+        self.cache.remove(row)
+
+    def compact(self, rows: Sequence[CacheRow]) -> None:
+        self.cache.compact(rows)
+
+    def cut(self, row: CacheRow, length: int) -> None:
+        """Takes a row back to its first `length` tokens, what it shares with others among them."""
+        assert length >= row.shared, "what is shared lies in another row"
+        row.length, row.num_nodes = length, 0
+
+    def padded_context(self, rows: Sequence[CacheRow]) -> int:
+        """The columns that attention reads in a step of one token a row; see `row_groups.padded_context`."""
+        if self._takes_spans or self._is_thin:  # which read each row's own, in one call
+            find_leads(rows)
+            return sum([row.own for row in rows]) + sum([length for _, length in leads_of(rows)])
+        return padded_context(rows, self._call)
+
+    @property
+    def _is_thin(self) -> bool:
+        """Whether compiled attention reads rows that have few tokens."""
+        return self._may_be_thin and has_attention(self._dtype)
+
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        self.cache.commit(rows, paths)
+
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+        """
+        Feeds every row its committed tokens and draft nodes; the rows then hold their feed as committed.
+
+        Returns:
+            Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
+            them: the line of its last fed token (if it fed any), then one line per new node.
+        """
+        planned = self.plan(self.run_long_feeds(list(inputs)))
+        send([planned.layout], self.device, self.wire)
+        logits = self.run(planned)
+        planned.settle()
+        self.hidden = planned.hidden
+        return logits, [planned.first_lines[item.row] for item in inputs]
+
+    def plan(self, inputs: list[RowInput]) -> PlannedForward:
+        """Lays out a forward, on the host. Rows that have too little room for it move."""
+        return self._planned(*self._laid_out(inputs))
+
+    def _laid_out(self, inputs: list[RowInput], rounding: Rounding | None = None) -> tuple[list[RowInput], StepLayout]:
+        """The rows in the order of their tokens, and where these stand."""
+        needs = [item.row.length + len(item.feed) + len(item.tree.tokens) for item in inputs]
+        self.cache.reserve([item.row for item in inputs], needs)
+        find_leads([item.row for item in inputs])
+        groups = arrange(inputs, self._call)
+        layout = build_layout(groups, rounding)
+        if self._takes_spans:
+            layout.spans = spans_of(layout)
+        return [item for group in groups for item in group], layout
+
+    def _planned(self, rows: list[RowInput], layout: StepLayout) -> PlannedForward:
+        first_lines, kept, num_lines = _kept(rows)
+        layout.kept = None if kept is None else torch.tensor(kept)
+        return PlannedForward(rows, layout, first_lines, num_lines)
+
+    def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
+        """Runs all but the last piece of long feeds; returns what is left."""
+        if max([len(item.feed) for item in inputs]) <= min(self.prefill_chunk, _LEAST_CHUNK):
+            return inputs
+        chunk = self._chunk(inputs)
+        while any([len(item.feed) > chunk for item in inputs]):
+            long = [item for item in inputs if len(item.feed) > chunk]
+            pieces = {id(item): item.split(chunk) for item in long}
+            planned = self.plan([pieces[id(item)][0] for item in long])
+            planned.layout.kept = torch.zeros(1, dtype=torch.long)  # logits of one token, since there must be some
+            send([planned.layout], self.device, self.wire)
+            self.run(planned)
+            planned.settle()
+            inputs = [pieces[id(item)][1] if id(item) in pieces else item for item in inputs]
+        return inputs
+
+    def _chunk(self, inputs: list[RowInput]) -> int:
+        """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
+        find_leads([item.row for item in inputs])
+        sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
+        for item in inputs:
+            size = sizes.setdefault(item.row.origin, [0, 0])
+            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.own + len(item.feed))
+        columns = sum([rows * longest for rows, longest in sizes.values()])
+        return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
+
+    def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
+        """What a series finds, with one wait for the device."""
+        return fetch_together(series.run(self.run))
+
+    def run(self, planned: PlannedForward) -> torch.Tensor:
+        """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""
+        self.cache.layout = planned.layout
+        logits = self._run(planned)
+        return logits[: planned.num_lines] if planned.layout.is_padded else logits
+
+
+def _kept(rows: Sequence[RowInput]) -> tuple[dict[CacheRow, int], list[int] | None, int]:
+    """
+    The first line of every row in the logits, and the tokens whose logits these are: the last that a row is fed, and
+    its nodes, None if these are all, and how many there are.
+    """
+    first_lines: dict[CacheRow, int] = {}
+    kept: list[int] = []
+    keeps_all = all([len(item.feed) < 2 for item in rows])
+    end = num_kept = 0
+    for item in rows:
+        num_lines = item.num_nodes + bool(len(item.feed))
+        first_lines[item.row] = num_kept
+        num_kept += num_lines
+        end += item.num_tokens
+        if not keeps_all:
+            kept += range(end - num_lines, end)
+    return first_lines, None if keeps_all else kept, num_kept

@@ -1,0 +1,136 @@
+"""Models whose weights several processes hold together (tensor parallelism, by transformers' `tp_plan`)."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ...drafts.tree import DraftTree
+
+_FOREVER = timedelta(days=365)  # an engine may rest for long
+_FAILED = -1
+
+_known: WeakKeyDictionary[PreTrainedModel, "Ranks"] = WeakKeyDictionary()
+
+
+class RankFailedError(RuntimeError):
+    """The process that decides for all others has failed."""
+
+
+class Ranks:
+    """
+    The processes that hold a model. Each runs the same calls; what could differ from one to the next (times, what was
+    remembered, random numbers, the moment at which requests arrive) is decided by the first and told to the others,
+    for a forward that does not run on all of them at once never ends.
+
+    Args:
+        members (sequence of `int`): Their ranks in the world; the first leads.
+
+    What is told goes over the CPU, in a group of its own: no device waits for it.
+    """
+
+    def __init__(self, members: Sequence[int]):
+        self._first = members[0]
+        self._group = dist.new_group(list(members), backend="gloo", timeout=_FOREVER, use_local_synchronization=True)
+        self.leads = dist.get_rank() == self._first
+
+    def told(self, value: Any) -> Any:
+        """The first one's `value`, which can be pickled."""
+        box = [value if self.leads else None]
+        dist.broadcast_object_list(box, src=self._first, group=self._group)
+        return box[0]
+
+    def clock(self) -> float:
+        """The first one's seconds."""
+        seconds = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        dist.broadcast(seconds, self._first, group=self._group)
+        return float(seconds)
+
+    def trees(
+        self, make: Callable[[], tuple[list[DraftTree], list[DraftTree]]], num_rows: int
+    ) -> tuple[list[DraftTree], list[DraftTree]]:
+        """
+        What was proposed in one step, which only the first knows, and what of it is verified, one tree for each row.
+
+        Raises:
+            RankFailedError: if the first could not make it.
+        """
+        if not self.leads:
+            return [], self._received(num_rows)
+        try:
+            proposed, selected = make()
+        except BaseException:
+            self._send(torch.full((num_rows + 1,), _FAILED))
+            raise
+        lengths = [len(tree) for tree in selected]
+        self._send(torch.tensor([*lengths, 0]))
+        if any(lengths):
+            parts = [part for tree in selected for part in (tree.tokens, tree.parents)]
+            self._send(torch.from_numpy(np.concatenate(parts)))
+        return proposed, selected
+
+    def _received(self, num_rows: int) -> list[DraftTree]:
+        lengths = torch.empty(num_rows + 1, dtype=torch.int64)
+        self._send(lengths)
+        if int(lengths[-1]) == _FAILED:
+            raise RankFailedError("The first of the processes that hold the model could not draft; its log says why.")
+        data = torch.empty(2 * int(lengths.sum()), dtype=torch.int64)
+        if len(data):
+            self._send(data)
+        trees, start = [], 0
+        for length in lengths[:-1].tolist():
+            tokens, parents = data.numpy()[start : start + 2 * length].reshape(2, length)
+            trees.append(DraftTree.of(tokens, parents, np.ones(length, np.float32)))
+            start += 2 * length
+        return trees
+
+    def _send(self, data: torch.Tensor) -> None:
+        dist.broadcast(data, self._first, group=self._group)
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether several processes hold the model together."""
+    return (getattr(model, "_tp_size", None) or 1) > 1 and dist.is_initialized()
+
+
+def ranks_of(model: PreTrainedModel) -> Ranks | None:
+    """
+    The processes that hold the model; None where this one holds all of it. Every one of them must ask, in the same
+    order for several models.
+    """
+    if not is_sharded(model):
+        return None
+    found = _known.get(model)
+    if found is None:
+        found = _known[model] = Ranks(_members(model))
+    return found
+
+
+def _members(model: PreTrainedModel) -> list[int]:
+    mesh: Any = model._device_mesh
+    if mesh.ndim > 1:
+        mesh = mesh["tp"]
+    return dist.get_process_group_ranks(mesh.get_group())
+
+
+def clock_of(model: PreTrainedModel) -> Callable[[], float]:
+    """Seconds that are the same for all who hold the model, where several do."""
+    ranks = ranks_of(model)
+    return time.perf_counter if ranks is None else ranks.clock
+
+
+def engine_ranks(model: PreTrainedModel) -> Ranks | None:
+    """As `ranks_of`, for a thread of its own, whose turns are not those of other calls."""
+    return Ranks(_members(model)) if is_sharded(model) else None
+
+
+def told_by_first(model: PreTrainedModel, find: Callable[[], Any]) -> Any:
+    """What `find` returns to the first of those who hold the model, for all of them."""
+    ranks = ranks_of(model)
+    return find() if ranks is None else ranks.told(find() if ranks.leads else None)

@@ -1,0 +1,227 @@
+"""Which forwards are recorded, and when their recordings serve."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...device import fetch_together
+from ...log import get_logger
+from ..cache.slot_cache import SlotCache
+from ..forward.ragged import ForwardSeries, PlannedForward
+from ..layout.step_layout import StepLayout
+from .callees import state_of
+from .kept import SIGHTINGS, KeptRecordings
+from .recorder import Recorder, can_record, recorder_of
+from .series import SeriesRecordings
+from .shapes import copied, has_few_shapes, inputs_of, shape_of
+
+if TYPE_CHECKING:
+    from ..written.decoder import WrittenDecoder
+
+logger = get_logger(__name__)
+
+_SWITCH = "HF_SMARTSPEC_GRAPHS"
+RUNS_UNTIL_RECORDED = SIGHTINGS + 1  # one more, with which the recording is compared
+_TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # of the largest logit
+
+
+def records(device: torch.device) -> bool:
+    """Whether forwards are recorded there: not if `HF_SMARTSPEC_GRAPHS=0` is set in the environment."""
+    return can_record(device) and os.environ.get(_SWITCH, "1") != "0"
+
+
+def recordings_for(device: torch.device) -> "ForwardRecordings | None":
+    """None where forwards are not recorded."""
+    return ForwardRecordings(recorder_of(device)) if records(device) else None
+
+
+@dataclass(eq=False)
+class _Recording:
+    """
+    One forward.
+
+    Args:
+        replay (`Callable`): Runs it anew.
+        inputs (list of `torch.Tensor`): What it reads of a layout (`inputs_of`), at its own addresses.
+        logits (`torch.Tensor` of shape `[M, vocab_size]`), states (dict of `torch.Tensor` of shape `[N, hidden_size]`):
+            Where its results lie, until any recording is run.
+        is_trusted (`bool`): Has given what the decoder gives.
+    """
+
+    replay: Callable[[], None]
+    inputs: list[torch.Tensor]
+    logits: torch.Tensor
+    states: Mapping[int, torch.Tensor]
+    is_trusted: bool = False
+
+    def run(self, layout: StepLayout) -> None:
+        torch._foreach_copy_(self.inputs, inputs_of(layout))
+        self.replay()
+
+    @torch.inference_mode()
+    def spoil(self) -> None:
+        """What lies where the results come is no result."""
+        for tensor in (self.logits, *self.states.values()):
+            tensor.fill_(torch.nan)
+
+
+class ForwardRecordings:
+    """
+    Runs a written-out decoder, from recordings where shapes come again: of the weights and of the memory that it had
+    then, at the same addresses. A recording is compared with the decoder once before it serves; where one is wrong, or
+    cannot be made, there are none.
+
+    Args:
+        recorder (`Recorder`): Of the device.
+
+    Attributes:
+        may_serve (`bool`): Whether layouts are to be padded: not behind a forward that could not be recorded whatever
+            its shape.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self.may_serve = True
+        self._recorder = recorder
+        self._kept = KeptRecordings[_Recording]()
+        self._series = SeriesRecordings(recorder)
+        self._decoder: WrittenDecoder | None = None
+        self._places: list[Any] = []
+        self._is_off = False
+
+    def __call__(
+        self,
+        decoder: "WrittenDecoder",
+        layout: StepLayout,
+        cache: SlotCache,
+        layers: Collection[int] = (),
+        keep: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """Arguments and logits as those of the decoder, but for `layers`: those whose hidden states are kept."""
+        shape = self._shape(decoder, layout, cache, layers)
+        recording = None if shape is None else self._kept.get(shape)
+        if recording is not None and recording.is_trusted:
+            recording.run(layout)
+            for layer, states in recording.states.items():
+                assert keep is not None, "somebody asked for them"
+                keep(layer, states.clone())
+            return recording.logits.clone()
+        if recording is not None:
+            return self._compared(recording, decoder, layout, cache, keep)
+        logits = decoder(layout, cache, keep)
+        if shape is not None and self._kept.is_due(shape) and self._recorder.has_room():
+            self._record(shape, decoder, layout, cache, layers)
+        return logits
+
+    def run_series(
+        self,
+        decoder: "WrittenDecoder",
+        series: ForwardSeries,
+        cache: SlotCache,
+        run: Callable[[PlannedForward], torch.Tensor],
+    ) -> list[np.ndarray]:
+        """What a series of the decoder's forwards finds, each of which `run` runs by itself."""
+        may_be_recorded = self._look(decoder, cache) and all([_is_one_of_few(item.layout) for item in series.planned])
+        what = series.what() if may_be_recorded else None
+        if what is None:
+            return fetch_together(series.run(run))
+        return self._series(what, decoder, series, cache, run)
+
+    def _shape(
+        self, decoder: "WrittenDecoder", layout: StepLayout, cache: SlotCache, layers: Collection[int]
+    ) -> tuple | None:
+        """What two forwards have in common that can be run by one recording; None for one that cannot be recorded."""
+        if not self._look(decoder, cache) or not _is_one_of_few(layout):
+            return None
+        return shape_of(layout), frozenset(layers)
+
+    def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
+        """Whether recordings can serve, as things are now. What was recorded as they were before is forgotten."""
+        called = [state_of(item.module) for item in (decoder.plan.embedding, decoder.plan.rotary)]
+        memory = cache.places()
+        if memory:  # there is none before the first forward
+            self._forget_others(decoder, [*called, *memory])
+        self.may_serve = not (self._is_off or decoder.plan.calls_modules or None in called)
+        return bool(memory) and self.may_serve
+
+    def _forget_others(self, decoder: "WrittenDecoder", places: list[Any]) -> None:
+        """What was recorded with other weights, or other memory, is of no use."""
+        if decoder is self._decoder and places == self._places:
+            return
+        self._is_off = self._is_off and decoder is self._decoder
+        self._decoder, self._places = decoder, places
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._series.forget()
+        self._recorder.forget()
+
+    def _record(
+        self,
+        shape: tuple,
+        decoder: "WrittenDecoder",
+        layout: StepLayout,
+        cache: SlotCache,
+        layers: Collection[int],
+    ) -> None:
+        own, states = copied(layout), dict[int, torch.Tensor]()
+
+        def keep(layer: int, x: torch.Tensor) -> None:
+            if layer in layers:
+                states[layer] = x
+
+        cache.layout = own
+        try:
+            replay, logits = self._recorder.record(lambda: decoder(own, cache, keep if layers else None))
+        except Exception as error:  # whatever a device cannot record, it can run
+            return self._give_up(f"cannot be recorded: {error!r}")
+        finally:
+            cache.layout = layout
+        return self._kept.add(shape, _Recording(replay, inputs_of(own), logits, states))
+
+    def _compared(
+        self,
+        recording: _Recording,
+        decoder: "WrittenDecoder",
+        layout: StepLayout,
+        cache: SlotCache,
+        keep: Callable[[int, torch.Tensor], None] | None,
+    ) -> torch.Tensor:
+        """The decoder's own logits; the recording is trusted if it gives the same."""
+        recording.spoil()
+        recording.run(layout)
+        found = [recording.logits.clone(), *(states.clone() for states in recording.states.values())]
+        own: dict[int, torch.Tensor] = {}
+
+        def keep_both(layer: int, x: torch.Tensor) -> None:
+            own[layer] = x
+            if keep is not None:
+                keep(layer, x)
+
+        logits = decoder(layout, cache, keep_both)
+        expected = [logits, *(own[layer] for layer in recording.states)]
+        recording.is_trusted = all([_agree(*pair) for pair in zip(found, expected)])
+        if not recording.is_trusted:
+            self._give_up("gives other results when recorded")
+        return logits
+
+    def _give_up(self, reason: str) -> None:
+        self._is_off, self.may_serve = True, False
+        self._forget()
+        logger.warning_once(f"Forwards are launched call by call: the decoder {reason}.")
+
+
+def _is_one_of_few(layout: StepLayout) -> bool:
+    return layout.is_padded and has_few_shapes(layout)
+
+
+def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = _TOLERANCE if expected.dtype == torch.float32 else _HALF_TOLERANCE
+    most = expected.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    differs = (found - expected).abs() > tolerance * most
+    differs |= found.isfinite() != expected.isfinite()
+    return not bool(differs.any())

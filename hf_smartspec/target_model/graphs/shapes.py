@@ -1,0 +1,76 @@
+"""What two layouts have in common that one recording serves, and what it reads of them."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from ..attention.varlen import all_are_right
+from ..layout.step_layout import StepLayout
+
+
+def has_few_shapes(layout: StepLayout) -> bool:
+    """One rectangle, or none at all."""
+    return len(layout.parts) == 1 or _needs_no_parts(layout)
+
+
+def _needs_no_parts(layout: StepLayout) -> bool:
+    spans = layout.spans
+    return spans is not None and not spans.has_trees and all_are_right(layout.tokens.device)
+
+
+_OF_PARTS = {"bases", "extents"}  # of spans
+# Of no account to the device, or looked at by themselves.
+_NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes"}
+
+
+def _owners(layout: StepLayout) -> list[tuple[Any, set[str]]]:
+    """What has tensors that a recording reads, with the names of those that it does not."""
+    if layout.spans is None:
+        return [(item, set()) for item in (layout, *layout.parts)]
+    if _needs_no_parts(layout):
+        return [(layout, set()), (layout.spans, _OF_PARTS)]
+    return [(item, set()) for item in (layout, layout.spans, *layout.parts)]
+
+
+def inputs_of(layout: StepLayout) -> list[torch.Tensor]:
+    tensors = [getattr(owner, name) for owner, ignored in _owners(layout) for name in owner.sent if name not in ignored]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def shape_of(layout: StepLayout) -> tuple:
+    """All but the numbers in tensors."""
+    values = [
+        getattr(owner, field.name)
+        for owner, ignored in _owners(layout)
+        for field in fields(owner)
+        if field.name not in _NO_SHAPE and field.name not in ignored
+    ]
+    return tuple(map(_value, values))
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, slice):
+        return value.start, value.stop
+    return tuple(value) if isinstance(value, list) else value
+
+
+def copied(layout: StepLayout) -> StepLayout:
+    """The layout with tensors of its own, and nothing that a recording must not read."""
+
+    @torch.inference_mode(False)  # others write to them outside
+    def own_of(owner: Any, ignored: set[str]) -> Any:
+        tensors = {name: getattr(owner, name) for name in owner.sent}
+        own = {name: item.clone() for name, item in tensors.items() if item is not None and name not in ignored}
+        return replace(owner, **dict.fromkeys(tensors) | own)
+
+    owners = {id(owner): own_of(owner, ignored) for owner, ignored in _owners(layout)}
+    result: StepLayout = owners[id(layout)]
+    result.spans = owners.get(id(layout.spans))
+    result.parts = [owners[id(part)] for part in layout.parts if id(part) in owners]
+    result.seen = {}
+    for part in result.parts:
+        part._masks = {}
+    return result

@@ -1,0 +1,65 @@
+"""Where the nodes of draft trees stand in a padded batch, and what they see of one another."""
+
+from ....jit import compiled
+
+
+@compiled
+def depths_of(sizes, parents, firsts, depths):
+    """
+    Gives every node of trees that lie end to end (`sizes` int64 `[trees]`; `parents` int64 `[nodes]`, as each tree
+    numbers its own) its depth. Returns how many nodes all those see, themselves among them, that are not below their
+    tree's entry of `firsts` (int64 `[trees]`); -1 if some parent does not stand before its child.
+    """
+    start = num = 0
+    for tree in range(len(sizes)):
+        for node in range(sizes[tree]):
+            parent = parents[start + node]
+            if parent >= node:
+                return -1
+            depths[start + node] = 1 if parent < 0 else depths[start + parent] + 1
+            if node >= firsts[tree]:
+                num += depths[start + node]
+        start += sizes[tree]
+    return num
+
+
+@compiled
+def lay_out(
+    sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes, seen, ancestors
+):
+    """
+    See `PaddedPart`, of shape `[R, width, num_columns]`.
+
+    Args:
+        places (int64 `[trees, 4]`): Of every tree: its row, the column of its first node, and where this is among the
+            part's tokens and among its row's.
+        positions, limits (int64 `[tokens]`): Of the part's tokens; those of nodes are corrected.
+        pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Get `tree_pairs` and `nodes`. Of pairs, the nodes themselves
+            are the first, in their order, then their parents, and so on.
+        seen (int64 `[2, tokens]`): Of nodes, gets `PaddedPart.seen_nodes`.
+        ancestors (int64 `[nodes]`): Is overwritten.
+    """
+    start = num = deepest = 0
+    for tree in range(len(sizes)):
+        row, base, token, _ = places[tree]
+        for node in range(sizes[tree]):
+            position = base - 1 + depths[start + node]
+            nodes[0, start + node], nodes[1, start + node] = row * num_columns + base + node, position
+            if node >= firsts[tree]:
+                positions[token + node], limits[token + node] = position, base
+                seen[0, token + node], seen[1, token + node] = base, 0
+                ancestors[start + node] = node
+                deepest = max(deepest, depths[start + node])
+        start += sizes[tree]
+    for _ in range(deepest):
+        start = 0
+        for tree in range(len(sizes)):
+            row, base, token, query = places[tree]
+            for node in range(firsts[tree], sizes[tree]):
+                ancestor = ancestors[start + node]
+                if ancestor >= 0:
+                    pairs[num] = (row * width + query + node) * num_columns + base + ancestor
+                    num += 1
+                    seen[1, token + node] |= 1 << min(ancestor, 63)
+                    ancestors[start + node] = parents[start + ancestor]
+            start += sizes[tree]

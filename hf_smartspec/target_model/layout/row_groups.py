@@ -1,0 +1,119 @@
+"""Which neighbouring rows attention sees together: what padding costs against what one more call costs."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from ..compat import shared_value
+from .kernels.groups import cheapest_split
+from .shared_prefix import find_leads, leads_of
+
+if TYPE_CHECKING:
+    from .rows import CacheRow, RowInput
+
+# What one more call of attention costs, in elements of keys and values that it could have read meanwhile. Measured on
+# CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.
+_CALL_ON_CPU, _CALL_ELSEWHERE = 2**17, 2**25
+_QUERY = 0.1  # of what a row's first token costs, each further one, measured likewise
+
+_line = attrgetter("line")
+_line_of_row = attrgetter("row.line")
+
+TYPICAL_CALL = 170  # columns of a row, for 6 key/value heads of 64 dimensions on a CPU
+
+
+def call_columns(config: PreTrainedConfig, device_type: str) -> int:
+    """What one more call of attention costs, in columns of a row, for a decoder's config."""
+    kv_heads = shared_value(config, "num_key_value_heads") or shared_value(config, "num_attention_heads") or 1
+    return (_CALL_ON_CPU if device_type == "cpu" else _CALL_ELSEWHERE) // (2 * kv_heads * head_size(config))
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Dimensions of a head, for a decoder's config."""
+    heads = shared_value(config, "num_attention_heads") or 1
+    return shared_value(config, "head_dim") or max(config.hidden_size // heads, 1)
+
+
+def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
+    """The rows of each part, in ascending order of their lines; `call` is what one more part costs (`call_columns`)."""
+    if len(rows) == 1:
+        return [list(rows)]
+    rows = sorted(rows, key=_line_of_row)
+    columns = [item.row.own + item.first_node + item.num_tokens for item in rows]
+    runs = runs_of([item.row for item in rows], columns, [item.num_tokens for item in rows], call)
+    return [rows[run] for run in runs]
+
+
+def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
+    """
+    N_context of a step in which each row brings one token: the committed tokens that its parts read, padding included,
+    and `call` for every part but the first. What several rows share is read once, by a call of its own.
+    """
+    if not rows:
+        return 0
+    if len(rows) == 1 and rows[0].base is None:
+        return rows[0].length
+    find_leads(rows)
+    rows = sorted(rows, key=_line)
+    lengths = [row.own for row in rows]
+    runs = runs_of(rows, [length + 1 for length in lengths], [1] * len(rows), call)
+    context = sum([(rows[run.stop - 1].slot - rows[run.start].slot + 1) * max(lengths[run]) for run in runs])
+    leads = leads_of(rows)
+    return context + sum(length for _, length in leads) + call * (len(runs) + len(leads) - 1)
+
+
+def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
+    """As `split`, for rows in the order of their lines: those of a slab that start alike by themselves."""
+    slots = [row.slot for row in rows]
+    if rows[0].origin == rows[-1].origin and not any([row.lead for row in rows]):
+        return split(slots, columns, widths, call)
+    origins, runs = [row.origin for row in rows], []
+    starts = [number for number in range(len(rows)) if not number or origins[number] != origins[number - 1]]
+    for start, end in zip(starts, [*starts[1:], len(rows)]):
+        own = split(slots[start:end], columns[start:end], widths[start:end], call)
+        runs += [slice(start + run.start, start + run.stop) for run in own]
+    return runs
+
+
+def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], call: int) -> list[slice]:
+    """
+    Cuts rows into runs of neighbours, so that attention costs least. A run reads as many columns of every slot, from
+    its first row's to its last's, as its longest row has, with as many queries as its widest row has:
+
+        cost = call + slots * columns * (1 + 0.1 * (width - 1))
+
+    The cheapest split is found, in time that grows with the rows and the length of runs.
+
+    Args:
+        slots, columns, widths (sequences of `int`): Of every row, at least one, in ascending order of slots.
+        call (`int`): See `call_columns`.
+
+    Returns:
+        list of `slice`: The rows of each run, in order.
+    """
+    if len(slots) == 1:
+        return [slice(0, 1)]
+    # A step asks twice, for what it will cost and for how it is run: with the same answer where nothing is drafted.
+    ends = _ends(tuple(slots), tuple(columns), tuple(widths), call)
+    return [slice(start, end) for start, end in zip((0, *ends), ends)]
+
+
+@lru_cache(maxsize=64)  # several slabs have splits of their own
+def _ends(slots: tuple[int, ...], columns: tuple[int, ...], widths: tuple[int, ...], call: int) -> tuple[int, ...]:
+    """Where the runs end, of at least two rows."""
+    num = len(slots)
+    rows = np.array((slots, columns, widths))
+    whole = (slots[-1] - slots[0] + 1) * max(columns) * (1 + _QUERY * (max(widths) - 1))
+    if whole - float((rows[1] * (1 + _QUERY * (rows[2] - 1))).sum()) <= call:
+        return (num,)  # without any padding, two calls would cost as much
+    best, firsts = np.empty(num + 1), np.empty(num, np.int64)
+    cheapest_split(*rows, call, _QUERY, best, firsts)
+    begins, ends, end = firsts.tolist(), [], num
+    while end:
+        ends.append(end)
+        end = begins[end - 1]
+    return tuple(ends[::-1])

@@ -1,0 +1,361 @@
+"""The layout of one packed forward: where every token of the step stands, and what it may attend to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ...device import Wire
+from .kernels.trees import depths_of, lay_out
+from .rows import RowInput
+from .shared_prefix import SharedPart, shared_parts
+from .spans import Spans
+
+
+class EncodedAttention(Protocol):
+    """Attention of a decoder's layers where an encoder's outputs are read too."""
+
+    def owners(self) -> list[Any]:
+        """List the objects whose tensors are sent with the layout."""
+
+    def attend(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Attend to the row's own tokens, or to its encoder's outputs, whichever the memory is."""
+
+
+@dataclass(eq=False)
+class StepLayout:
+    """
+    A packed forward of N tokens. It is laid out on the host, and then sent (`send`).
+
+    Token t of a row occupies column `row.own + t` from its start: of its slot, where nothing is shared.
+
+    Args:
+        tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
+        firsts, columns (`np.ndarray` of shape `[N]`): Where each token's row starts, and its column from there.
+        parts (list of `PaddedPart`): The rows as attention sees them, cut where padding would cost more than one more
+            call of attention: between short contexts and long ones, and around prompts beside rows that decode.
+        lines (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
+        kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
+        spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
+        is_padded (`bool`): Behind its tokens, the last one comes again and again (`graphs.padding`).
+        encoded (`EncodedAttention`, *optional*): Attends in place of tree attention, where there is an encoder.
+        shared (list of `SharedPart`): Beginnings that several rows see. Slots and columns are then those behind them.
+    """
+
+    sent: ClassVar = ("tokens", "positions", "lines", "kept")
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    firsts: np.ndarray
+    columns: np.ndarray
+    lines: torch.Tensor
+    parts: "list[PaddedPart]"
+    kept: torch.Tensor | None = None
+    spans: Spans | None = None
+    is_padded: bool = False
+    encoded: EncodedAttention | None = None
+    seen: dict = field(default_factory=dict)  # what compiled attention has found out
+    shared: list[SharedPart] = field(default_factory=list)
+
+    def owners(self) -> list[Any]:
+        """List the objects whose tensors, which their `sent` names, are sent to the device."""
+        owners: list[Any] = [self, *self.parts, *self.shared]
+        if self.spans is not None:
+            owners.append(self.spans)
+        return owners if self.encoded is None else owners + self.encoded.owners()
+
+
+@dataclass(eq=False)
+class PaddedPart:
+    """
+    R neighbouring slots of a slab, at most S tokens a row, K cache columns read. Fed tokens see all columns up to
+    their own; a tree node sees the committed columns and its ancestors.
+
+    Args:
+        tokens (`slice`): The rows' tokens in the packed sequence.
+        first_line, stride (`int`): Where the first slot begins, and the lines from one to the next.
+        num_rows, width, num_columns (`int`): R, S and K.
+        limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
+        tree_pairs (`torch.Tensor` of shape `[P]`): ... and what these numbers name in `[R, S, K]`: its ancestors.
+        query_positions (`torch.Tensor` of shape `[R, S]`, *optional*), nodes (`torch.Tensor` of shape `[2, nodes]`):
+            Positions, for sliding windows; of all nodes of trees behind the number of their column in `[R, K]`. None
+            where all drafts are chains, whose tokens stand in the column of their position.
+        gather (`torch.Tensor` of shape `[R * S]`, *optional*): Index of every padded query among the part's tokens;
+            None where these already are the padded batch.
+        scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
+        sees_all (`bool`): Whether every query sees every column, windows aside.
+        seen_nodes (`np.ndarray` of shape `[2, tokens]`, int64, *optional*): The column of each row's first node, and
+            bits of those that each token sees from there on; all of them (-1), where it is no node of a tree. None
+            where all drafts are chains, or some tree has more nodes than there are bits.
+    """
+
+    sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
+    tokens: slice
+    first_line: int
+    stride: int
+    num_rows: int
+    width: int
+    num_columns: int
+    limits: torch.Tensor
+    tree_pairs: torch.Tensor | None
+    query_positions: torch.Tensor | None
+    nodes: torch.Tensor | None
+    gather: torch.Tensor | None
+    scatter: torch.Tensor | None
+    sees_all: bool
+    seen_nodes: np.ndarray | None = None
+    _masks: dict = field(default_factory=dict)
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """What the part reads of a layer's keys or values `[lines, heads, head_dim]`: `[R, heads, K, head_dim]`."""
+        line, head, item = memory.stride()
+        shape = self.num_rows, memory.shape[1], self.num_columns, memory.shape[2]
+        return memory.as_strided(
+            shape, (self.stride * line, head, line, item), memory.storage_offset() + self.first_line * line
+        )
+
+    def mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """
+        The additive attention mask of shape `[R, 1, S * num_groups, K]`: 0 where a query may look, -inf elsewhere; None
+        where all may look everywhere. Built once per step for every distinct window, not once per layer.
+        """
+        if window is not None and window >= self.num_columns:
+            window = None
+        if window is None and self.sees_all:
+            return None
+        key = (window, num_groups, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(window, num_groups, dtype)
+        return self._masks[key]
+
+    def distances(self) -> torch.Tensor:
+        """By how many positions every column's token stands before each query, `[R, S, K]`; 0 for those behind it."""
+        columns = torch.arange(self.num_columns, device=self.limits.device)
+        if self.nodes is None or self.query_positions is None:
+            return (self.limits[:, :, None] - 1 - columns).clamp(min=0)
+        return (self.query_positions[:, :, None] - self._column_positions(columns)[:, None, :]).clamp(min=0)
+
+    def _column_positions(self, columns: torch.Tensor) -> torch.Tensor:
+        """Of the tokens in all columns, `[R, K]`, where there are trees."""
+        assert self.nodes is not None, "chains' tokens stand in the column of their position"
+        positions = columns.repeat(self.num_rows, 1)
+        positions.view(-1)[self.nodes[0]] = self.nodes[1]
+        return positions
+
+    def _build_mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
+        columns = torch.arange(self.num_columns, device=self.limits.device)
+        visible = columns < self.limits[:, :, None]
+        if self.tree_pairs is not None:
+            visible.view(-1).index_fill_(0, self.tree_pairs, True)  # `[...] = True` would wait for a GPU
+        if window is not None:
+            if self.nodes is None or self.query_positions is None:
+                visible &= columns >= self.limits[:, :, None] - window
+            else:
+                positions = self._column_positions(columns)
+                visible &= positions[:, None, :] > self.query_positions[:, :, None] - window
+        if num_groups > 1:
+            visible = visible.repeat_interleave(num_groups, dim=1)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, -torch.inf)[:, None]
+
+
+_NUM_BITS = 64  # of what says which nodes a token sees
+_FEW_DRAFTS = 4  # up to here, drafts are looked at faster one by one
+
+
+class _Tokens(NamedTuple):
+    """The tokens of some rows end to end, `[N]` int64 each."""
+
+    firsts: np.ndarray  # lines of their slots
+    query: np.ndarray  # index within the row
+    columns: np.ndarray
+    positions: np.ndarray  # the same array as `columns` where all drafts are chains
+
+    def of(self, part: slice) -> "_Tokens":
+        return _Tokens(*[array[part] for array in self])
+
+
+def send(
+    layouts: Sequence[StepLayout], device: torch.device, wire: Wire, more: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """
+    Brings all that layouts have for a device there, as one piece, and more tensors (int64), which are returned. What
+    the wire has sent before is overwritten.
+    """
+    if device.type == "cpu":
+        return list(more)
+    owners = [owner for layout in layouts for owner in layout.owners()]
+    places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
+    tensors = wire.send([*more, *[getattr(owner, name) for owner, name in places]], device)
+    for (owner, name), tensor in zip(places, tensors[len(more) :]):
+        setattr(owner, name, tensor)
+    return tensors[: len(more)]
+
+
+class Rounding(NamedTuple):
+    """To sizes of rectangles that come again and again, at least as large."""
+
+    tokens: Callable[[int], int]
+    columns: Callable[[int], int]
+
+
+def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None = None) -> StepLayout:
+    """
+    Lays out one packed forward of the given rows, as `arrange` orders them. Rectangles are as small as they can be, or
+    have sizes that `rounding` gives.
+    """
+    rows = [item for group in groups for item in group]
+    counts = np.array([item.num_tokens for item in rows])
+    places, has_tree = _places(rows, counts), _has_tree(rows)
+    tokens = np.concatenate([part for item in rows for part in _tokens(item)])
+    if any(has_tree):
+        places = places._replace(positions=places.columns.copy())
+    parts, start, first = [], 0, 0
+    for group in groups:
+        end, last = start + sum([item.num_tokens for item in group]), first + len(group)
+        parts.append(_build_part(group, slice(start, end), places, has_tree[first:last], rounding))
+        start, first = end, last
+    positions = places.positions
+    offsets = [item.row.position_offset + item.row.lead for item in rows]
+    if any(offsets):  # embeddings only: windows and masks count columns
+        positions = positions + np.repeat(offsets, counts)
+    return StepLayout(
+        tokens=_tensor(tokens)[None],
+        positions=_tensor(positions)[None],
+        firsts=places.firsts,
+        columns=places.columns,
+        lines=_tensor(places.firsts + places.columns),
+        parts=parts,
+        shared=shared_parts(rows, counts) if any([item.row.lead for item in rows]) else [],
+    )
+
+
+def _tokens(item: RowInput) -> list[np.ndarray]:
+    """What the row runs, without what is nothing."""
+    return [item.feed, item.tree.tokens[item.first_node :]] if item.num_nodes else [item.feed]
+
+
+def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
+    """Where every token stands if all drafts are chains: in the column of its position."""
+    firsts = np.array([item.row.start for item in rows])
+    columns = np.array([item.row.own + item.first_node for item in rows])
+    num = int(counts.sum())
+    if num == len(rows):
+        return _Tokens(firsts, np.zeros_like(firsts), columns, columns)
+    if len(rows) == 1:
+        query = np.arange(num)
+        columns = query + columns
+        return _Tokens(np.repeat(firsts, num), query, columns, columns)
+    query = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = np.repeat(columns, counts) + query
+    return _Tokens(np.repeat(firsts, counts), query, columns, columns)
+
+
+def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
+    """Whether each row's draft is more than a chain."""
+    drafts = [(number, item.tree.parents) for number, item in enumerate(rows) if len(item.tree.tokens)]
+    if len(drafts) <= _FEW_DRAFTS:
+        return [not item.tree.is_chain for item in rows]
+    has_tree = [False] * len(rows)
+    sizes = np.array([len(parents) for _, parents in drafts])
+    starts = np.cumsum(sizes) - sizes
+    parents = np.concatenate([parents for _, parents in drafts]) + np.repeat(starts, sizes)
+    branches = parents != np.arange(-1, len(parents) - 1)
+    for (number, _), is_tree in zip(drafts, np.logical_or.reduceat(branches, starts).tolist()):
+        has_tree[number] = is_tree
+    return has_tree
+
+
+def _build_part(
+    rows: Sequence[RowInput],
+    tokens: slice,
+    places: _Tokens,
+    has_tree: Sequence[bool],
+    rounding: Rounding | None,
+) -> PaddedPart:
+    """One part, from where all tokens stand; corrects the positions of nodes of trees."""
+    first_line, stride = rows[0].row.start, rows[0].row.stride
+    firsts, query, columns, positions = places.of(tokens)
+    num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
+    num_columns = max([item.row.own + item.first_node + item.num_tokens for item in rows])
+    if rounding is not None:
+        width = rounding.tokens(width)
+        num_columns = min(rounding.columns(num_columns), stride - (rows[0].row.lead - rows[0].row.shared))
+    limits = columns + 1  # every token sees all columns up to its own
+    lines = (firsts - first_line) // stride * width + query  # of the padded batch
+    is_padded = len(lines) != num_rows * width
+    query_positions = tree_pairs = nodes = seen_nodes = None
+    if any(has_tree):
+        shape = num_rows, width, num_columns
+        tree_pairs, nodes, seen_nodes = _lay_out_trees(rows, has_tree, shape, positions, limits)
+        query_positions = _padded(positions, lines, num_rows, width) if is_padded else positions.reshape(-1, width)
+    # Padding queries see column 0: a softmax over nothing is NaN.
+    padded_limits = _padded(limits, lines, num_rows, width, padding=1) if is_padded else limits.reshape(-1, width)
+    return PaddedPart(
+        tokens=tokens,
+        first_line=first_line,
+        stride=stride,
+        num_rows=num_rows,
+        width=width,
+        num_columns=num_columns,
+        limits=_tensor(padded_limits),
+        tree_pairs=None if tree_pairs is None else _tensor(tree_pairs),
+        query_positions=None if query_positions is None else _tensor(query_positions),
+        nodes=None if nodes is None else _tensor(nodes),
+        gather=_tensor(_padded(np.arange(len(lines)), lines, num_rows * width)) if is_padded else None,
+        scatter=_tensor(lines) if is_padded else None,
+        seen_nodes=seen_nodes,
+        sees_all=tree_pairs is None and int(padded_limits.min()) == num_columns,
+    )
+
+
+def _padded(values: np.ndarray, lines: np.ndarray, *shape: int, padding: int = 0) -> np.ndarray:
+    """Values of tokens (`[N]`) in the padded batch."""
+    batch = np.full(shape, padding, np.int64)
+    batch.reshape(-1)[lines] = values
+    return batch
+
+
+def _lay_out_trees(
+    rows: Sequence[RowInput],
+    has_tree: Sequence[bool],
+    shape: tuple[int, int, int],
+    positions: np.ndarray,
+    limits: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """
+    Corrects the positions and limits of all nodes of trees in a part of `shape` `[R, S, K]`; returns
+    `PaddedPart.tree_pairs`, `nodes` and `seen_nodes`.
+    """
+    first_slot, (_, width, num_columns) = rows[0].row.slot, shape
+    ends = accumulate([item.num_tokens for item in rows])
+    trees = [(item, end) for item, end, is_tree in zip(rows, ends, has_tree) if is_tree]
+    sizes = np.array([len(item.tree.tokens) for item, _ in trees])
+    firsts = np.array([item.first_node for item, _ in trees])
+    parents = np.concatenate([item.tree.parents for item, _ in trees], dtype=np.int64, casting="same_kind")
+    if len(parents) != sizes.sum():  # compiled code relies on it
+        raise ValueError(f"A draft must have as many parents as tokens, got {len(parents)} and {sizes.sum()} in all.")
+    # Of every tree: its row, its first column, and the first of its nodes in the part and in its row, run or not.
+    places = [
+        (
+            item.row.slot - first_slot,
+            item.row.own + len(item.feed),
+            end - len(item.tree.tokens),
+            len(item.feed) - item.first_node,
+        )
+        for item, end in trees
+    ]
+    depths, nodes = np.empty_like(parents), np.empty((2, len(parents)), np.int64)
+    num_pairs = depths_of(sizes, parents, firsts, depths)
+    if num_pairs < 0:
+        raise ValueError("Every parent of a draft's nodes must stand before its child.")
+    pairs, seen = np.empty(num_pairs, np.int64), np.full((2, len(positions)), -1)
+    own = np.array(places), width, num_columns, positions, limits
+    lay_out(sizes, parents, firsts, depths, *own, pairs, nodes, seen, np.empty_like(parents))
+    return pairs, nodes, seen if sizes.max() <= _NUM_BITS else None
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64, copy=False))

@@ -1,0 +1,142 @@
+"""The forward of a planned decoder: few calls, no modules in between, on packed tokens."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..attention.tree_attention import packed_attention
+from ..cache.slot_cache import SlotCache, SlotLayer
+from ..layout.step_layout import StepLayout
+from .plan import DecoderPlan, LayerPlan
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+class WrittenDecoder:
+    """
+    Computes what a model's own forward computes (up to the rounding of matrix products of other shapes).
+
+    Args:
+        plan (`DecoderPlan`): Of the model.
+    """
+
+    def __init__(self, plan: DecoderPlan):
+        self.plan = plan
+
+    def __call__(
+        self,
+        layout: StepLayout,
+        cache: SlotCache,
+        keep: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            layout (`StepLayout`): Of N tokens, of which M are kept.
+            cache (`SlotCache`): Gets their keys and values.
+            keep (`Callable`, *optional*): Gets the hidden states `[N, hidden_size]` before every layer, behind the
+                last, and, as layer -1, behind the final norm.
+
+        Returns:
+            `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype.
+        """
+        # Modules that are called may keep what they compute, and be trained later.
+        with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
+            return self._run(layout, cache, keep)
+
+    def _run(
+        self, layout: StepLayout, cache: SlotCache, keep: Callable[[int, torch.Tensor], None] | None
+    ) -> torch.Tensor:
+        plan, lines = self.plan, layout.kept
+        x = self.embed(layout.tokens)
+        tables = self.tables(x, layout.positions)
+        for index, layer in enumerate(plan.layers):
+            if keep is not None:
+                keep(index, x)
+            x = run_layer(layer, x, layout, cache.layer(index), tables)
+        if keep is not None:
+            keep(len(plan.layers), x)
+            x = plan.final_norm(x)
+            keep(-1, x)
+            return self.logits(x if lines is None else x[lines])
+        return self.logits(plan.final_norm(x if lines is None else x[lines]))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up tokens `[1, N]`; returns `[N, hidden_size]`."""
+        x = self.plan.embedding(tokens)[0]
+        return x if self.plan.embedding_multiplier == 1.0 else x * self.plan.embedding_multiplier
+
+    def tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
+        """
+        Compute rotary embeddings by type of layer, as that type's rotation takes them.
+
+        Args:
+            x (`torch.Tensor` of shape `[N, hidden_size]`): Of the dtype and device that they are to have.
+            positions (`torch.Tensor` of shape `[1, N]`): Of the tokens.
+        """
+        tables = {}
+        for name in self.plan.rotary_types:
+            arguments: tuple[Any, ...] = () if name is None else (name,)
+            cos, sin = self.plan.rotary(x[None], positions, *arguments)
+            rotation = next(item.rotation for item in self.plan.layers if item.rotation and item.layer_type == name)
+            tables[name] = rotation.tables(cos, sin)
+        return tables
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute logits `[M, vocab_size]` from hidden states `[M, hidden_size]` after the final norm."""
+        plan = self.plan
+        logits = plan.head(x)
+        if plan.logits_divisor != 1.0:
+            logits = logits / plan.logits_divisor
+        if plan.logits_multiplier != 1.0:
+            logits = logits * plan.logits_multiplier
+        if plan.logits_softcap is not None:
+            logits = torch.tanh(logits / plan.logits_softcap) * plan.logits_softcap
+        return logits
+
+
+def run_layer(
+    plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
+) -> torch.Tensor:
+    """Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; returns its output of the same shape."""
+    normed = x if plan.before_attention is None else plan.before_attention(x)
+    attended = attend(plan, normed, layout, memory, tables)
+    if plan.after_attention is not None:
+        attended = plan.after_attention(attended)
+    if plan.is_parallel:
+        return attended.add_(plan.mlp(normed)).add_(x)
+    x = _add(plan, x, attended)
+    out = plan.mlp(x if plan.before_mlp is None else plan.before_mlp(x))
+    return _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))
+
+
+def _add(plan: LayerPlan, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if plan.multiplier != 1.0:
+        out = out * plan.multiplier
+    return out.add_(x)
+
+
+def attend(
+    plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
+) -> torch.Tensor:
+    num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.kv_heads
+    states = plan.query_key_value(x).view(num, both + plan.kv_heads, plan.head_dim)
+    rotated, values = states[:, :both], states[:, both:]
+    if plan.query_norm is not None and plan.key_norm is not None:
+        rotated = _normed(plan, rotated)
+    if plan.rotation is not None:
+        cos_sin = tables[plan.layer_type]
+        dim = cos_sin[0].shape[-1]
+        plan.rotation.rotate(rotated if dim == plan.head_dim else rotated[..., :dim], heads, cos_sin)
+    keys, values = memory.write(rotated[:, heads:], values)
+    output = packed_attention(rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap)
+    return plan.attention_output(output.reshape(num, heads * plan.head_dim))
+
+
+def _normed(plan: LayerPlan, states: torch.Tensor) -> torch.Tensor:
+    """Queries and keys `[N, heads + kv_heads, head_dim]` behind their norms."""
+    parts = states[:, : plan.num_heads], states[:, plan.num_heads :]
+    if not plan.norms_heads:
+        parts = parts[0].flatten(1), parts[1].flatten(1)
+    normed = [norm(part) for norm, part in zip((plan.query_norm, plan.key_norm), parts) if norm is not None]
+    return torch.cat(normed, dim=1).view(states.shape)

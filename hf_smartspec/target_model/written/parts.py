@@ -1,0 +1,348 @@
+"""The parts of a written-out layer: norms, linear maps side by side, activations and rotary embeddings."""
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm, linear, silu
+
+from ...cpu.norms import can_norm, thin_rms_norm
+from ...cpu.quantized import Int8Linear
+from ...cpu.quantized.product import int8_linear
+from ...cpu.thin import can_multiply, thin_linear
+from .forwards import rotation_function
+
+Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
+
+_EPS = ("variance_epsilon", "eps")  # what RMS norms call it
+_HAS_MKL = torch.backends.mkl.is_available()
+_MOST_LINES = 32  # in float32; in bfloat16 half as many
+_LARGE = 2**20  # entries of a weight
+_DIM = 8  # of heads with which functions are tried out
+_norms: dict[tuple, bool | None] = {}  # by kind, eps and dtype: whether they are shifted; None for none that is known
+
+
+class Called:
+    """A module that is called as it is. Parts refer to modules weakly: what is replaced in a model is not kept."""
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @property
+    def module(self) -> Any:
+        return self._module()
+
+
+class _Weighted:
+    """What computes with a module's parameters, which are read anew each time."""
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def _parameters(self) -> dict[str, Any]:
+        module: Any = self._module()
+        return module._parameters
+
+
+class RMSNorm(_Weighted):
+    """
+    `x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, rounded where the model's own norm rounds.
+
+    Args:
+        eps (`float`): What it adds.
+        is_shifted (`bool`): It multiplies by `1 + weight`, in float32 (Gemma).
+    """
+
+    def __init__(self, module: nn.Module, eps: float, is_shifted: bool):
+        super().__init__(module)
+        self.eps, self.is_shifted = eps, is_shifted
+        self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._parameters()["weight"]
+        if can_norm(x, weight):
+            return thin_rms_norm(x, weight, self.eps, self.is_shifted)
+        return self.by_torch(x, weight)
+
+    def by_torch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.is_shifted:
+            return torch.rms_norm(x.float(), self.shape, weight.float() + 1.0, self.eps).to(x.dtype)
+        return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
+
+
+class LayerNorm(_Weighted):
+    """`nn.LayerNorm` without the module around it."""
+
+    def __init__(self, module: nn.LayerNorm):
+        super().__init__(module)
+        self.shape, self.eps = module.normalized_shape, module.eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = self._parameters()
+        return layer_norm(x, self.shape, parameters["weight"], parameters["bias"], self.eps)
+
+
+def written_norm(module: nn.Module) -> Map:
+    """A norm in as few calls as compute what it does; called as it is, where none do."""
+    if type(module) is nn.LayerNorm:
+        return LayerNorm(module)
+    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+    weight = module._parameters.get("weight")
+    if eps is None or weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
+        return Called(module)
+    key = type(module), type(module).forward, eps, weight.dtype, weight.device.type, len(weight)
+    if key not in _norms:
+        _norms[key] = _is_shifted(module, eps)
+    is_shifted = _norms[key]
+    return Called(module) if is_shifted is None else RMSNorm(module, eps, is_shifted)
+
+
+@torch.no_grad()
+def _is_shifted(module: nn.Module, eps: float) -> bool | None:
+    """What kind of RMS norm this is, found out by trying one with other weights; None if it is no such norm."""
+    weight: Any = module._parameters["weight"]
+    numbers = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)) + 0.5
+    numbers = numbers.to(weight.device, weight.dtype)
+    probe = copy.copy(module)
+    probe._parameters = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
+    x = (numbers[1:] - 1) * eps**0.5  # small numbers, so that eps counts
+    expected = type(module).forward(probe, x)  # past all hooks, which are somebody else's
+    norms = {kind: RMSNorm(probe, eps, kind).by_torch(x, numbers[0]) for kind in (False, True)}
+    return next((kind for kind, found in norms.items() if torch.equal(found, expected)), None)
+
+
+class Fused:
+    """
+    Linear maps of the same input, side by side: one product in place of several, where their weights are neighbouring
+    rows of one tensor.
+
+    Args:
+        modules (sequence of `nn.Linear` or of `Int8Linear`): Of one kind, in the order of their outputs.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear | Int8Linear]):
+        # No tensor is kept: the model may be moved, and its old memory be wanted back.
+        self._modules = [weakref.ref(module) for module in modules]
+        self._shape = (sum(module.out_features for module in modules), modules[0].in_features)
+        self._is_int8 = type(modules[0]) is Int8Linear
+        self._is_one = all(map(_are_side_by_side, self._parameters()))
+
+    def lay_side_by_side(self) -> None:
+        """The parameters become views of one tensor: nothing is held twice. Memory that others hold stays theirs."""
+        parameters = self._parameters()
+        if not self._is_one and all(map(_is_own, chain.from_iterable(parameters))):
+            for one_kind in parameters:
+                _lay_side_by_side(one_kind)
+            self._is_one = True
+
+    def _parameters(self) -> list[list[torch.Tensor]]:
+        """Weights, biases, ... of all maps."""
+        entries = [list(module._parameters.values()) for item in self._modules if (module := item()) is not None]
+        return [list(kind) for kind in zip(*entries) if kind[0] is not None]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_one:
+            return self._product(x, self._modules[0], len(self._modules) > 1)
+        return torch.cat([self._product(x, module, False) for module in self._modules], dim=-1)
+
+    def _product(self, x: torch.Tensor, module: Any, with_neighbours: bool) -> torch.Tensor:
+        """One module's product, or that of all, whose weights begin with the module's."""
+        parameters = module()._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        scale = parameters["scale"] if self._is_int8 else None
+        if with_neighbours:
+            weight = weight.as_strided(self._shape, (self._shape[1], 1))
+            bias, scale = self._vector(bias), self._vector(scale)
+        return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias)
+
+    def _vector(self, first: torch.Tensor | None) -> torch.Tensor | None:
+        """One number per output of all maps; None where there are none."""
+        return None if first is None else first.as_strided(self._shape[:1], (1,))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear(x, weight, bias)` of a few tokens `[N, in]`, by whichever product is fastest on a CPU."""
+    if can_multiply(x, weight, bias):
+        return thin_linear(x, weight, bias)
+    if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        # oneDNN takes 1.2 to 1.6 times as long for a single line.
+        line = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return line[None]
+    if not _is_transposed_faster(len(x), weight):
+        return linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(weight, x.t()).t().contiguous()
+    return torch.addmm(bias[:, None], weight, x.t()).t().contiguous()
+
+
+def _is_transposed_faster(num_tokens: int, weight: torch.Tensor) -> bool:
+    """As measured with MKL and oneDNN, whose products of a few lines by a large matrix are slower than the reverse."""
+    if weight.device.type != "cpu" or num_tokens > _MOST_LINES or not _HAS_MKL:
+        return False
+    if weight.dtype == torch.float32:
+        return num_tokens >= (4 if weight.numel() >= _LARGE else 6)
+    return weight.dtype == torch.bfloat16 and 2 <= num_tokens <= _MOST_LINES // 2
+
+
+def _lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters])):
+            parameter.data = part
+
+
+def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the parameters are neighbouring rows of one tensor."""
+    ends = [item.data_ptr() + item.numel() * item.itemsize for item in parameters]
+    follows = all(end == item.data_ptr() for end, item in zip(ends, parameters[1:]))
+    storages = {item.untyped_storage().data_ptr() for item in parameters}
+    return follows and len(storages) == 1 and all(item.is_contiguous() for item in parameters)
+
+
+def _is_own(parameter: torch.Tensor) -> bool:
+    """Whether a parameter may be moved in memory: not one of a flat buffer, of other processes, of inference mode."""
+    is_shared = parameter.device.type == "cpu" and parameter.is_shared()  # on a GPU, it always says so
+    is_whole = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize
+    return is_whole and parameter.is_contiguous() and not is_shared and not parameter.is_inference()
+
+
+def is_plain_map(module: nn.Module) -> bool:
+    """Whether the module is a linear map that need not be called."""
+    return type(module) in (nn.Linear, Int8Linear)
+
+
+def can_fuse(modules: Sequence[nn.Module]) -> bool:
+    """Whether these are plain linear maps of one kind."""
+    if not is_plain_map(modules[0]) or len({type(module) for module in modules}) > 1:
+        return False
+    weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
+    kinds = {(weight.dtype, weight.device, module.bias is None) for weight, module in zip(weights, modules)}
+    addresses = {weight.data_ptr() for weight in weights}
+    return (
+        all(type(weight) is nn.Parameter for weight in weights) and len(kinds) == 1 and len(addresses) == len(weights)
+    )
+
+
+def written_map(modules: Sequence[nn.Module]) -> Map:
+    """Maps of the same input; modules that are no plain linear maps are called as they are."""
+    if can_fuse(modules):
+        return Fused(modules)  # type: ignore[arg-type]
+    if len(modules) == 1:
+        return Called(modules[0])
+    return Beside([written_map([module]) for module in modules])
+
+
+class Beside:
+    """Maps of the same input, whatever they are."""
+
+    def __init__(self, maps: Sequence[Map]):
+        self.maps = maps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([item(x) for item in self.maps], dim=-1)
+
+
+def written_activation(module: nn.Module | Callable) -> Map:
+    """An activation, which may write to its input."""
+    if type(module).__name__ in ("SiLU", "SiLUActivation"):
+        return _silu
+    return Called(module) if isinstance(module, nn.Module) else module
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return silu(x, inplace=True)
+
+
+class MLP:
+    """
+    `output(activation(gate) * up)`, or without a gate `output(activation(input))`.
+
+    Args:
+        inputs (`Callable`): Gives gate and up side by side.
+    """
+
+    def __init__(self, inputs: Map, activation: Map, output: Map, is_gated: bool):
+        self.inputs, self.activation, self.output, self.is_gated = inputs, activation, output, is_gated
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inputs(x)
+        if not self.is_gated:
+            return self.output(self.activation(hidden))
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.output(self.activation(gate).mul_(up))
+
+
+class CalledMLP:
+    """A module that is called as it is: a mixture of experts, ..."""
+
+    def __init__(self, module: nn.Module):
+        self.module = Called(module)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.module(x[None])
+        return (output if isinstance(output, torch.Tensor) else output[0])[0]
+
+
+class Halves:
+    """
+    Rotary embeddings as most models apply them: `x * cos + rotate_half(x) * sin`, products and sum rounded as those of
+    transformers, in place.
+    """
+
+    @staticmethod
+    def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What heads are multiplied with, `[N, 1, dim]` each, from embeddings `[1, N, dim]`."""
+        first, second = sin.chunk(2, dim=-1)
+        return cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1)
+
+    @staticmethod
+    def rotate(x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Rotates queries and keys `[N, heads + kv_heads, dim]`."""
+        rotated = x.roll(x.shape[-1] // 2, -1).mul_(tables[1])
+        x.mul_(tables[0]).add_(rotated)
+
+
+class OwnRotation:
+    """The function of a model's own file (interleaved dimensions, ...)."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    @staticmethod
+    def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cos, sin
+
+    def rotate(self, x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+        heads = x.transpose(0, 1)[None]
+        query, key = self.function(heads[:, :num_heads], heads[:, num_heads:], *tables)
+        x.copy_(torch.cat([query, key], dim=1)[0].transpose(0, 1))
+
+
+def written_rotation(attention: nn.Module) -> Halves | OwnRotation | None:
+    """How an attention module applies rotary embeddings; None if its file has no function for it."""
+    own = rotation_function(type(attention))
+    if own is None:
+        return None
+    return Halves() if _is_by_halves(own) else OwnRotation(own)
+
+
+@lru_cache(maxsize=64)
+@torch.no_grad()
+def _is_by_halves(function: Callable) -> bool:
+    """Found out by trying."""
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
+    x = torch.randn(3, 5, _DIM, generator=generator)
+    results = []
+    for rotation in (Halves(), OwnRotation(function)):
+        results.append(x.clone())
+        rotation.rotate(results[-1], 3, rotation.tables(angles.cos(), angles.sin()))
+    return torch.equal(*results)

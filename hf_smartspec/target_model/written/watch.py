@@ -1,0 +1,139 @@
+"""Whether a model is still what its plan was made from: nobody has hooked, replaced or moved what the plan bypasses."""
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+
+from ..compat import shared_value
+from ..support.dropout import drops, may_drop
+from .forwards import mentions, rotation_function
+from .plan import READ
+
+_SLEEPING = "transformers.utils.output_capturing"
+_SCALARS = (bool, int, float, str, type(None))
+_OTHERS = {"training", "_attn_implementation"}  # looked at before every forward; of no account
+
+
+class Watch:
+    """
+    Looks at what stands where before every forward, which takes microseconds; at what hardly ever changes (numbers in
+    modules and configs, classes) once per use of a model. Dictionaries of modules are held while all of these live.
+
+    Args:
+        model (`nn.Module`): The whole model.
+        modules (sequence of `nn.Module`): Those below it that are bypassed.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
+        every = (model, *modules)
+        children = [child for module in every for child in module._modules.values() if child is not None]
+        end = _ending(weakref.ref(self))
+        self._is_over = False
+        self._ends = [weakref.ref(module, end) for module in dict.fromkeys((*every, *children))]
+        self._modules = [weakref.ref(module) for module in every]
+        self._attributes = [vars(module) for module in every]
+        self._droppers = [vars(module) for module in every if may_drop(module)]
+        self._children = [module._modules for module in every if module._modules]
+        self._parameters = [module._parameters for module in modules if module._parameters]
+        self._names = READ.union(*(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
+        self._device_type = next(model.parameters()).device.type
+        self._calm: list[int] | None = None  # how many hooks and attributes there were when nobody did anything
+        self._quick, self._thorough = self._look(), self._look_closely()
+
+    def end(self) -> None:
+        """A module is gone: what is held of it must go too."""
+        self._is_over = True
+        for entries in (self._attributes, self._droppers, self._children, self._parameters):
+            entries.clear()
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        """What stands where. Modules that are compared by their ids live, else the watch is over."""
+        children = list(map(id, chain.from_iterable(map(dict.values, self._children))))
+        weights = chain.from_iterable(map(dict.values, self._parameters))
+        return children, [tensor.data_ptr() for tensor in weights if tensor is not None]
+
+    def _look_closely(self) -> list[Any]:
+        """Values that the plan has read or the forwards mention, what these are, and how weights lie in memory."""
+        numbers = [_values(attributes, self._names) for attributes in self._attributes]
+        kinds = [type(module) for reference in self._modules if (module := reference()) is not None]
+        functions = [(getattr(kind, "forward", None), rotation_function(kind)) for kind in dict.fromkeys(kinds)]
+        tensors = [item for item in chain.from_iterable(map(dict.values, self._parameters)) if item is not None]
+        return [numbers, self._configs(), kinds, functions, [(item.stride(), item.dtype) for item in tensors]]
+
+    def _configs(self) -> list[dict[str, Any]]:
+        configs = {id(config): config for item in self._attributes if (config := item.get("config")) is not None}
+        read = [{name: shared_value(config, name) for name in READ} for config in configs.values()]
+        return [_values(vars(config) | values, self._names) for config, values in zip(configs.values(), read)]
+
+    def bypassed(self) -> list[nn.Module]:
+        """The modules below the model that are watched, as far as they live."""
+        return [module for reference in self._modules[1:] if (module := reference()) is not None]
+
+    def is_bypassable(self, thoroughly: bool = False) -> bool:
+        """Whether calling the modules would do nothing but compute, now."""
+        if torch_modules._has_any_global_hook() or torch.is_autocast_enabled(self._device_type):
+            return False
+        if any([attributes["training"] and drops(attributes) for attributes in self._droppers]):
+            return False
+        # Whoever registers a hook is counted by torch, and a forward of a module's own is one more attribute.
+        present = [RemovableHandle.next_id, *map(len, self._attributes)]
+        if present == self._calm and not thoroughly:
+            return True
+        replaced = [attributes for attributes in self._attributes if _may_be_replaced(attributes)]
+        is_calm = not any(map(_has_awake_hooks, self._attributes))
+        self._calm = present if is_calm and not replaced else None
+        return is_calm and not any(map(self._is_replaced, replaced))
+
+    def _is_replaced(self, attributes: dict[str, Any]) -> bool:
+        """Whether a module runs something else than its class does: another function, or what a compiler made of it."""
+        own = attributes.get("forward")
+        index = next(index for index, item in enumerate(self._attributes) if item is attributes)
+        usual = getattr(type(self._modules[index]()), "forward", None)
+        if own is not None and getattr(own, "__func__", None) is not usual:  # it may hold the very same
+            return True
+        return attributes.get("_compiled_call_impl") is not None
+
+    def is_unchanged(self, thoroughly: bool = False) -> bool:
+        """Whether all modules and weights stand where they stood; what is written to them is seen anyway."""
+        if self._is_over or self._look() != self._quick:
+            return False
+        return not thoroughly or self._look_closely() == self._thorough
+
+
+def _ending(watch: "weakref.ref[Watch]") -> Any:
+    """What a module's end calls; it keeps no watch alive."""
+
+    def end(_: Any) -> None:
+        if (watched := watch()) is not None:
+            watched.end()
+
+    return end
+
+
+def _values(attributes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """Of these names, the numbers and lists of them."""
+    values = {name: attributes[name] for name in attributes.keys() & names}
+    return {
+        name: tuple(value) if type(value) is list else value
+        for name, value in values.items()
+        if type(value) in _SCALARS or type(value) is list
+    }
+
+
+def _has_awake_hooks(attributes: dict[str, Any]) -> bool:
+    """Whether there are others than those that transformers leaves behind, which sleep while nothing is recorded."""
+    before, behind = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    if not before and not behind:
+        return False
+    hooks = (*before.values(), *behind.values())
+    return any(getattr(hook, "__module__", None) != _SLEEPING for hook in hooks)
+
+
+def _may_be_replaced(attributes: dict[str, Any]) -> bool:
+    return "forward" in attributes or "_compiled_call_impl" in attributes

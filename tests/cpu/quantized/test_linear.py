@@ -1,0 +1,191 @@
+"""Linear maps in int8: close to what they stand for, and the same for a token whatever runs beside it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_smartspec import Int8Linear
+from hf_smartspec.cpu.quantized import product, unrounded_tokens
+from hf_smartspec.cpu.quantized.product import has_exact_product, to_levels
+
+pytestmark = pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def new_linear(dtype=torch.float32, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(70, 50, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def new_tokens(num_tokens: int = 33, dtype=torch.float32) -> torch.Tensor:
+    """Of different sizes, one with an outlier, one of zeros."""
+    x = torch.randn(num_tokens, 70, generator=torch.Generator().manual_seed(1))
+    x = x * torch.logspace(-3, 3, num_tokens)[:, None]
+    x[2, 5] *= 100
+    x[3] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_are_within_half_a_step_of_weight_and_token(dtype, bias):
+    linear, x = new_linear(dtype, bias), new_tokens(dtype=dtype)
+    module = Int8Linear(linear.weight, linear.bias)
+    actual, expected = module(x), nn.functional.linear(x.double(), linear.weight.double())
+    rounded = (module.weight * module.scale[:, None]).double()
+    steps = to_levels(x).steps.double()
+    # x = step (a + d), w = scale (b + e), |d|, |e| <= 1/2:  x w - step a scale b = x scale e + step d scale b
+    bound = x.double().abs().sum(-1, True) * module.scale / 2 + steps / 2 * rounded.abs().sum(-1)
+    if bias:
+        expected = expected + linear.bias.double()
+    bound = bound * 1.0001 + expected.abs() * torch.finfo(dtype).eps + 1e-12
+    assert actual.dtype == dtype and actual.shape == (33, 50)
+    assert ((actual.double() - expected).abs() <= bound).all()
+    assert (actual[3] == (linear.bias if bias else 0)).all()
+
+
+def test_sums_are_exact():
+    module, x = Int8Linear(new_linear().weight), new_tokens()
+    values, steps = to_levels(x)
+    sums = values.long() @ module.weight.long().t()
+    assert torch.equal(module(x), sums.float() * module.scale * steps)
+    assert values.abs().max() == 127 and module.weight.abs().amax(1).eq(127).all()
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes the numbers of every floating-point tensor that an operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_rounded_tokens_weights_are_never_whole_in_float32(dtype, bias):
+    linear, x = nn.Linear(70, 600, bias=bias, dtype=dtype).requires_grad_(False), new_tokens(dtype=dtype)[:5]
+    module, sizes = Int8Linear(linear.weight, linear.bias), _Sizes()
+    with unrounded_tokens(), sizes:
+        actual = module(x)
+    weight = module.weight.double() * module.scale[:, None].double()
+    expected = nn.functional.linear(x.double(), weight, None if linear.bias is None else linear.bias.double())
+    error = (actual.double() - expected).abs()
+    assert actual.dtype == dtype
+    sums = x.double().abs() @ weight.abs().t()
+    assert (error <= torch.finfo(dtype).eps * expected.abs() + 1e-6 * sums + torch.finfo(dtype).tiny).all()
+    assert 0 < sizes.largest < module.weight.numel() / 2
+
+
+@pytest.mark.parametrize("num_inputs", [1024, 1025, 3000])
+def test_sums_are_exact_where_torchs_products_are_not(monkeypatch, num_inputs):
+    """The largest there are, for which float32 has just enough bits."""
+    monkeypatch.setattr(product, "torch_is_exact", lambda: False)
+    values, weight = (torch.full((number, num_inputs), 127, dtype=torch.int8) for number in (3, 2))
+    values[1], weight[1, ::2] = -127, -126
+    assert torch.equal(product._sums(values, weight), (values.long() @ weight.long().t()).int())
+
+
+def test_sums_of_one_number_are_exact():
+    """For which torch's own product is wrong."""
+    module, x = Int8Linear(torch.tensor([[2.0], [-3.0]])), torch.arange(-40.0, 40)[:, None]
+    torch.testing.assert_close(module(x), x * torch.tensor([2.0, -3.0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_result_is_the_same_bit_by_bit_in_any_batch(dtype):
+    linear, x = new_linear(dtype), new_tokens(dtype=dtype)
+    module = Int8Linear(linear.weight, linear.bias)
+    whole = module(x)
+    for size in (1, 2, 5, 16, 31):
+        assert torch.equal(torch.cat([module(part) for part in x.split(size)]), whole)
+    assert torch.equal(module(x.view(3, 11, 70)), whole.view(3, 11, 50))
+    assert torch.equal(module(x[::2]), whole[::2])
+
+
+def test_what_is_no_number_stays_in_its_token():
+    module, x = Int8Linear(new_linear().weight), new_tokens(6)
+    expected = module(x)
+    x[1, 3], x[4, 0] = float("nan"), float("inf")
+    actual, others = module(x), [0, 2, 3, 5]
+    assert torch.equal(actual[others], expected[others])
+    assert not actual[[1, 4]].isfinite().any()
+
+
+def test_no_tokens():
+    assert Int8Linear(new_linear().weight)(torch.zeros(2, 0, 70)).shape == (2, 0, 50)
+
+
+def test_the_input_stays_as_it_is():
+    x = new_tokens()
+    kept = x.clone()
+    Int8Linear(new_linear().weight)(x)
+    assert torch.equal(x, kept)
+
+
+def test_memory():
+    linear = new_linear(torch.bfloat16)
+    module = Int8Linear(linear.weight, linear.bias)
+    sizes = {name: item.numel() * item.itemsize for name, item in module.named_parameters()}
+    assert sizes == {"weight": 50 * 70, "scale": 50 * 4, "bias": 50 * 2}
+    assert (module.in_features, module.out_features) == (70, 50)
+    assert repr(module) == "Int8Linear(in_features=70, out_features=50, bias=True)"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_casting_keeps_the_scale(dtype):
+    linear = new_linear()
+    module = Int8Linear(linear.weight, linear.bias)
+    scale = module.scale.clone()
+    module.to(dtype)
+    assert (module.weight.dtype, module.scale.dtype, module.bias.dtype) == (torch.int8, torch.float32, dtype)
+    assert torch.equal(module.scale, scale)
+    assert module.to("meta").scale.device.type == "meta"
+
+
+def test_copies_and_state_dicts():
+    linear, x = new_linear(), new_tokens()
+    module = Int8Linear(linear.weight, linear.bias)
+    duplicate = copy.deepcopy(module)
+    assert torch.equal(duplicate(x), module(x)) and duplicate.weight is not module.weight
+    other = Int8Linear(torch.zeros(50, 70), torch.zeros(50))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x), module(x))
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_weights_that_are_not_quantized_are_as_they_are_loaded(assign):
+    linear, x = new_linear(), new_tokens()
+    other = Int8Linear(torch.zeros(50, 70), torch.zeros(50))
+    other.load_state_dict(linear.state_dict(), assign=assign)
+    assert other.weight.dtype == torch.int8
+    assert torch.equal(other(x), Int8Linear(linear.weight, linear.bias)(x))
+
+
+def test_gradients_are_refused():
+    module, x = Int8Linear(new_linear().weight), new_tokens().requires_grad_()
+    with pytest.raises(RuntimeError, match="no gradients"):
+        module(x)
+    with torch.no_grad():
+        module(x)
+
+
+def test_other_devices_are_refused():
+    module = Int8Linear(new_linear().weight)
+    with pytest.raises(RuntimeError, match="run on the CPU"):
+        module.to("meta")(new_tokens().to("meta"))
+
+
+def test_sums_that_saturate_are_refused(monkeypatch):
+    monkeypatch.setattr(product, "has_exact_product", lambda: False)
+    with pytest.raises(RuntimeError, match="VNNI"):
+        Int8Linear(new_linear().weight)(new_tokens())

@@ -1,0 +1,280 @@
+"""Quantized models: changed in place, decoded with the same tokens by every source, clear about what they refuse."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hf_smartspec
+from hf_smartspec import Engine, Int8Linear, SmartSpecConfig, quantize
+from hf_smartspec.cpu.quantized import is_quantized
+from hf_smartspec.cpu.quantized import model as quantized_model
+from hf_smartspec.cpu.quantized.product import has_exact_product, int8_linear, plain_int8_linear, unrounded_tokens
+from hf_smartspec.target_model.cost.profiling import mode_of, profile_path
+from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.written import packed_forward, written_decoder, written_decoders
+
+from ...models import new_model, noisy_model
+from ...target_model.written.test_written import logits_of
+
+pytestmark = pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
+
+ARGUMENTS = {"max_new_tokens": 24, "do_sample": False}
+
+
+def new_quantized(name: str = "llama", dtype=torch.float32, **changes):
+    return quantize(new_model(name, dtype=dtype, **changes))
+
+
+def ragged(num_rows: int) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on the left, with a phrase that comes back."""
+    ids = torch.arange(3, 15).remainder(5).add(4).repeat(num_rows, 1) + torch.arange(num_rows)[:, None]
+    mask = torch.ones_like(ids)
+    for row in range(num_rows):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def linears(model) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, (nn.Linear, Int8Linear))]
+
+
+def test_all_linear_maps_are_replaced_in_place():
+    model = new_model("qwen2", tie_word_embeddings=False)
+    plain = copy.deepcopy(model)
+    assert quantize(model, "int8") is model and is_quantized(model) and not is_quantized(plain)
+    assert {type(module) for module in linears(model)} == {Int8Linear}
+    assert len(linears(model)) == len(linears(plain)) == 15
+    assert type(model.get_output_embeddings()) is Int8Linear
+    assert model.dtype == torch.float32 and model.device.type == "cpu"
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    ids = torch.arange(3, 40)[None]
+    expected, actual = plain(ids).logits, model(ids).logits
+    assert 0 < (actual - expected).norm() < 0.1 * expected.norm()
+
+
+def test_memory_is_given_back():
+    model = new_model("llama", dtype=torch.bfloat16, tie_word_embeddings=False)
+    shapes = [module.weight.shape for module in linears(model)]
+    kept = sum(parameter.nbytes for parameter in model.parameters()) - 2 * sum(map(np.prod, shapes))
+    quantize(model)
+    expected = kept + sum(shape[0] * shape[1] + 4 * shape[0] for shape in shapes)
+    assert sum(parameter.nbytes for parameter in model.parameters()) == expected
+    written_decoder(model)  # which lays weights side by side
+    storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
+    assert sum(storage.nbytes() for storage in storages.values()) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_tied_output_layer_gets_a_weight_of_its_own(name):
+    model = new_model(name, tie_word_embeddings=True)
+    embeddings = model.get_input_embeddings().weight
+    quantize(model)
+    assert model.get_input_embeddings().weight is embeddings and embeddings.dtype == torch.float32
+    expected = model(torch.tensor([[5, 6]])).logits
+    model.tie_weights()
+    assert model.get_output_embeddings().weight.dtype == torch.int8
+    assert torch.equal(model(torch.tensor([[5, 6]])).logits, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("source", ["none", "auto", "prompt_lookup", "draft", "trees"])
+def test_tokens_are_those_of_plain_decoding(source, is_written, num_rows):
+    model, inputs = new_quantized(), ragged(num_rows)
+    draft = noisy_model("llama")
+    sources = {"draft": SmartSpecConfig(draft, num_nodes=4), "trees": SmartSpecConfig(draft, num_nodes=8, width=3)}
+    plain = model.generate(**inputs, **ARGUMENTS)
+    with hf_smartspec.enabled(model), written_decoders(is_written):
+        assert (written_decoder(model) is not None) == is_written
+        actual = model.generate(**inputs, **ARGUMENTS, assistant=sources.get(source, source))
+        statistics = model.smartspec_statistics.last
+    assert torch.equal(actual, plain)
+    if source in sources:
+        assert statistics.drafted_tokens > 0 and statistics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "t5", "mixtral"])
+def test_models_that_run_otherwise(name):
+    model, inputs = new_quantized(name), ragged(1)
+    plain = model.generate(**inputs, **ARGUMENTS)
+    with hf_smartspec.enabled(model):
+        config = SmartSpecConfig("prompt_lookup", num_nodes=4)
+        assert torch.equal(model.generate(**inputs, **ARGUMENTS, assistant=config), plain)
+
+
+def test_a_quantized_draft_drafts():
+    model, draft = new_model("llama"), quantize(copy.deepcopy(noisy_model("llama")))
+    plain = model.generate(**ragged(4), **ARGUMENTS)
+    with hf_smartspec.enabled(model):
+        config = SmartSpecConfig(draft, num_nodes=4)
+        assert torch.equal(model.generate(**ragged(4), **ARGUMENTS, assistant=config), plain)
+        assert model.smartspec_statistics.last.accepted_tokens > 0
+
+
+def test_sampled_tokens_are_those_of_the_seed():
+    model, arguments = new_quantized(), {"do_sample": True, "seed": 5, "max_new_tokens": 16}
+    with hf_smartspec.enabled(model):
+        plain = model.generate(**ragged(4), **arguments, assistant="none")
+        config = SmartSpecConfig(noisy_model("llama"), num_nodes=4)
+        assert torch.equal(model.generate(**ragged(4), **arguments, assistant=config), plain)
+
+
+def test_the_engine_serves_quantized_models():
+    model, prompts = new_quantized(), [np.arange(3, 3 + length) for length in (9, 4, 14)]
+    expected = [model.generate(torch.tensor(prompt)[None], **ARGUMENTS)[0, len(prompt) :] for prompt in prompts]
+    with Engine(model, assistant="prompt_lookup", max_batch_size=2) as engine:
+        names = [engine.add_request(prompt.tolist(), max_new_tokens=24) for prompt in prompts]
+        outputs = [engine.get_result(name) for name in names]
+    assert [output.generated_tokens for output in outputs] == [tokens.tolist() for tokens in expected]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gemma2", "olmo2", "starcoder2", "mixtral"])
+@torch.no_grad()
+def test_written_out_decoders_compute_the_same(name):
+    """Nearly always to the last bits: these may move a number by one level, of which 127 make its token's largest."""
+    model = new_quantized(name)
+    assert written_decoder(model) is not None
+    expected, actual = logits_of(PackedForward(model)), logits_of(packed_forward(model))
+    differences = (actual - expected).abs().amax(-1)
+    assert differences.median() <= 1e-5 * expected.abs().max()
+    assert differences.max() <= 0.05 * expected.std()
+
+
+def test_written_out_decoders_follow_quantization_and_weights():
+    model = new_model("llama")
+    before = written_decoder(model)
+    quantize(model)
+    after = written_decoder(model)
+    assert before is not None and after is not None and after is not before
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.scale.mul_(2)
+        assert torch.allclose(logits_of(packed_forward(model)), logits_of(PackedForward(model)), atol=1e-2)
+
+
+def test_half_precision():
+    model = new_quantized(dtype=torch.bfloat16)
+    assert written_decoder(model) is not None and model(torch.tensor([[5, 6]])).logits.dtype == torch.bfloat16
+    with hf_smartspec.enabled(model):
+        assert model.generate(**ragged(4), **ARGUMENTS, assistant="auto").shape[0] == 4
+
+
+def test_copies_and_casts_decode_alike():
+    model = new_quantized()
+    plain = model.generate(**ragged(1), **ARGUMENTS)
+    duplicate = copy.deepcopy(model)
+    assert is_quantized(duplicate) and torch.equal(duplicate.generate(**ragged(1), **ARGUMENTS), plain)
+    duplicate.to(torch.bfloat16)
+    assert duplicate.dtype == torch.bfloat16 and duplicate.lm_head.scale.dtype == torch.float32
+    duplicate.generate(**ragged(1), **ARGUMENTS)
+
+
+def test_state_dicts_of_both_kinds_are_loaded():
+    plain, model, other = new_model("llama"), new_quantized(), new_quantized(seed=1)
+    ids = torch.arange(3, 20)[None]
+    assert not torch.equal(other(ids).logits, model(ids).logits)
+    for state in (model.state_dict(), plain.state_dict()):
+        other.load_state_dict(quantize(new_model("llama", seed=1)).state_dict())
+        other.load_state_dict(state)
+        assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_saving_is_refused(tmp_path, caplog):
+    with pytest.raises(ValueError, match="quantized with int8 and is not serializable"):
+        new_quantized().save_pretrained(tmp_path)
+    assert "before `quantize`" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_profiles_tell_int8_from_others():
+    model = new_model("llama")
+    mode, path = mode_of(model), profile_path(model)
+    quantize(model)
+    assert "int8" in mode_of(model) and "int8" not in mode
+    assert profile_path(model) != path
+
+
+def test_unknown_kinds_and_models_are_refused():
+    with pytest.raises(ValueError, match="`kind` must be 'int8', got 'int4'"):
+        quantize(new_model("llama"), "int4")
+    with pytest.raises(TypeError, match="got Linear"):
+        quantize(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"no `nn\.Linear`"):
+        quantize(quantize_nothing_left())
+
+
+def quantize_nothing_left():
+    model = new_model("llama")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, nn.Identity())
+    return model
+
+
+def test_models_that_cannot_be_quantized_are_left_as_they_are():
+    model = new_quantized()
+    with pytest.raises(ValueError, match="quantized already"):
+        quantize(model)
+    with pytest.raises(ValueError, match="on the CPU, got parameters on meta"):
+        quantize(new_model("llama").to("meta"))
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        quantize(new_model("llama", dtype=torch.float64))
+    hooked = new_model("llama")
+    hooked.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="`up_proj` has hooks"):
+        quantize(hooked)
+    assert {type(module) for module in linears(hooked)} == {nn.Linear}
+
+
+def test_cpus_without_exact_products_are_refused(monkeypatch):
+    monkeypatch.setattr(quantized_model, "has_exact_product", lambda: False)
+    with pytest.raises(ValueError, match="VNNI"):
+        quantize(new_model("llama"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_adapters_are_refused():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    wrapped = peft.get_peft_model(
+        new_model("llama"), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    )
+    with pytest.raises(TypeError, match="merge_and_unload"):
+        quantize(wrapped)
+    with pytest.raises(ValueError, match="has adapters"):
+        quantize(wrapped.base_model.model)
+    quantize(wrapped.merge_and_unload())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_products_of_real_activations_do_not_depend_on_what_is_beside_them(dtype, real_folder, real_tokenizer):
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
+    num_seen = 0
+
+    def compare(module, args, output):
+        nonlocal num_seen
+        num_seen += 1
+        x, parameters = args[0][0], (module.weight, module.scale, module.bias)
+        assert torch.equal(output[0], plain_int8_linear(x, *parameters))
+        for tokens in (slice(0, 1), slice(3, 5), slice(2, 14)):
+            assert torch.equal(int8_linear(x[tokens], *parameters), output[0, tokens])
+
+    for module in linears(model):
+        module.register_forward_hook(compare)
+    model(**real_tokenizer("The capital of France is Paris, and that of Italy is Rome, as", return_tensors="pt"))
+    assert num_seen == 7 * 30 + 1
+
+
+@torch.no_grad()
+def test_tokens_need_not_be_rounded():
+    linear = nn.Linear(8, 3)
+    x, quantized = torch.randn(5, 8), Int8Linear(linear.weight, linear.bias)
+    with unrounded_tokens():
+        actual = quantized(x)
+    expected = x @ (quantized.weight * quantized.scale[:, None]).T + linear.bias
+    assert torch.allclose(actual, expected, atol=1e-6)
+    assert not torch.equal(quantized(x), actual)

@@ -1,0 +1,194 @@
+"""Compiled attention against torch's with masks, in double precision, and as models use it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+import hf_smartspec
+from hf_smartspec.cpu import attention
+from hf_smartspec.cpu.attention import SeenLines, can_attend, has_attention, runs_of, thin_attention
+from hf_smartspec.target_model.attention import tree_attention as attention_module
+from hf_smartspec.target_model.attention.seen_lines import lines_of
+from hf_smartspec.target_model.attention.tree_attention import _masked_attention
+from hf_smartspec.target_model.layout.row_groups import arrange
+from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
+from hf_smartspec.target_model.layout.skip_prefix import behind
+from hf_smartspec.target_model.layout.step_layout import build_layout
+
+from ..models import new_model
+from ..strategies import trees
+
+pytestmark = pytest.mark.skipif(not has_attention(torch.float32), reason="there is no compiled attention for this CPU")
+
+DTYPES = (torch.float32, torch.bfloat16)
+_STRIDE = 130
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def by_masks(queries, keys, values, lines, scale=None) -> torch.Tensor:
+    """In double precision, of every token which lines it sees."""
+    sees = torch.zeros(len(queries), len(keys), dtype=torch.bool)
+    for token, (first, count) in enumerate(zip(lines.firsts.tolist(), lines.counts.tolist())):
+        sees[token, first : first + count] = True
+        if lines.nodes is not None and (bits := int(lines.nodes[1, token])) != -1:
+            for line in range(int(lines.nodes[0, token]), first + count):
+                sees[token, line] = bool(bits >> (line - int(lines.nodes[0, token])) & 1)
+    heads = [item.double().transpose(0, 1) for item in (queries, keys, values)]
+    return scaled_dot_product_attention(*heads, attn_mask=sees, scale=scale, enable_gqa=True).transpose(0, 1)
+
+
+def assert_close(found, expected, dtype):
+    rounding = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    assert ((found.double() - expected).abs() <= rounding * (1 + expected.abs())).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 64, 80, 112])
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (2, 3), (3, 1), (2, 8)])
+def test_results_are_those_of_torch(kv_heads, groups, size, dtype):
+    """Rows of several lengths: of one line, less than a tile, more than a block."""
+    counts = np.array([1, 2, 7, 33, 80, 81])
+    rows = np.array([0, 1, 2, 3, 4, 4])
+    lines = SeenLines(rows * _STRIDE, counts, runs_of(rows))
+    keys, values = (numbers(5 * _STRIDE + shift, kv_heads, size).to(dtype)[shift:] for shift in (0, 1))
+    queries = numbers(6, kv_heads * groups, size).to(dtype)
+    for scale in (None, 0.3):
+        lses = torch.empty(6, kv_heads * groups)
+        found = thin_attention(queries, keys, values, lines, scale, lses)
+        assert found.dtype == dtype
+        assert_close(found, by_masks(queries, keys, values, lines, scale), dtype)
+        for token, (first, count) in enumerate(zip(lines.firsts, counts)):
+            own = keys[first : first + count].double().repeat_interleave(groups, 1)
+            scores = torch.einsum("hd,lhd->hl", queries[token].double(), own) * (scale or size**-0.5)
+            assert_close(lses[token], scores.logsumexp(dim=1), dtype)
+
+
+@st.composite
+def steps(draw) -> list[RowInput]:
+    """Rows with a text, and a chain or tree, or the rest of one, behind it."""
+    rows = []
+    for slot in sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))):
+        tree = draw(trees(max_size=9))
+        feed_length = draw(st.sampled_from([0, 1, 3, 70] if len(tree) else [1, 3, 70]))  # of 70 tokens: torch's
+        first_node = draw(st.integers(0, len(tree) - 1)) if not feed_length else 0
+        row = CacheRow(slot, length=draw(st.integers(1, 40)), stride=_STRIDE)
+        rows.append(RowInput(row, np.zeros(feed_length, np.int64), tree, first_node))
+    return rows
+
+
+@settings(deadline=None)
+@given(steps(), st.sampled_from([None, 5, 40]), st.integers(0, 2), st.sampled_from(DTYPES))
+def test_a_steps_rows_see_what_masks_let_them_see(rows, window, num_behind, dtype):
+    """Those that know nothing of rows' first tokens, too."""
+    whole = build_layout(arrange(rows, 100))
+    layout, makes_sense = behind(whole, num_behind), torch.from_numpy(whole.columns >= num_behind)
+    queries = numbers(layout.tokens.shape[1], 4, 16).to(dtype)
+    keys, values = (numbers(4 * _STRIDE + shift, 2, 16).to(dtype)[shift:] for shift in (0, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        expected = {}
+        for is_on in (True, False):
+            patch.setattr(attention_module, "can_attend", lambda *_, is_on=is_on: is_on)
+            expected[is_on] = _masked_attention(queries, keys, values, layout, window, None)
+    assert expected[True].isfinite().all()
+    assert_close(expected[True][makes_sense], expected[False][makes_sense].double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_result_does_not_depend_on_the_others(dtype):
+    """Bit by bit: neither on who is computed with it, nor on the number of threads."""
+    layout = build_layout([[RowInput(CacheRow(0, length=70, stride=_STRIDE), np.zeros(14, np.int64))]])
+    lines = lines_of(layout, layout.parts, None)
+    assert np.diff(lines.runs).tolist() == [7, 7]
+    queries = numbers(14, 6, 64).to(dtype)
+    keys, values = (numbers(_STRIDE + shift, 2, 64).to(dtype)[shift:] for shift in (0, 1))
+    together = thin_attention(queries, keys, values, lines)
+    for token in range(14):
+        own = SeenLines(lines.firsts[token : token + 1], lines.counts[token : token + 1], np.array([0, 1]))
+        assert torch.equal(thin_attention(queries[token : token + 1], keys, values, own)[0], together[token])
+    before = torch.get_num_threads()
+    try:
+        for num in (1, 2, 3):
+            torch.set_num_threads(num)
+            assert torch.equal(thin_attention(queries, keys, values, lines), together)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_no_number_stays_so_and_its_own():
+    queries, keys, values = numbers(3, 2, 32), numbers(40, 2, 32), numbers(41, 2, 32)[1:]
+    queries[1, 0, 3] = torch.nan
+    lines = SeenLines(np.zeros(3, np.int64), np.array([38, 39, 40]), np.array([0, 3]))
+    found = thin_attention(queries, keys, values, lines)
+    assert found[1, 0].isnan().all()
+    assert found[[0, 2]].isfinite().all() and found[1, 1].isfinite().all()
+
+
+def test_scores_far_apart_overflow_nowhere():
+    queries, keys, values = 100 * numbers(2, 2, 32), 100 * numbers(40, 2, 32), numbers(41, 2, 32)[1:]
+    lines = SeenLines(np.zeros(2, np.int64), np.array([39, 40]), np.array([0, 2]))
+    assert_close(thin_attention(queries, keys, values, lines), by_masks(queries, keys, values, lines), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q.double(), k.double(), v.double()),
+        lambda q, k, v: (q.bfloat16(), k, v),
+        lambda q, k, v: (q[..., :24], k[..., :24].contiguous(), v[..., :24].contiguous()),
+        lambda q, k, v: (q, k[..., :16], v[..., :16]),
+        lambda q, k, v: (q, k[::2], v[::2]),
+        lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta")),
+        lambda q, k, v: (q.clone().requires_grad_(), k, v),
+        lambda q, k, v: (q, k.clone().requires_grad_(), v),
+        lambda q, k, v: (q, k, v.clone().requires_grad_()),
+        lambda q, k, v: (q[:, :3], k, v),
+        lambda q, k, v: (q, k, v, 0.0),
+    ],
+    ids=(
+        "float64, two dtypes, no whole vectors, smaller heads, gaps, elsewhere, gradient of queries, of keys, "
+        "of values, heads that cannot be shared, no scale"
+    ).split(", "),
+)
+def test_anything_else_is_torchs(change):
+    q, k, v = numbers(3, 4, 32), numbers(10, 2, 32), numbers(10, 2, 32)
+    assert can_attend(q, k, v) and can_attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert not can_attend(*change(q, k, v))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("assistant", ["none", "auto"])
+def test_models_attend_by_it(architecture, assistant, monkeypatch):
+    """With sliding windows, too: outputs are those of plain decoding."""
+    calls, attend = [], attention.thin_attention
+    monkeypatch.setattr(attention_module, "thin_attention", lambda *given: (calls.append(1), attend(*given))[1])
+    model = new_model(architecture, head_dim=16)
+    ids = torch.arange(3, 12).repeat(2, 4)
+    arguments = {"max_new_tokens": 24, "do_sample": False}
+    with hf_smartspec.enabled(model):
+        found = model.generate(ids, **arguments, assistant=assistant)
+    assert len(calls) > 10
+    assert torch.equal(model.generate(ids, **arguments), found)
+
+
+def fail(*_):
+    raise RuntimeError("no such instruction")
+
+
+def a_little_wrong(queries, *_):
+    return 1.001 * numbers(*queries.shape)
+
+
+@pytest.mark.parametrize(("name", "replacement"), [("run", fail), ("thin_attention", a_little_wrong)])
+def test_where_there_is_no_right_code_torch_serves(monkeypatch, name, replacement):
+    has_attention.cache_clear()
+    try:
+        monkeypatch.setattr(attention, name, replacement)
+        assert not can_attend(numbers(3, 4, 32), numbers(10, 2, 32), numbers(10, 2, 32))
+    finally:
+        has_attention.cache_clear()

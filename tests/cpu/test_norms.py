@@ -1,0 +1,118 @@
+"""Compiled norms: those of torch, rounded where models round."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hf_smartspec
+from hf_smartspec.cpu import norms
+from hf_smartspec.cpu.norms import can_norm, thin_rms_norm
+from hf_smartspec.target_model.written.parts import RMSNorm, written_norm
+
+from ..models import new_model
+
+pytestmark = pytest.mark.skipif(not norms.has_norms(torch.float32), reason="there are no compiled norms for this CPU")
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+def new_norm(kind: type[nn.Module], size: int, dtype: torch.dtype) -> nn.Module:
+    norm = kind(size, eps=1e-5).to(dtype).requires_grad_(False)
+    norm.weight.copy_(numbers(size))
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("size", [16, 48, 64, 1088])
+def test_numbers_are_those_of_models(size, kind, dtype):
+    norm = new_norm(kind, size, dtype)
+    for x in (numbers(1, size), numbers(7, size) * 1e-3, numbers(2, 5, size)):
+        x = x.to(dtype)
+        found, expected = thin_rms_norm(x, norm.weight, 1e-5, kind is GemmaRMSNorm), norm(x)
+        assert found.dtype == dtype and found.shape == x.shape
+        if dtype == torch.float32:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        else:  # sums in another order rarely round to a neighbouring number
+            assert (found != expected).float().mean() < 0.02
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_norm_does_not_depend_on_the_others(dtype):
+    weight, x = numbers(96).to(dtype), numbers(40, 96).to(dtype)
+    alone = torch.cat([thin_rms_norm(line[None], weight, 1e-6, False) for line in x])
+    assert torch.equal(thin_rms_norm(x, weight, 1e-6, False), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_its_own(dtype):
+    x = numbers(4, 32).to(dtype)
+    x[1, 3], x[2, 0] = torch.nan, torch.inf
+    found = thin_rms_norm(x, numbers(32).to(dtype), 1e-6, False)
+    assert found[[0, 3]].isfinite().all() and found[1].isnan().all() and found[2, 0].isnan()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, weight: (x.double(), weight.double()),
+        lambda x, weight: (x.bfloat16(), weight),
+        lambda x, weight: (x[:, :24], weight[:24]),
+        lambda x, weight: (x, weight[:16]),
+        lambda x, weight: (x[:1].expand(2**16 + 1, -1), weight),
+        lambda x, weight: (x[:0], weight),
+        lambda x, weight: (x.to("meta"), weight.to("meta")),
+        lambda x, weight: (x.clone().requires_grad_(), weight),
+    ],
+    ids="float64, two dtypes, no whole vectors, fewer weights, many tokens, no tokens, elsewhere, gradient".split(", "),
+)
+def test_anything_else_is_torchs(change):
+    x, weight = numbers(3, 96), numbers(96)
+    assert can_norm(x, weight) and can_norm(x.bfloat16(), weight.bfloat16()) and can_norm(x[None], weight)
+    assert not can_norm(*change(x, weight))
+
+
+def test_decoding_norms_with_compiled_code(monkeypatch):
+    calls, function = [], norms._function
+    monkeypatch.setattr(norms, "_function", lambda dtype: (calls.append(dtype), function(dtype))[1])
+    model, ids = new_model("llama"), torch.arange(3, 12)[None]
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    with hf_smartspec.enabled(model):
+        actual = model.generate(ids, **arguments, assistant="auto")
+    assert len(calls) > 50
+    assert torch.equal(model.generate(ids, **arguments), actual)
+
+
+@pytest.fixture
+def anew():
+    norms.has_norms.cache_clear()
+    yield
+    norms.has_norms.cache_clear()
+
+
+def fail(*_):
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("has_kernels", lambda dtype: False),
+        ("_function", fail),
+        ("thin_rms_norm", lambda x, weight, eps, is_shifted: torch.zeros_like(x)),
+    ],
+)
+def test_where_there_is_no_right_code_torch_serves(monkeypatch, anew, name, replacement):
+    monkeypatch.setattr(norms, name, replacement)
+    norm = new_norm(LlamaRMSNorm, 32, torch.float32)
+    x, written = numbers(3, 32), written_norm(norm)
+    assert not can_norm(x, norm.weight)
+    assert isinstance(written, RMSNorm)
+    torch.testing.assert_close(written(x), norm(x))

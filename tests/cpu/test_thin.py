@@ -1,0 +1,250 @@
+"""Compiled products of a few tokens: those of `linear`, whoever else is multiplied with them."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear
+
+import hf_smartspec
+from hf_smartspec.cpu import thin
+from hf_smartspec.cpu.kernels.tiles import num_lanes
+from hf_smartspec.cpu.thin import can_multiply, thin_linear
+from hf_smartspec.target_model.written.parts import product
+
+from ..models import new_model
+
+pytestmark = pytest.mark.skipif(
+    not thin.has_kernels(torch.float32), reason="there are no compiled products for this CPU"
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+NUMBERS = (*range(1, 17), 64, 131)  # of tokens: every tile, more than one, and more than stay in the cache at once
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 160), (3, 16), (12, 176), (37, 160), (64, 32), (203, 48)])
+def test_numbers_are_those_of_linear(num_outputs, num_inputs, with_bias, dtype):
+    """Whole vectors, and half of one behind them."""
+    weight, bias = numbers(num_outputs, num_inputs).to(dtype), numbers(num_outputs).to(dtype) if with_bias else None
+    for num_tokens in NUMBERS:
+        x = numbers(num_tokens, num_inputs).to(dtype)
+        expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
+        found = thin_linear(x, weight, bias)
+        assert found.dtype == dtype and found.shape == expected.shape
+        rounding = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0)  # once, to the nearest
+        assert ((found - expected).abs() <= 1e-4 + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_outputs", [37, 600])
+def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, dtype):
+    """Bit by bit: verifying a draft gives what decoding its tokens one by one gives."""
+    weight, bias, x = (
+        numbers(*shape).to(dtype) for shape in ((num_outputs, 1600), (num_outputs,), (NUMBERS[-1], 1600))
+    )
+    alone = torch.cat([thin_linear(line[None], weight, bias) for line in x])
+    for num_tokens in NUMBERS:
+        assert torch.equal(thin_linear(x[:num_tokens], weight, bias), alone[:num_tokens])
+
+
+@pytest.fixture
+def anew():
+    def forget():
+        thin.has_kernels.cache_clear()
+        thin.most_tokens.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def fail(*_):
+    raise RuntimeError("no such instruction")
+
+
+@pytest.fixture
+def number_of_threads():
+    number = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(number)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_any_number_of_threads(number_of_threads, number, dtype):
+    weight, x = numbers(991, 5600).to(dtype), numbers(30, 5600).to(dtype)
+    expected = torch.cat([thin_linear(line[None], weight, None) for line in x])
+    number_of_threads(number)
+    assert torch.equal(thin_linear(x, weight, None), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_callers_at_the_same_time(number_of_threads, dtype):
+    number_of_threads(2)
+    weight = numbers(512, 1024).to(dtype)
+    tokens = [numbers(num_tokens, 1024).to(dtype) for num_tokens in NUMBERS] * 4
+    expected = [thin_linear(x, weight, None) for x in tokens]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda x: thin_linear(x, weight, None), tokens)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_so_and_its_own(dtype):
+    weight, x = numbers(40, 64).to(dtype), numbers(6, 64).to(dtype)
+    x[1, 63], x[3, 0], x[4, 1] = torch.nan, torch.inf, -torch.inf
+    found = thin_linear(x, weight, None)
+    torch.testing.assert_close(found, linear(x, weight), rtol=1e-2, atol=1e-4, equal_nan=True)
+    assert found[[0, 2, 5]].isfinite().all() and not found[[1, 3, 4]].isfinite().any()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(num_lanes() == 8, reason="the other tests see to it")
+def test_cpus_with_narrower_vectors(tmp_path):
+    """What is compiled for them runs here, too; numba is told that this is one."""
+    environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not cpus_with"]
+    command += [__file__, str(Path(__file__).with_name("test_norms.py"))]
+    found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert found.returncode == 0 and "passed" in found.stdout, found.stdout
+    assert "skipped" not in found.stdout, found.stdout
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "meta"])
+def test_torchs_defaults_do_not_matter(monkeypatch, anew, default):
+    """Neither for what is computed nor for the memory in which bfloat16 is widened."""
+    num_tokens = min(9, thin.most_tokens(torch.bfloat16))  # few where torch's own products are fast
+    weight, x, wide = numbers(24, 64).bfloat16(), numbers(num_tokens, 64).bfloat16(), []
+    expected, allocated = thin_linear(x, weight, None), torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **kwargs: wide.append(allocated(*args, **kwargs)) or wide[-1]
+    )
+    try:
+        if default == "meta":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(torch.bfloat16)
+        assert can_multiply(x, weight)
+        assert torch.equal(thin_linear(x, weight, None), expected)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert {(item.dtype, item.device.type) for item in wide} <= {(torch.bfloat16, "cpu"), (torch.float32, "cpu")}
+    if num_lanes() == 8:
+        assert max(item.nbytes for item in wide) >= 4 * (num_tokens + 3) * 64
+
+
+def test_nothing_is_compiled_for_other_devices(monkeypatch):
+    monkeypatch.setattr(thin, "most_tokens", fail)
+    assert not can_multiply(torch.empty(3, 32, device="meta"), torch.empty(8, 32, device="meta"))
+
+
+def test_tokens_may_lie_anywhere():
+    weight, x = numbers(24, 64), numbers(64, 5).t()
+    assert torch.equal(thin_linear(x, weight, None), thin_linear(x.contiguous(), weight, None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, weight: (x.double(), weight.double()),
+        lambda x, weight: (x.bfloat16(), weight),
+        lambda x, weight: (x.half(), weight.half()),
+        lambda x, weight: (x[:, :24], weight[:, :24].contiguous()),
+        lambda x, weight: (x[:, :16], weight[:, :16]),
+        lambda x, weight: (x[:1].expand(2**16 + 1, -1), weight),
+        lambda x, weight: (x.to("meta"), weight.to("meta")),
+        lambda x, weight: (x[:0], weight),
+        lambda x, weight: (x[:, :0], weight[:, :0].contiguous()),
+        lambda x, weight: (x[:, :16], weight),
+        lambda x, weight: (x, weight.requires_grad_()),
+        lambda x, weight: (x, weight, numbers(8).bfloat16()),
+        lambda x, weight: (x, weight, numbers(16)[::2]),
+        lambda x, weight: (x, weight, numbers(1).expand(8)),
+        lambda x, weight: (x, weight, numbers(1)),
+        lambda x, weight: (x, weight, numbers(8).to("meta")),
+    ],
+    ids=(
+        "float64, two dtypes, float16, no whole vectors, not contiguous, many tokens, elsewhere, no tokens, no inputs, "
+        "fewer inputs, gradient, bias of another dtype, bias with gaps, one for all, one bias, bias elsewhere"
+    ).split(", "),
+)
+def test_anything_else_is_torchs(change):
+    x, weight = numbers(3, 32), numbers(8, 32)
+    assert can_multiply(x, weight) and can_multiply(x.bfloat16(), weight.bfloat16())
+    assert not can_multiply(*change(x, weight))
+
+
+def test_fake_tensors_have_no_memory():
+    with FakeTensorMode():
+        assert not can_multiply(torch.empty(3, 32), torch.empty(8, 32))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what a trace does not follow
+def test_traced_products_are_torchs():
+    layer, x = torch.nn.Linear(32, 8).requires_grad_(False), numbers(4, 32)
+    traced = torch.jit.trace(
+        lambda tokens: product(tokens, layer.weight, layer.bias), numbers(3, 32), check_trace=False
+    )
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+def test_decoding_multiplies_with_compiled_code(monkeypatch):
+    calls, run = [], thin.run
+    monkeypatch.setattr(thin, "run", lambda *arguments: (calls.append(arguments), run(*arguments)))
+    model, ids = new_model("llama"), torch.arange(3, 12)[None]
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    with hf_smartspec.enabled(model):
+        actual = model.generate(ids, **arguments, assistant="auto")
+    assert len(calls) > 50
+    assert torch.equal(model.generate(ids, **arguments), actual)
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("has_threads", lambda: False),
+        ("num_lanes", lambda: 0),
+        ("run", fail),
+        ("thin_linear", lambda x, weight, bias: torch.zeros(len(x), len(weight))),
+    ],
+)
+def test_where_there_is_no_right_code_torch_serves(monkeypatch, anew, name, replacement):
+    monkeypatch.setattr(thin, name, replacement)
+    assert not can_multiply(numbers(3, 32), numbers(8, 32))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "name", "features", "float32", "bfloat16"),
+    [
+        (8, "znver1", "+avx2", 256, thin._ANY),
+        (16, "skylake-avx512", "+avx512f", 12, 6),
+        (16, "cooperlake", "+avx512bf16", 12, 48),
+        (16, "sapphirerapids", "+avx512bf16 +amx-bf16", 12, 6),
+        (16, "znver5", "+avx512bf16", thin._ANY, 48),
+    ],
+)
+def test_for_how_many_tokens_depends_on_the_cpu(monkeypatch, lanes, name, features, float32, bfloat16):
+    monkeypatch.setattr(thin, "num_lanes", lambda: lanes)
+    monkeypatch.setattr(thin, "cpu_name", lambda: name)
+    monkeypatch.setattr(thin, "cpu_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(thin, "has_pairs", lambda: "+avx512bf16" in features)
+    assert [thin._most_tokens(dtype) for dtype in DTYPES] == [float32, bfloat16]
+
+
+def test_nothing_is_tried_or_said_of_dtypes_without_code(monkeypatch, anew):
+    """float16 has none: a warning with an error's name said nothing to anybody."""
+    messages = []
+    monkeypatch.setattr(thin.logger, "warning", messages.append)
+    assert not thin.has_kernels(torch.float16) and not messages

@@ -1,0 +1,25 @@
+"""Forwards that are recorded, on the CPU."""
+
+import pytest
+
+from hf_smartspec.target_model.attention import tree_attention as attention
+from hf_smartspec.target_model.graphs import recorder
+from hf_smartspec.target_model.written import parts
+
+from ...recorder import OperationRecorder
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """All recorders of the test, in the order of the forwards that have them."""
+    made: list[OperationRecorder] = []
+
+    def make(device):
+        made.append(OperationRecorder())
+        return made[-1]
+
+    monkeypatch.setattr(recorder, "_RECORDERS", {"cpu": make})
+    for name in ("can_multiply", "can_norm"):  # what torch does not dispatch is not recorded
+        monkeypatch.setattr(parts, name, lambda *args: False)
+    monkeypatch.setattr(attention, "can_attend", lambda *args: False)
+    return made
