@@ -112,7 +112,10 @@ _PLACES = {
     "serving.outputs": ["EngineOutput"],
     "cpu.quantized": ["Int8Linear", "quantize"],
 }
-_ROOMS = "candidates cpu decoding drafts generate goodput online prepare sampling serving sharing simulator target_model".split()
+_ROOMS = [
+    *("candidates", "cpu", "decoding", "drafts", "generate", "goodput", "online", "prepare", "sampling", "serving"),
+    *("sharing", "simulator", "target_model"),
+]
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
