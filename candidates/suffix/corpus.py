@@ -41,8 +41,9 @@ class SuffixCorpus:
     Suffix trees of finished outputs, one per namespace, in bounded memory, which running requests share.
 
     Args:
-        max_bytes (`int`): Bound on texts and trees. Whole outputs go: of the namespace that has most tokens, the one
-            that has gone unused for longest. So no namespace loses anything while another has more.
+        max_bytes (`int`): Bound on texts and trees. Whole outputs go: of the namespace that has most tokens in outputs,
+            the one that has gone unused for longest. So no namespace loses an output while another has more of them;
+            the texts of running requests cannot go, and count for nobody.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
 
     Attributes:

@@ -63,7 +63,7 @@ def making_sense(name: str) -> Iterator[None]:
     """Raise `ValueError` for whatever fails with the contents of a file whose check sum is right: somebody made it."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, SyntaxError) as error:
         reason = error if isinstance(error, ValueError | TypeError) else repr(error)
         raise ValueError(f"{name} is damaged: {reason}") from None
 

@@ -478,7 +478,7 @@ arrays_of_files = st.dictionaries(
         ["tokens", "lengths", "namespaces", "used", "served", "numbers", "times", "cells", "weights", "likely"]
     ),
     st.tuples(
-        st.sampled_from(["<i4", "<i8", "<f4", "<u1", "|O", "<U3", "nonsense"]),
+        st.sampled_from(["<i4", "<i8", "<f4", "<u1", "|O", "<U3", "(,)i4", "nonsense"]),
         st.lists(st.integers(-2, 5), max_size=3),
     ),
 )
