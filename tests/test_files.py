@@ -30,13 +30,13 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_other_users_may_read_what_is_written(tmp_path, writer):
+def test_other_users_may_read_what_holds_nothing_of_users_texts(tmp_path, writer):
     mask = os.umask(0o022)
     try:
         WRITERS[writer](tmp_path / "file")
     finally:
         os.umask(mask)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "file").stat().st_mode & 0o777 == (0o644 if writer == "profile" else 0o600)
 
 
 def write(path):

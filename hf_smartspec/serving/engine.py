@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -307,7 +307,7 @@ class Engine:
         self._check_runs(request_id)
         return self._held(self._results.stream(request_id))
 
-    def request_id_aiter(self, request_id: str) -> AsyncIterator[EngineOutput]:
+    def request_id_aiter(self, request_id: str) -> AsyncGenerator[EngineOutput, None]:
         """`request_id_iter` for `async for`."""
         self._check_runs(request_id)
         return self._held_async(self._results.stream_async(request_id))
@@ -317,8 +317,8 @@ class Engine:
     def _held(self, outputs: Iterator[EngineOutput]) -> Iterator[EngineOutput]:
         yield from outputs
 
-    async def _held_async(self, outputs: AsyncIterator[EngineOutput]) -> AsyncIterator[EngineOutput]:
-        async with aclosing(outputs) as items:  # type: ignore[type-var]
+    async def _held_async(self, outputs: AsyncGenerator[EngineOutput, None]) -> AsyncGenerator[EngineOutput, None]:
+        async with aclosing(outputs) as items:
             async for output in items:
                 yield output
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -158,7 +158,7 @@ class Results:
             self._changed.wait_for(lambda: self._is_newer(request_id, num_seen))
             return self._take(request_id)
 
-    async def stream_async(self, request_id: str) -> AsyncIterator[EngineOutput]:
+    async def stream_async(self, request_id: str) -> AsyncGenerator[EngineOutput, None]:
         """The same for `asyncio`."""
         entry = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:

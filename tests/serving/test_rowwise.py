@@ -182,6 +182,7 @@ def test_models_that_keep_their_state_in_themselves_serve_one_request_at_a_time(
         bad = engine.add_request([3, 4, 5], max_new_tokens=500, eos_token_id=None, streaming=True)
         next(engine.request_id_iter(bad))
         engine.cancel_request(bad)
+        assert engine.get_result(bad, TIMEOUT) is not None  # nobody else runs the model meanwhile
         check_all(engine, model, requests[:2])
     assert "one request at a time" in caplog.text
 

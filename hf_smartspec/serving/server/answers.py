@@ -1,8 +1,8 @@
 """One answer on its way: from the engine's outputs to pieces of text."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..outputs import EngineOutput
@@ -77,7 +77,7 @@ class Answer:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """
         What comes, as it comes; the last piece has a `finish_reason`. Nothing any more once the answer is dropped.
 
@@ -85,26 +85,27 @@ class Answer:
             ApiError: 504 when time is over, 503 where the server stops, 500 if the request failed.
         """
         num_seen = 0
-        async for output in self._served.engine.request_id_aiter(self.request_id):
-            if self._is_over:
-                return
-            if output.is_finished():
-                self._is_over = True
-                self._served.note_end(output, self.namespace)
-                self._check(output)
-            tokens = output.generated_tokens
-            new, first = tokens[num_seen:], num_seen
-            num_seen = len(tokens)
-            if not output.is_finished():
-                self._served.metrics.note_step(self._served.name, output)
-            text = self._text.feed(new)
-            logprobs = None if self._recorder is None else self._recorder.of(tokens, first)
-            if output.is_finished():
-                text += self._text.end()
-                stop = self._text.stop_reason
-                yield Piece(text, new, logprobs, output, "stop" if stop else output.finish_reason, stop)
-            else:
-                yield Piece(text, new, logprobs, output)
+        async with aclosing(self._served.engine.request_id_aiter(self.request_id)) as outputs:
+            async for output in outputs:
+                if self._is_over:
+                    return
+                if output.is_finished():
+                    self._is_over = True
+                    self._served.note_end(output, self.namespace)
+                    self._check(output)
+                tokens = output.generated_tokens
+                new, first = tokens[num_seen:], num_seen
+                num_seen = len(tokens)
+                if not output.is_finished():
+                    self._served.metrics.note_step(self._served.name, output)
+                text = self._text.feed(new)
+                logprobs = None if self._recorder is None else self._recorder.of(tokens, first)
+                if output.is_finished():
+                    text += self._text.end()
+                    stop = self._text.stop_reason
+                    yield Piece(text, new, logprobs, output, "stop" if stop else output.finish_reason, stop)
+                else:
+                    yield Piece(text, new, logprobs, output)
 
     async def whole(self) -> Piece:
         """All in one piece."""
@@ -128,15 +129,16 @@ class Answer:
             raise ApiError(503, "The server stops", retry_after=1)
 
 
-async def interleaved(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
+async def interleaved(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Pieces of several answers as they come, with the answer's number. What nobody has read to its end is dropped."""
     # A reader who is slower than the engine misses steps, not tokens: nothing piles up here.
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int, answer: Answer) -> None:
         try:
-            async for piece in answer.pieces():
-                await queue.put((index, piece))
+            async with aclosing(answer.pieces()) as pieces:  # else a reader that is cancelled here leaves a listener
+                async for piece in pieces:
+                    await queue.put((index, piece))
             await queue.put((index, None))
         except Exception as error:
             await queue.put((index, error))

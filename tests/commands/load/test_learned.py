@@ -41,7 +41,10 @@ def test_load(folder, tmp_path):
     assert {source for source, _ in rows} == {"medusa", "suffix+medusa", "draft"}
     assert len({row["tokens"] for row in rows.values()}) == 1, "no drafter changes what is generated"
     for (_, policy), row in rows.items():
-        assert (row["drafted_per_step"] == 0) if policy == "none" else (row["acceptance_rate"] > 0)
+        if policy == "none":
+            assert row["drafted_per_step"] == 0
+        elif policy != "auction" or row["drafted_per_step"]:  # steps that took long may have taught it not to draft
+            assert row["acceptance_rate"] > 0
 
 
 def test_rates_are_found(folder, tmp_path):

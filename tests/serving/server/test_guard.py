@@ -1,6 +1,7 @@
 """Keys, tenants, limits, nonsense, and clients that leave."""
 
 import asyncio
+import gc
 import hashlib
 import json
 import socket
@@ -280,6 +281,31 @@ def test_who_leaves_frees_the_slot(server, demo, path, form, stream):
     wait_until(lambda: is_idle(server))
     check_serves(server, demo)
     check_nothing_is_left(server)
+
+
+@pytest.mark.parametrize("path, form", [("/v1/completions", {}), (CHAT, {"messages": MESSAGES})])
+def test_who_leaves_a_stream_of_choices_leaves_nothing_even_where_no_garbage_is_collected(server, path, form):
+    body = LONG | form | {"n": 4}
+    if path == CHAT:
+        del body["prompt"]
+
+    async def read_a_little_and_leave():
+        async with (
+            httpx.AsyncClient(timeout=TIMEOUT) as client,
+            client.stream("POST", server.url + path, json=body) as answer,
+        ):
+            lines = answer.aiter_lines()
+            for _ in range(20):
+                await anext(lines)
+
+    gc.disable()
+    try:
+        for _ in range(5):
+            asyncio.run(read_a_little_and_leave())
+        wait_until(lambda: is_idle(server))
+        check_nothing_is_left(server)
+    finally:
+        gc.enable()
 
 
 async def _read(client, url, body):

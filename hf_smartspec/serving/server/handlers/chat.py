@@ -1,7 +1,8 @@
 """`/v1/chat/completions`."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
@@ -96,31 +97,32 @@ class _Exchange:
 
     # In chunks
 
-    async def chunks(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
+    async def chunks(self, answers: Sequence[Answer]) -> AsyncGenerator[str, None]:
         """The first of each choice has its role, the last its `finish_reason`; usage comes in one without choices."""
         readers = [MessageReader(self._served, self._prompt, self._tools) for _ in answers]
         num_calls = [0] * len(answers)
         last: dict[int, Piece] = {}
         for index in range(len(answers)):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None, last)
-        async for index, piece in interleaved(answers):
-            last[index] = piece
-            is_last = piece.finish_reason is not None
-            deltas: list[dict[str, Any]] = []
-            for item in readers[index].feed(piece.text, piece.finish_reason):
-                if isinstance(item, ToolCall):
-                    deltas.append(
-                        {"tool_calls": [{"index": num_calls[index], **_tool_call(piece, num_calls[index], item)}]}
-                    )
-                    num_calls[index] += 1
-                else:
-                    name = "reasoning_content" if isinstance(item, ReasoningText) else "content"
-                    deltas.append({name: str(item)})
-            if not deltas and (piece.logprobs or is_last):
-                deltas.append({})
-            for number, delta in enumerate(deltas):
-                is_end = is_last and number == len(deltas) - 1
-                yield self._chunk(index, delta, piece, last, number == 0, is_end, num_calls[index] > 0)
+        async with aclosing(interleaved(answers)) as pieces:
+            async for index, piece in pieces:
+                last[index] = piece
+                is_last = piece.finish_reason is not None
+                deltas: list[dict[str, Any]] = []
+                for item in readers[index].feed(piece.text, piece.finish_reason):
+                    if isinstance(item, ToolCall):
+                        deltas.append(
+                            {"tool_calls": [{"index": num_calls[index], **_tool_call(piece, num_calls[index], item)}]}
+                        )
+                        num_calls[index] += 1
+                    else:
+                        name = "reasoning_content" if isinstance(item, ReasoningText) else "content"
+                        deltas.append({name: str(item)})
+                if not deltas and (piece.logprobs or is_last):
+                    deltas.append({})
+                for number, delta in enumerate(deltas):
+                    is_end = is_last and number == len(deltas) - 1
+                    yield self._chunk(index, delta, piece, last, number == 0, is_end, num_calls[index] > 0)
         if self._fields.includes_usage:
             outputs = [piece.output for _, piece in sorted(last.items())]
             chunk = ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[])

@@ -1,7 +1,8 @@
 """`/v1/completions`."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
@@ -128,17 +129,18 @@ class _Exchange:
 
     # In chunks
 
-    async def chunks(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
+    async def chunks(self, answers: Sequence[Answer]) -> AsyncGenerator[str, None]:
         last: dict[int, Piece] = {}
         offsets = [0] * len(answers)  # of the next token in each text
-        async for index, piece in interleaved(answers):
-            is_first = index not in last
-            last[index] = piece
-            text = self._echo(index) + piece.text if is_first else piece.text
-            if text or piece.logprobs or piece.finish_reason:
-                logprobs = self._logprobs(index, piece, is_first, offsets[index])
-                offsets[index] += sum(map(len, logprobs.tokens or ())) if logprobs is not None else 0
-                yield self._chunk(index, text, piece, last, logprobs)
+        async with aclosing(interleaved(answers)) as pieces:
+            async for index, piece in pieces:
+                is_first = index not in last
+                last[index] = piece
+                text = self._echo(index) + piece.text if is_first else piece.text
+                if text or piece.logprobs or piece.finish_reason:
+                    logprobs = self._logprobs(index, piece, is_first, offsets[index])
+                    offsets[index] += sum(map(len, logprobs.tokens or ())) if logprobs is not None else 0
+                    yield self._chunk(index, text, piece, last, logprobs)
         if self._fields.includes_usage:
             outputs = [piece.output for _, piece in sorted(last.items())]
             usage = usage_of(list(map(len, self._prompts)), outputs, self._prediction)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi import Request
@@ -81,7 +81,7 @@ def _completed(response: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
     return response | {"metrics": speculation_of([piece.output])}
 
 
-async def _with_end(events: Any, manager: "_OneAnswer") -> AsyncIterator[str]:
+async def _with_end(events: Any, manager: "_OneAnswer") -> AsyncGenerator[str, None]:
     """The same in transformers' last event."""
     async for text in events:
         if _COMPLETED not in text:

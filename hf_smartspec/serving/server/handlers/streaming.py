@@ -1,7 +1,8 @@
 """Server-sent events, in vLLM's form."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -24,11 +25,12 @@ def event(chunk: BaseModel, usage: CompletionUsage | None = None, **extra: Any) 
     return f"data: {json.dumps(body | extra, ensure_ascii=False)}\n\n"
 
 
-async def events(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+async def events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The chunks and the end; what fails in the middle is told in the stream, whose status has been sent long ago."""
     try:
-        async for chunk in chunks:
-            yield chunk
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
     except ApiError as error:
         yield error.event
     except Exception as error:
@@ -40,7 +42,8 @@ async def events(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
 class AnswerStream(StreamingResponse):
     """Streams what is made of answers; they are dropped when nobody reads any more, even if nobody has begun to."""
 
-    def __init__(self, chunks: AsyncIterator[str], answers: Sequence[Answer]):
+    def __init__(self, chunks: AsyncGenerator[str, None], answers: Sequence[Answer]):
+        self._chunks = chunks
         super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._answers = answers
 
@@ -50,3 +53,4 @@ class AnswerStream(StreamingResponse):
         finally:
             for answer in self._answers:
                 answer.drop()
+            await self._chunks.aclose()  # now, not when Python comes to it: readers of answers end with it
