@@ -39,6 +39,7 @@ SUITE = (
     "tests/generate/test_encoders.py",
     "tests/prepare",
     "tests/target_model",
+    "tests/cpu",
     "tests/candidates/heads",  # MTP
     "tests/serving/test_engine.py",
     "tests/serving/test_adapters.py",  # PEFT

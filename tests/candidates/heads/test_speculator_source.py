@@ -79,7 +79,8 @@ def test_tokens_are_those_of_plain_decoding(target, folder, name, way, lengths):
             **inputs, **options, assistant=ASSISTANTS[name](folder, target), return_dict_in_generate=True
         )
     assert torch.equal(output.sequences, expected)
-    assert 0 < output.statistics.accepted_tokens <= output.statistics.drafted_tokens
+    assert output.statistics.accepted_tokens <= output.statistics.drafted_tokens
+    assert output.statistics.accepted_tokens or lengths is not LENGTHS, "a single sampled row may be out of luck"
     if way == "greedy" and lengths is LENGTHS:
         assert output.statistics.accepted_tokens > 0.4 * NUM_TOKENS * len(lengths), "it knows them by heart"
 
