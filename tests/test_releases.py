@@ -1,5 +1,6 @@
 """Which releases of transformers are tested, and what is said of them."""
 
+import re
 import tomllib
 
 import pytest
@@ -8,6 +9,14 @@ from hf_smartspec.target_model.private import NEWEST_TESTED
 
 from . import releases
 from .releases import Result, as_table, outcomes, with_table
+
+
+def test_the_readme_shows_every_line_without_a_failure():
+    (table,) = [match[0] for match in releases.TABLE.finditer(releases.README.read_text())]
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \| (\d+) \| (\d+) \| \d+ \|$", table, flags=re.MULTILINE)
+    supported = rows[: len(releases.LINES)]  # a newer one may follow
+    assert [line for line, *_ in supported] == list(releases.LINES)
+    assert all(int(passed) > 1000 and failed == "0" for _, passed, failed in supported)
 
 
 def test_the_lines_reach_from_the_oldest_supported_to_the_newest_tested():
