@@ -1,12 +1,12 @@
 """Candidate sources: everything that proposes draft trees."""
 
 from .base import TreeCandidateGenerator
+from .combined.fused.source import FusedCandidates
+from .combined.routed.classifier import TextClassifier
+from .combined.routed.source import RoutedCandidates
+from .combined.staged import StagedCandidates
+from .combined.wrapped import WrappedCandidates
 from .committed import Committed
-from .datastore.file import Datastore, build_datastore
-from .datastore.source import DatastoreCandidates
-from .draft_model import DraftModelCandidates
-from .early_exit import EarlyExitCandidates
-from .fused.source import FusedCandidates
 from .heads.eagle import EagleHeads
 from .heads.feature_source import FeatureCandidates
 from .heads.medusa import MedusaHeads
@@ -14,12 +14,14 @@ from .heads.mlp_speculator import MLPSpeculator
 from .heads.mtp import MtpLayers
 from .heads.source import MedusaCandidates
 from .heads.speculator_source import MLPSpeculatorCandidates
-from .prompt_lookup import PromptLookupCandidates
-from .routed.classifier import TextClassifier
-from .routed.source import RoutedCandidates
-from .staged import StagedCandidates
-from .suffix.source import SuffixTreeCandidates
-from .wrapped import WrappedCandidates
+from .models.draft_model import DraftModelCandidates
+from .models.early_exit import EarlyExitCandidates
+from .models.growing import GrowingCandidates
+from .models.translated.source import TranslatedDraftCandidates
+from .text.datastore.file import Datastore, build_datastore
+from .text.datastore.source import DatastoreCandidates
+from .text.prompt_lookup import PromptLookupCandidates
+from .text.suffix.source import SuffixTreeCandidates
 
 __all__ = [
     "Committed",
@@ -30,6 +32,7 @@ __all__ = [
     "EarlyExitCandidates",
     "FeatureCandidates",
     "FusedCandidates",
+    "GrowingCandidates",
     "MLPSpeculator",
     "MLPSpeculatorCandidates",
     "MedusaCandidates",
@@ -40,6 +43,7 @@ __all__ = [
     "StagedCandidates",
     "SuffixTreeCandidates",
     "TextClassifier",
+    "TranslatedDraftCandidates",
     "TreeCandidateGenerator",
     "WrappedCandidates",
     "build_datastore",

@@ -14,7 +14,7 @@ from .committed import HIDDEN_STATES, LAST, SCORES, Committed, Likeliest
 
 if TYPE_CHECKING:
     from ..target_model.layout.rows import CacheRow
-    from .encoded import EncoderInputs
+    from .encoder_inputs import EncoderInputs
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"

@@ -40,7 +40,7 @@ from .accelerator_cases import (
     tokens_of,
 )
 from .candidates.heads.by_heart import texts_of, trained_eagle
-from .candidates.translated.pairs import character_tokenizer, with_tokens_of
+from .candidates.models.translated.pairs import character_tokenizer, with_tokens_of
 from .covering import IS_EXHAUSTIVE
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_smartspec import TextClassifier
-from hf_smartspec.candidates.datastore.file import build_datastore
+from hf_smartspec.candidates.text.datastore.file import build_datastore
 from hf_smartspec.files import replacing
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.online.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_smartspec
 from hf_smartspec import jit
-from hf_smartspec.candidates.suffix.kernels.store import find
+from hf_smartspec.candidates.text.suffix.kernels.store import find
 
 _CALLER = """
 from hf_smartspec.jit import compiled

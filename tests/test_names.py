@@ -28,6 +28,26 @@ def test_importing_the_package_imports_neither_torch_nor_transformers():
     assert run(code).strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("candidates.growing", "GrowingCandidates", "candidates"),
+        ("candidates.translated.source", "TranslatedDraftCandidates", "candidates"),
+    ],
+)
+def test_documented_names_that_have_moved_are_still_there_and_say_so(old, name, new):
+    code = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        f"    from hf_smartspec.{old} import {name} as old\n"
+        f"from hf_smartspec.{new} import {name} as new\n"
+        "said = [str(item.message) for item in caught if item.filename == '<string>']\n"
+        "print(old is new, said)"
+    )
+    assert run(code).strip() == f"True ['import `{name}` from `hf_smartspec.{new}`']"
+
+
 def test_help_and_typing_errors_need_no_torch():
     code = (
         "import sys, contextlib, io\n"

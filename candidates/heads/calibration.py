@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..fused.calibration import ProbabilityCalibrator
+from ..calibrator import ProbabilityCalibrator
 
 _NUM_SCORES = 64
 _MOST_PENDING = 256  # observations that wait for the table to be made anew

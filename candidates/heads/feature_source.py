@@ -11,8 +11,8 @@ from ...drafts.tree import DraftTree
 from ...target_model.drafters.features import FeatureForward
 from ...target_model.layout.rows import CacheRow, RowInput
 from ..committed import HIDDEN_STATES, Committed
-from ..draft_growth import DraftState, Growth
-from ..growing import GrowingCandidates
+from ..models.draft_growth import DraftState, Growth
+from ..models.growing import GrowingCandidates
 from .features import FeatureDrafter
 
 _MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the row

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..base import TreeCandidateGenerator
-from ..fused.calibration import ProbabilityCalibrator
+from ..calibrator import ProbabilityCalibrator
 from .eagle import EagleHeads
 from .eagle_files import says_eagle
 from .feature_source import FeatureCandidates

@@ -11,8 +11,8 @@ from ...device import fetch_together
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
 from ..base import TreeCandidateGenerator
+from ..calibrator import ProbabilityCalibrator
 from ..committed import HIDDEN_STATES, LAST, Committed
-from ..fused.calibration import ProbabilityCalibrator
 from .calibration import DepthCalibration
 from .medusa import MedusaHeads
 from .trees import FixedTree, best_trees

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from ...target_model.forward.ragged import PlannedForward, RaggedForward
 from ...target_model.layout.rows import CacheRow, RowInput
 from ..committed import HIDDEN_STATES, LAST, Committed
-from ..draft_growth import DraftState, Growth
-from ..growing import GrowingCandidates
+from ..models.draft_growth import DraftState, Growth
+from ..models.growing import GrowingCandidates
 from .mlp_speculator import MLPSpeculator
 
 

@@ -101,7 +101,7 @@ def _entries(doc: str) -> list[str]:
 
 def _called(item: Any, name: str) -> Any:
     for cls in inspect.getmro(item):
-        for module in (cls.__module__, "hf_smartspec.candidates.routed.bandit"):
+        for module in (cls.__module__, "hf_smartspec.candidates.combined.routed.bandit"):
             if hasattr(importlib.import_module(module), name):
                 return getattr(importlib.import_module(module), name)
     raise LookupError(f"{item.__qualname__}: `{name}` is not known")

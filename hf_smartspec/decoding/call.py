@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..candidates.base import TreeCandidateGenerator
-from ..candidates.encoded import EncoderInputs
+from ..candidates.encoder_inputs import EncoderInputs
 from ..drafts.tree import DraftTree
 from ..goodput.policy import StepRows, StepSeconds
 from ..sampling.processors import TokenPicker

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from ..candidates.base import TreeCandidateGenerator
-from ..candidates.routed.source import RoutedCandidates
+from ..candidates.combined.routed.source import RoutedCandidates
 from ..decoding.learning import Learning, Recorder
 from .checkpoint import Checkpoint
 from .learner import Learner, LearningEndedError, LearningStatistics

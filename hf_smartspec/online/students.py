@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import LAST
-from ..candidates.draft_model import DraftModelCandidates
-from ..candidates.encoded import reads_encoder
 from ..candidates.heads.eagle import EagleHeads
 from ..candidates.heads.medusa import MedusaHeads
-from ..candidates.translated.source import TranslatedDraftCandidates
+from ..candidates.models.draft_model import DraftModelCandidates
+from ..candidates.models.encoded import reads_encoder
+from ..candidates.models.translated.source import TranslatedDraftCandidates
 from ..training.draft import logits_behind
 from ..training.eagle import EagleDrafts
 from ..training.medusa import learnt

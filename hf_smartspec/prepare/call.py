@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from ..candidates.encoded import EncoderInputs
+from ..candidates.encoder_inputs import EncoderInputs
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits
 from ..decoding.committed import check_source

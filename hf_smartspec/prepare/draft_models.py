@@ -2,9 +2,9 @@
 
 from transformers import PreTrainedModel
 
-from ..candidates.encoded import reads_encoder
-from ..candidates.translated.translation import Translation
-from ..candidates.vocabulary import SharedVocabulary
+from ..candidates.models.encoded import reads_encoder
+from ..candidates.models.translated.translation import Translation
+from ..candidates.models.vocabulary import SharedVocabulary
 from ..target_model.compat import is_stateful
 from ..target_model.support.capabilities import can_pack, rowwise_obstacle
 from .vocabularies import Tokenizers, vocabulary_between

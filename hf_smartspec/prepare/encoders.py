@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..candidates import DraftModelCandidates, TreeCandidateGenerator
-from ..candidates.encoded import EncoderInputs
-from ..candidates.members import MemberCandidates
+from ..candidates.combined.members import MemberCandidates
+from ..candidates.encoder_inputs import EncoderInputs
 from ..target_model.encoded import encoder_size
 
 

@@ -28,14 +28,14 @@ from ..candidates import (
     WrappedCandidates,
 )
 from ..candidates.base import NoCandidates
+from ..candidates.combined.members import MemberCandidates
+from ..candidates.combined.tuned import TunedSource, TunedSources
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.heads.mtp import MTP
-from ..candidates.members import MemberCandidates
-from ..candidates.translated.source import TranslatedDraftCandidates
-from ..candidates.translated.translation import Translation
-from ..candidates.tuned import TunedSource, TunedSources
-from ..candidates.vocabulary import SharedVocabulary
+from ..candidates.models.translated.source import TranslatedDraftCandidates
+from ..candidates.models.translated.translation import Translation
+from ..candidates.models.vocabulary import SharedVocabulary
 from ..goodput.acceptance import Calibrator
 from ..target_model.forward.ranks import is_sharded
 from ..target_model.private import warn_of_release

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..candidates.translated.translation import Translation
-from ..candidates.vocabulary import SharedVocabulary
+from ..candidates.models.translated.translation import Translation
+from ..candidates.models.vocabulary import SharedVocabulary
 from ..log import get_logger
 from .model_state import state_of
 

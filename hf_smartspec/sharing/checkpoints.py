@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from ..candidates.suffix.files import packed, unpacked
+from ..candidates.text.suffix.files import packed, unpacked
 from ..files import replacing
 from ..log import get_logger
 from .exchange import exchanging

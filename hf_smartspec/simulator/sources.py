@@ -7,7 +7,7 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from ..candidates.base import TreeCandidateGenerator
-from ..candidates.staged import StagedCandidates
+from ..candidates.combined.staged import StagedCandidates
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.draft_cost import DraftCost

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree, SuffixTreeCandidates
-from hf_smartspec.candidates.fused.source import FusedCandidates
+from hf_smartspec.candidates.combined.fused.source import FusedCandidates
 from hf_smartspec.drafts.price import LevelPrice
 
-from .fused.test_source import Scripted
+from .combined.fused.test_source import Scripted
 
 
 def of_node(node, trust=1.0):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from hf_smartspec.candidates.datastore.file import Datastore, tokenizer_fingerprint
+from hf_smartspec.candidates.text.datastore.file import Datastore, tokenizer_fingerprint
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.datastore_build import command as datastore_build
 from hf_smartspec.commands.datastore_build.arguments import add_arguments

@@ -68,7 +68,7 @@ for words in [[], ["--help"], ["typo"], *([*path, word] for path in COMMANDS for
 
 def test_arguments_offer_what_commands_know():
     """What commands know is built of what takes seconds to import; what their arguments offer is written out."""
-    from hf_smartspec.candidates.tuned import TUNABLE
+    from hf_smartspec.candidates.combined.tuned import TUNABLE
     from hf_smartspec.commands.ablation.command import ABLATIONS
     from hf_smartspec.commands.common import drafters, names
     from hf_smartspec.commands.common.arguments import DTYPES, QUANTIZATIONS

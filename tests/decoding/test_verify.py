@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
-from hf_smartspec.candidates.vocabulary import SharedVocabulary
+from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
 from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.request import Request
 from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks, typical_picks

@@ -14,7 +14,7 @@ from hf_smartspec.candidates import (
     FusedCandidates,
     StagedCandidates,
 )
-from hf_smartspec.candidates.tuned import TunedSource, TunedSources
+from hf_smartspec.candidates.combined.tuned import TunedSource, TunedSources
 from hf_smartspec.prepare.resolve import resolve, suffix_trees
 
 from .helpers import VOCAB_SIZE, noisy_copy, tiny_llama

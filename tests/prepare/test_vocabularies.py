@@ -5,9 +5,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_smartspec import DraftModelCandidates
-from hf_smartspec.candidates.translated.source import TranslatedDraftCandidates
-from hf_smartspec.candidates.translated.translation import Translation
-from hf_smartspec.candidates.vocabulary import SharedVocabulary
+from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
+from hf_smartspec.candidates.models.translated.translation import Translation
+from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
 from hf_smartspec.prepare import vocabularies
 from hf_smartspec.prepare.resolve import resolve
 from hf_smartspec.prepare.vocabularies import Tokenizers, vocabulary_between

@@ -27,12 +27,12 @@ from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.heads.learned import LearnedDrafter
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.candidates.heads.speculator_source import MLPSpeculatorCandidates
-from hf_smartspec.candidates.translated.source import TranslatedDraftCandidates
-from hf_smartspec.candidates.translated.translation import Translation
+from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
+from hf_smartspec.candidates.models.translated.translation import Translation
 from hf_smartspec.goodput.acceptance import Calibrator
 
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
-from ..candidates.translated.pairs import with_tokens_of
+from ..candidates.models.translated.pairs import with_tokens_of
 from ..models import VOCAB_SIZE
 from .targets import ARCHITECTURES, NUM_MTP_LAYERS, WRITTEN, known_mtp, known_texts, noisy_target, target
 from .tokenizers import PAIRS, WHOLE, first_letters

@@ -2,7 +2,7 @@
 
 import random
 
-from ..candidates.translated.pairs import character_tokenizer
+from ..candidates.models.translated.pairs import character_tokenizer
 from ..models import VOCAB_SIZE
 
 LETTERS = "".join(map(chr, range(0x100, 0x100 + VOCAB_SIZE - 1)))  # the first token is padding

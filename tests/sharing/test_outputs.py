@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.suffix.files import _MAGIC, packed, unpacked
+from hf_smartspec.candidates.text.suffix.files import _MAGIC, packed, unpacked
 from hf_smartspec.sharing import SharedOutputs
 from hf_smartspec.sharing.folder import SharedFolder
 from hf_smartspec.sharing.snapshot import SharedOutput, pack, unpack

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...candidates import DatastoreCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from ...candidates.datastore.file import Datastore
+from ...candidates.text.datastore.file import Datastore
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator
 from ..common.arguments import UsageError

@@ -12,7 +12,7 @@ from typing import TextIO
 import numpy as np
 from rich.console import Console
 
-from ...candidates.datastore.file import Document, build_datastore
+from ...candidates.text.datastore.file import Document, build_datastore
 from ..common.arguments import UsageError
 from ..common.models import load_tokenizer
 from ..common.outputs import check_output, write_json

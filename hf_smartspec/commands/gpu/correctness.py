@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...candidates import DatastoreCandidates
-from ...candidates.datastore.file import Datastore
+from ...candidates.text.datastore.file import Datastore
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
 from ..common.equality import find_differences

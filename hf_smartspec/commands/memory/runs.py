@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
-from ...candidates.datastore.file import Datastore, build_datastore
+from ...candidates.text.datastore.file import Datastore, build_datastore
 from ..common.arguments import UsageError
 from ..common.progress import track
 from ..common.recordings import Recording

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ...candidates.base import NoCandidates, TreeCandidateGenerator
-from ...candidates.suffix.source import SuffixTreeCandidates
+from ...candidates.text.suffix.source import SuffixTreeCandidates
 from ...decoding.batch import DecodingBatch
 from ...decoding.call import DecodingCall, ModelLimits
 from ...decoding.loop import DecodingLoop

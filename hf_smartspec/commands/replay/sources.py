@@ -19,7 +19,7 @@ from ...candidates import (
     TreeCandidateGenerator,
     WrappedCandidates,
 )
-from ...candidates.tuned import TunedSources
+from ...candidates.combined.tuned import TunedSources
 from ...drafts.tree import DraftTree
 from ...goodput.acceptance import Calibrator
 from ..common.arguments import UsageError

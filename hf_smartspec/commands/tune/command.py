@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel
 
-from ...candidates.tuned import TunedSources
+from ...candidates.combined.tuned import TunedSources
 from ..common.arguments import UsageError
 from ..common.console import make_console, table
 from ..common.models import load_model

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ...candidates import FusedCandidates, TreeCandidateGenerator
 from ...candidates.base import TYPICAL_NODES
-from ...candidates.suffix.source import LEAST_PROBABILITY
-from ...candidates.tuned import TUNABLE, TunedSources
+from ...candidates.combined.tuned import TUNABLE, TunedSources
+from ...candidates.text.suffix.source import LEAST_PROBABILITY
 from ..common.arguments import UsageError
 from ..replay.sources import build_tuned, plain_options
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...candidates.suffix.source import SuffixTreeCandidates
+from ...candidates.text.suffix.source import SuffixTreeCandidates
 from ...prepare.resolve import Assistant
 from ..budget import Budget
 from ..engine import Engine

@@ -7,8 +7,8 @@ from transformers.generation import candidate_generator
 
 import hf_smartspec
 from hf_smartspec import Engine, MtpLayers, SmartSpecConfig
-from hf_smartspec.candidates import growing
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
+from hf_smartspec.candidates.models import growing
 from hf_smartspec.prepare.resolve import Drafters, resolve
 
 from ...generate.helpers import prompts

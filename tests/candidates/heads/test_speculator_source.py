@@ -8,7 +8,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import Committed, Engine, MLPSpeculator, MLPSpeculatorCandidates, SmartSpecConfig
-from hf_smartspec.candidates import growing
+from hf_smartspec.candidates.models import growing
 
 from ...generate.helpers import prompts, tiny_llama
 from ...models import VOCAB_SIZE, new_model

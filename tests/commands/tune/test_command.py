@@ -7,7 +7,7 @@ import pytest
 
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, FusedCandidates
-from hf_smartspec.candidates.tuned import TunedSources
+from hf_smartspec.candidates.combined.tuned import TunedSources
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.recordings import Recording

@@ -5,7 +5,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
-from hf_smartspec.candidates.draft_model import DraftModelCandidates
+from hf_smartspec.candidates.models.draft_model import DraftModelCandidates
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.attention import varlen
 from hf_smartspec.target_model.forward import packed, ragged

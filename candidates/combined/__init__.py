@@ -1,0 +1,1 @@
+"""Sources made of other sources: several as one, one of several, wrapped, tuned."""

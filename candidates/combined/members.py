@@ -1,0 +1,173 @@
+"""What sources that consist of several sources have in common: one that fails leaves the others."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from transformers import LogitsProcessorList
+
+from ...drafts.merge import Draft, first_drafters
+from ...drafts.price import LevelPrice
+from ...drafts.tree import DraftTree, check_trees
+from ...log import get_logger
+from ..base import TreeCandidateGenerator, common_reuse, label_of
+from ..committed import HIDDEN_STATES, Committed, Likeliest
+from ..encoder_inputs import EncoderInputs
+
+logger = get_logger(__name__)
+
+
+class MemberCandidates(TreeCandidateGenerator):
+    """
+    Several sources that are told of the same requests. One that fails is left out for the request, with one warning.
+
+    Args:
+        sources (sequence of `TreeCandidateGenerator`): At least one, each once.
+        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number; by default the largest number
+            of its sources.
+        vocab_size (`int`, *optional*): A source that proposes other tokens is left out, as one that raises.
+    """
+
+    def __init__(
+        self, sources: Sequence[TreeCandidateGenerator], num_nodes: int | None = None, vocab_size: int | None = None
+    ):
+        for source in sources:
+            if not isinstance(source, TreeCandidateGenerator):
+                raise TypeError(f"Only TreeCandidateGenerators can be fused, got {type(source).__name__}.")
+        if not sources:
+            raise ValueError("`sources` must name at least one source.")
+        if len(set(map(id, sources))) < len(sources):
+            raise ValueError("A source can be fused once only: it keeps one state per request.")
+        self.sources, self.vocab_size = list(sources), vocab_size
+        self.label = " + ".join(map(label_of, sources))
+        self.needs = frozenset[str]().union(*[source.needs for source in sources])
+        self.follows_target = all(source.follows_target for source in sources)
+        looking = [source for source in sources if HIDDEN_STATES in source.needs]
+        self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
+        self.num_likeliest = max(source.num_likeliest for source in sources)
+        self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in sources)
+        self._most_nodes = num_nodes or max(source.most_nodes for source in sources)
+        self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({', '.join(source.name for source in self.sources)})"
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_nodes
+
+    def warm_up(self) -> None:
+        """Has every source compile what it compiles at its first use."""
+        for source in self.sources:
+            if hasattr(source, "warm_up"):
+                source.warm_up()
+
+    def attach(self, request_id: Hashable, *args: Any) -> None:
+        for source in self.sources:
+            self._tell(source, request_id, source.attach, *args)
+
+    def assign(
+        self,
+        request_id: Hashable,
+        namespace: Hashable = "",
+        reads: Sequence[Hashable] = (),
+        references: Sequence[np.ndarray] = (),
+    ) -> None:
+        for source in self.sources:
+            self._tell(source, request_id, source.assign, namespace, reads, references)
+
+    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
+        for source in self.sources:
+            self._tell(source, request_id, source.couple, processors, seed)
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        for source in self.sources:
+            try:
+                source.encode(rows, inputs)
+            except Exception as error:
+                self._drop(source, list(rows), error)
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        for source in self.sources:
+            self._tell(source, request_id, source.start, prompt)
+
+    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
+        """What every source that needs hidden states can do without."""
+        looking = [source for source in self.sources if HIDDEN_STATES in source.needs]
+
+        def ask(source: TreeCandidateGenerator, length: int) -> int | None:
+            if (request_id, id(source)) in self._failed:
+                return None
+            try:
+                return max(min(length, source.reuse(request_id, length, earlier)), 0)
+            except Exception as error:
+                self._drop(source, [request_id], error)
+                return None
+
+        return common_reuse(looking, length, ask)
+
+    def _drafters(self, request_id: Hashable, tree: DraftTree, drafts: Iterable[Draft]) -> list[str]:
+        """`drafted_by`, from the latest drafts of its sources in their order."""
+        asked = [partial(source.drafted_by, request_id) for source in self.sources]
+        return [label or self.label for label in first_drafters(tree, zip(drafts, asked))]
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
+        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        for source in self.sources:
+            self._tell(source, request_id, source.show, step)
+
+    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
+        for source in self.sources:
+            own = {name: item for name, item in shown.items() if (name, id(source)) not in self._failed}
+            if source.num_likeliest and own:
+                try:
+                    source.observe_likeliest(own)
+                except Exception as error:
+                    self._drop(source, list(own), error)
+
+    def stop(self, request_id: Hashable) -> None:
+        for source in self.sources:
+            self._failed.discard((request_id, id(source)))  # those that have failed hold state too
+            self._tell(source, request_id, source.stop)
+            self._failed.discard((request_id, id(source)))
+
+    def forget(self, request_id: Hashable) -> None:
+        for source in self.sources:
+            if HIDDEN_STATES in source.needs:
+                source.forget(request_id)
+
+    def _tell(self, source: TreeCandidateGenerator, request_id: Hashable, call: Callable, *args: Any) -> None:
+        if (request_id, id(source)) in self._failed:
+            return
+        try:
+            call(request_id, *args)
+        except Exception as error:
+            self._drop(source, [request_id], error)
+
+    def _drop(self, source: TreeCandidateGenerator, request_ids: Sequence[Hashable], error: Exception) -> None:
+        self._failed |= {(name, id(source)) for name in request_ids}
+        logger.warning_once(f"{type(source).__name__} failed and is left out for its requests: {error!r}")
+
+    def _ask(
+        self,
+        source: TreeCandidateGenerator,
+        request_ids: Sequence[Hashable],
+        max_nodes: Sequence[int],
+        price: LevelPrice | None = None,
+    ) -> list[DraftTree]:
+        """A source's trees; empty ones where it has failed."""
+        rows = [row for row, name in enumerate(request_ids) if (name, id(source)) not in self._failed]
+        trees = [DraftTree.empty()] * len(request_ids)
+        names = [request_ids[row] for row in rows]
+        arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
+        try:
+            found = source.propose(names, [max_nodes[row] for row in rows], **arguments) if rows else []
+            check_trees(found, self.vocab_size or 2**31)
+        except Exception as error:
+            self._drop(source, names, error)
+            return trees
+        for row, tree in zip(rows, found):
+            trees[row] = tree
+        return trees

@@ -1,0 +1,361 @@
+"""One target, several drafters: each request goes to one of them."""
+
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+
+from ....drafts.price import LevelPrice
+from ....drafts.tree import DraftTree
+from ....log import get_logger
+from ...base import TreeCandidateGenerator, check_needs
+from ...committed import HIDDEN_STATES, Committed, Likeliest
+from ...encoder_inputs import EncoderInputs
+from .bandit import DrafterBandit, Outcome
+from .classifier import TextClassifier
+from .features import Text
+from .lanes import Lane, RequestLog
+from .memory import RoutedMemory, memory_of
+from .routers import readable, router_of
+
+logger = get_logger(__name__)
+
+
+class RoutedCandidates(TreeCandidateGenerator):
+    """
+    Several drafters of one target, each for texts of its kind (Online Speculative Decoding, sections 4.3 and 5.3). A
+    request goes to one drafter when it begins:
+
+    1. What kind of text it is, its `tag` says (`SmartSpecConfig(tag=...)`, `Engine.add_request(tag=...)`), else the
+       `router`.
+    2. Of a kind that a drafter is named for, or that `labels` gives one, this drafter serves it.
+    3. Of any other kind, or none, a bandit chooses: the drafter with the highest measured goodput on this kind of text,
+       or on texts that resemble this one, found out by serving (see `DrafterBandit`).
+
+    Each drafter is asked for all of its rows in one call, and what its drafts cost and are worth is learnt by itself.
+
+    Args:
+        drafters (mapping of `str` to anything that `assistant=` may be): A source, a draft model, learned heads, a
+            folder or hub id, a preset's name, or a list of these. All are loaded at the first use.
+        router (*optional*): A function from a prompt to a drafter's name, another label or None; a text-classification
+            pipeline of transformers; or a `TextClassifier`, which learns from the tags of those requests that have one.
+            Where it fails, the bandit chooses.
+        labels (mapping of `str` to `str`, *optional*): Drafters of further tags and labels.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. With it, the `router` reads prompts as text,
+            else as token ids (int64 `[length]`); of long prompts, the first and the last 512 tokens.
+        half_life (`float`): See `DrafterBandit`.
+        seed (`int`): Of the bandit's draws. Outputs do not depend on them, speed does.
+        clock (`Callable`): Seconds, by which goodput is measured.
+
+    Example:
+
+        >>> drafters = {"code": "./draft-code", "chat": "./draft-chat"}
+        >>> routed = RoutedCandidates(drafters, TextClassifier(), tokenizer=tokenizer)
+        >>> model.generate(**inputs, assistant=SmartSpecConfig(routed, tag="code"))
+
+    Raises:
+        ValueError, TypeError: for names, labels or a router that cannot be.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Any],
+        router: Any = None,
+        labels: Mapping[str, str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        half_life: float = 200.0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.drafters = _checked(drafters)
+        self.labels = dict(labels or {})
+        if unknown := sorted(set(self.labels.values()) - set(self.drafters)):
+            raise ValueError(f"`labels` names {unknown}, and `drafters` are {list(self.drafters)}.")
+        if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(f"`tokenizer` must be a tokenizer of transformers, got {type(tokenizer).__name__}.")
+        self.tokenizer, self.router = tokenizer, router_of(router, tokenizer)
+        self.bandit = DrafterBandit(list(self.drafters), half_life, seed)
+        self._log = RequestLog(clock, self._learn)
+        self._outcomes: dict[str, RouteStatistics] = {name: RouteStatistics() for name in self.drafters}
+        self._lanes: dict[str, Lanes] = {}
+        self._serving: dict[Hashable, TreeCandidateGenerator] = {}  # requests that began without `choose`
+        self._told: dict[Hashable, list[tuple[str, tuple]]] = {}  # what came before they began
+        self._encoded: dict[Hashable, tuple[int, EncoderInputs]] = {}
+        self._settings: Any = None
+        self._target: weakref.ref[nn.Module] | None = None
+        if all(isinstance(item, TreeCandidateGenerator) for item in self.drafters.values()):
+            self._take(self.drafters)
+
+    # Preparing
+
+    def prepare(self, target: nn.Module, settings: Hashable, make: Callable[[Any], TreeCandidateGenerator]) -> None:
+        """
+        Makes the drafters sources, once for a target.
+
+        Args:
+            settings (`Hashable`): What they depend on beside it: if that changes, they are made anew.
+            make (`Callable`): Gets what was passed for a drafter.
+
+        Raises:
+            ValueError: for a drafter that cannot draft for the target, or while requests of another one run.
+        """
+        if self._target is not None and self._target() is target and self._settings == settings:
+            return
+        if len(self._log):
+            raise ValueError(f"{self.name} drafts for another target, or in another way, at present: make a new one.")
+        self._take({name: make(item) for name, item in self.drafters.items()})
+        self._target, self._settings = weakref.ref(target), settings
+
+    def _take(self, sources: Mapping[str, TreeCandidateGenerator]) -> None:
+        for source in sources.values():
+            for stage in source.stages:
+                check_needs(stage)
+        stages = [stage for source in sources.values() for stage in source.stages]
+        self._lanes = {name: Lanes(source, self._log, name) for name, source in sources.items()}
+        self.needs = frozenset[str]().union(*[stage.needs for stage in stages])
+        self.follows_target = all(stage.follows_target for stage in stages)
+        looking = [stage for stage in stages if HIDDEN_STATES in stage.needs]
+        self.hidden_layers = sorted({layer for stage in looking for layer in stage.hidden_layers})
+        self.num_likeliest = max(stage.num_likeliest for stage in stages)
+        self.default_num_nodes = max(source.default_num_nodes for source in sources.values())
+        self._most_nodes = max(source.most_nodes for source in sources.values())
+        self.samples = all(getattr(source, "samples", False) for source in sources.values())
+
+    @property
+    def sources(self) -> list[TreeCandidateGenerator]:
+        """The drafters as sources, in order; empty before they are prepared for a target."""
+        return [lanes.source for lanes in self._lanes.values()]
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.drafters)})"
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_nodes
+
+    def warm_up(self) -> None:
+        """Has every drafter compile what it compiles at its first use."""
+        for source in self.sources:
+            if hasattr(source, "warm_up"):
+                source.warm_up()
+
+    # Routing
+
+    def choose(
+        self, request_ids: Sequence[Hashable], prompts: Sequence[np.ndarray], tags: Sequence[str | None]
+    ) -> list[TreeCandidateGenerator]:
+        if not self._lanes:
+            raise ValueError(f"{self.name} must be an `assistant=` before it drafts: its drafters are loaded then.")
+        chosen: list[TreeCandidateGenerator] = []
+        texts = [self._read(prompt) for prompt in prompts]
+        for request_id, text, kind in zip(request_ids, texts, self._kinds(texts, tags)):
+            sketch = self.bandit.neighbours.sketch(text) if len(self._lanes) > 1 else None
+            drafter = self.labels.get(kind, kind)
+            if drafter not in self._lanes:
+                drafter = self.bandit.choose(kind, sketch)
+            self._log.begin(request_id, drafter, kind, sketch)
+            chosen.append(self._lanes[drafter])
+        return chosen
+
+    def _read(self, prompt: np.ndarray) -> Text:
+        try:
+            return readable(prompt, self.tokenizer)
+        except Exception as error:
+            logger.warning_once(
+                f"The tokenizer of {self.name} cannot read a prompt, of which nothing is known: {error!r}"
+            )
+            return ""
+
+    def _kinds(self, texts: Sequence[Text], tags: Sequence[str | None]) -> list[str]:
+        """What kind of text each is; "" where nobody knows."""
+        if self.router is None:
+            return [tag or "" for tag in tags]
+        unknown = [row for row, tag in enumerate(tags) if not tag]
+        found = dict(zip(unknown, self._predicted([texts[row] for row in unknown])))
+        if isinstance(self.router, TextClassifier):
+            known = [(text, tag) for text, tag in zip(texts, tags) if tag]
+            self.router.learn([text for text, _ in known], [tag for _, tag in known])
+        return [tag or found.get(row) or "" for row, tag in enumerate(tags)]
+
+    def _predicted(self, texts: Sequence[Text]) -> Sequence[str | None]:
+        assert self.router is not None
+        try:
+            labels = self.router.predict(texts) if texts else []
+            if len(labels) == len(texts) and all(label is None or isinstance(label, str) for label in labels):
+                return labels
+            raise TypeError(f"it must say a string or None for each of {len(texts)} prompts, and said {labels!r}")
+        except Exception as error:
+            logger.warning_once(f"The router of {self.name} failed, and what is known of drafters decides: {error!r}")
+            return [None] * len(texts)
+
+    def _learn(self, outcome: Outcome) -> None:
+        self.bandit.update(outcome)
+        self._outcomes[outcome.drafter] = self._outcomes[outcome.drafter].plus(outcome)
+
+    # What is known
+
+    def statistics(self) -> dict[str, "RouteStatistics"]:
+        """How the requests that have ended fared, by drafter."""
+        return dict(self._outcomes)
+
+    def save(self, path: str | Path) -> None:
+        """
+        Writes what the bandit has found out (`.npz`), whole or not at all; a `TextClassifier` is saved by itself.
+        """
+        self.bandit.save(path)
+
+    def load(self, path: str | Path) -> None:
+        """
+        Goes on from what `save` has written, by the names of drafters.
+
+        Raises:
+            ValueError: if it is no such file, or knows none of these drafters.
+        """
+        self.bandit.load(path)
+
+    def memory(self) -> RoutedMemory:
+        """What all drafters take up at present, in bytes, those not in use included."""
+        router = self.bandit.num_bytes()
+        if isinstance(self.router, TextClassifier):
+            router += self.router.num_bytes()
+        target = None if self._target is None else self._target()
+        return memory_of({name: lanes.source for name, lanes in self._lanes.items()}, target, router)
+
+    # Where nobody asks who drafts for a request (transformers' own loop, fused sources), it is passed on from here.
+
+    def attach(self, request_id: Hashable, *args: Any) -> None:
+        if request_id in self._serving:
+            return self._serving[request_id].attach(request_id, *args)
+        self._told.setdefault(request_id, []).append(("attach", (args, {})))
+
+    def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
+        self._told.setdefault(request_id, []).append(("assign", (args, kwargs)))
+
+    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
+        self._told.setdefault(request_id, []).append(("couple", ((processors, seed), {})))
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        self._encoded.update((name, (row, inputs)) for name, row in rows.items())
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        lanes = self.choose([request_id], [prompt], [None])[0]
+        self._serving[request_id] = lanes
+        if request_id in self._encoded:
+            row, inputs = self._encoded.pop(request_id)
+            lanes.encode({request_id: row}, inputs)
+        for verb, (args, kwargs) in self._told.pop(request_id, ()):
+            getattr(lanes, verb)(request_id, *args, **kwargs)
+        lanes.start(request_id, prompt)
+
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        trees = [DraftTree.empty()] * len(request_ids)
+        rows: dict[TreeCandidateGenerator, list[int]] = {}
+        for row, name in enumerate(request_ids):
+            rows.setdefault(self._serving[name], []).append(row)
+        for lanes, own in rows.items():
+            arguments: dict[str, Any] = {"price": price} if lanes.heeds_prices else {}
+            found = lanes.propose([request_ids[row] for row in own], [max_nodes[row] for row in own], **arguments)
+            for row, tree in zip(own, found):
+                trees[row] = tree
+        return trees
+
+    def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
+        return self._serving[request_id].drafted_by(request_id, tree)
+
+    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
+        lanes = self._serving[request_id]
+        return lanes.reuse(request_id, length, earlier) if HIDDEN_STATES in lanes.needs else length
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
+        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        self._serving[request_id].show(request_id, step)
+
+    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
+        for lanes in set(self._serving.values()):
+            own = {name: item for name, item in shown.items() if self._serving.get(name) is lanes}
+            if own and lanes.num_likeliest:
+                lanes.observe_likeliest(own)
+
+    def stop(self, request_id: Hashable) -> None:
+        self._told.pop(request_id, None)
+        self._encoded.pop(request_id, None)
+        lanes = self._serving.pop(request_id, None)
+        if lanes is not None:
+            lanes.stop(request_id)
+
+    def forget(self, request_id: Hashable) -> None:
+        """Whoever drafted for it: it may have begun long ago."""
+        for source in self.sources:
+            if HIDDEN_STATES in source.needs:
+                source.forget(request_id)
+
+
+class Lanes(Lane):
+    """A drafter for the requests that go to it, stage by stage where it has several."""
+
+    def __init__(self, source: TreeCandidateGenerator, log: RequestLog, route: str):
+        super().__init__(source, log, route)
+        is_one = list(source.stages) == [source]
+        self._stages = [self] if is_one else [Lane(stage, log, route) for stage in source.stages]
+
+    @property
+    def stages(self) -> Sequence[TreeCandidateGenerator]:
+        return self._stages
+
+
+class RouteStatistics(NamedTuple):
+    """
+    Sums over the requests that one drafter has served.
+
+    Args:
+        requests, tokens, steps (`int`): Tokens behind the step that ran the prompt, and steps in which they came.
+        seconds_draft, seconds_rest (`float`): In its calls, and in all else in these steps but other drafters; where
+            requests run together, counted for each.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    seconds_draft: float = 0.0
+    seconds_rest: float = 0.0
+
+    def plus(self, outcome: Outcome) -> "RouteStatistics":
+        return RouteStatistics(
+            self.requests + 1,
+            self.tokens + outcome.tokens,
+            self.steps + outcome.steps,
+            self.seconds_draft + outcome.drafting,
+            self.seconds_rest + outcome.rest,
+        )
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Tokens per second of a request."""
+        seconds = self.seconds_draft + self.seconds_rest
+        return self.tokens / seconds if seconds else 0.0
+
+
+def _checked(drafters: Any) -> dict[str, Any]:
+    if not isinstance(drafters, Mapping):
+        raise TypeError(f"`drafters` must be a mapping of names to drafters, got {type(drafters).__name__}.")
+    if not drafters:
+        raise ValueError("`drafters` must name at least one.")
+    for name, item in drafters.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"Names of drafters must be strings, got {name!r}.")
+        if isinstance(item, RoutedCandidates):
+            raise ValueError(f"The drafter {name!r} is a RoutedCandidates itself: name its drafters here.")
+    return dict(drafters)

@@ -1,0 +1,173 @@
+"""
+Several levels of drafting in a row, without a look at any of them: how many nodes each level has is settled before, so
+that all levels are laid out, and sent, at once; which tokens the nodes hold, only the device knows in the meantime.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...sampling.noise import NoiseKeys
+from ...target_model.forward.ragged import PlannedForward, RaggedForward
+from ...target_model.graphs.padding import extended
+from ...target_model.layout.step_layout import send
+from .draft_growth import Growth
+
+
+class Frontier(NamedTuple):
+    """The nodes that a level runs, on the device."""
+
+    tokens: torch.Tensor  # [rows, width] int64
+    paths: torch.Tensor  # [rows, width] float32, their path probabilities
+    # [rows, width, levels between] int64: their parent's place in its level, its parent's, and so on.
+    ancestors: torch.Tensor
+    chosen: torch.Tensor  # [rows, width] int64, which of the children in the level above they are
+    features: torch.Tensor | None = None  # [rows, width, D], what their parents have left
+
+
+@dataclass(eq=False)
+class DraftLevel:
+    """
+    A level that is planned.
+
+    Args:
+        growths (list of `Growth`): Whose trees get it, in the order of their rows' lines.
+        planned (`PlannedForward`): Of the text, or of as many nodes as the level has.
+        num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
+        noise (`NoiseKeys`, *optional*): Of its logits.
+        going_on (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
+        trust (`torch.Tensor` of shape `[1]`, int64, *optional*): By how much its probabilities are corrected, as the
+            bits of two float32; not at all, where not given.
+    """
+
+    growths: list[Growth]
+    planned: PlannedForward
+    num_nodes: int
+    noise: NoiseKeys | None = None
+    going_on: torch.Tensor | None = None
+    trust: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it reads beside its layout."""
+        return [item for item in (*(self.noise or ()), self.going_on, self.trust) if item is not None]
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor], planned: PlannedForward) -> "DraftLevel":
+        """The level with these in place of its own, the first ones."""
+        noise = None if self.noise is None else NoiseKeys(next(tensors), next(tensors))
+        going_on, trust = (None if item is None else next(tensors) for item in (self.going_on, self.trust))
+        return replace(self, planned=planned, noise=noise, going_on=going_on, trust=trust)
+
+    def run(self, run: Callable[[PlannedForward], torch.Tensor], frontier: Frontier | None) -> torch.Tensor:
+        """Logits `[nodes, vocab_size]` behind the frontier, or behind the text."""
+        if frontier is not None:
+            tokens = frontier.tokens.reshape(1, -1)
+            self.planned.layout.tokens = extended(tokens, self.planned.layout.positions.shape[1])
+            self._hang(frontier.ancestors)
+            if frontier.features is not None:
+                self.planned.features = frontier.features.flatten(0, 1)
+        return run(self.planned)
+
+    def _hang(self, ancestors: torch.Tensor) -> None:
+        """In place of the first of every level, of which the layout knows, nodes see those that they descend from."""
+        offsets = ancestors.flatten(0, 1).T  # [levels between, nodes]
+        for part in self.planned.layout.parts:
+            if part.tree_pairs is not None and len(offsets):
+                offset = offsets[:, part.tokens]
+                own, others, padding = part.tree_pairs.split(
+                    [offset.shape[1], offset.numel(), len(part.tree_pairs) - offset.shape[1] - offset.numel()]
+                )
+                part.tree_pairs, part.seen_nodes = torch.cat([own, others + offset.flatten(), padding]), None
+
+    def take_frontier(self, chosen: np.ndarray) -> None:
+        """Tells the trees which of their newest nodes have children here (`[rows, width]`; none: the text)."""
+        for growth, children in zip(self.growths, chosen.tolist()):
+            growth.frontier = [growth.newest[child] for child in children]
+        for growth in self.growths:
+            growth.expand()
+
+    def choose(self, tokens: torch.Tensor, probs: torch.Tensor, above: Frontier | None) -> Frontier:
+        """The best of the children `[nodes, width]`, as many in every row as a node has."""
+        num_rows, width = len(self.growths), tokens.shape[1]
+        if width == 1:
+            nobody, first = tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)
+            return self._going_on(Frontier(tokens, probs, nobody, first, self._left_by(first)))
+        trusted = probs if self.trust is None else probs * self.trust.view(torch.float32)[:1]
+        paths = trusted.clamp(max=1.0)
+        if above is not None:
+            paths = above.paths.reshape(-1, 1) * paths
+        tokens, paths = tokens.reshape(num_rows, -1), paths.reshape(num_rows, -1)
+        chosen = paths.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        parents = chosen // width
+        if above is None:
+            ancestors = parents.new_zeros(num_rows, width, 0)
+        else:
+            further = above.ancestors.gather(1, parents[:, :, None].expand(-1, -1, above.ancestors.shape[2]))
+            ancestors = torch.cat([parents[:, :, None], further], dim=2)
+        nodes = Frontier(tokens.gather(1, chosen), paths.gather(1, chosen), ancestors, chosen, self._left_by(parents))
+        return self._going_on(nodes)
+
+    def _left_by(self, parents: torch.Tensor) -> torch.Tensor | None:
+        """What nodes of this level `[rows, width]` leave to their children, `[rows, width, D]`, if anything."""
+        hidden = self.planned.hidden
+        if hidden is None:
+            return None
+        left = hidden.view(len(parents), -1, hidden.shape[-1])
+        return left.gather(1, parents[:, :, None].expand(-1, -1, left.shape[-1]))
+
+    def _going_on(self, frontier: Frontier) -> Frontier:
+        """What the next level needs of it."""
+        rows = self.going_on
+        if rows is None:
+            return frontier
+        return Frontier(*[None if item is None else item.index_select(0, rows) for item in frontier])  # type: ignore[arg-type]
+
+
+def plan_levels(
+    forward: RaggedForward,
+    growths: Sequence[Growth],
+    depths: Sequence[int],
+    width: int,
+    noise: Callable[[list[Growth], list[int], int], NoiseKeys | None],
+    trust: float = 1.0,
+) -> list[DraftLevel]:
+    """
+    Lays out and sends all levels of trees that are `depths` deep, of `width` nodes per level, with the `noise` of so
+    many nodes each of some trees, so deep, and the `trust` in the draft's probabilities. Their rows then count as fed,
+    as if the levels had been run.
+    """
+    # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
+    shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}
+    # What is planned must not move before it is run.
+    needs = [len(item.state.tokens) + width * depth for item, depth in zip(growths, depths)]
+    forward.cache.reserve([item.state.row for item in growths], needs)
+    order = sorted(zip(growths, depths), key=lambda item: item[0].state.row.line)  # as forwards order rows
+    levels: list[DraftLevel] = []
+    for depth in range(max(depths)):
+        members = [growth for growth, most in order if most > depth]
+        inputs = [shapes[growth].next_input() for growth in members]
+        planned = forward.plan(inputs if depth else forward.run_long_feeds(inputs))
+        planned.settle()
+        num_nodes = width if depth else 1
+        levels.append(DraftLevel(members, planned, num_nodes, noise(members, [num_nodes] * len(members), depth)))
+        for growth in members:
+            shape = shapes[growth]
+            shape.add_children(shape.frontier[0], [0] * width, [0.0] * width)
+            shape.frontier = list(shape.newest)
+    for level, further in pairwise(levels):
+        if len(further.growths) < len(level.growths):
+            stay = set(further.growths)
+            level.going_on = torch.tensor([number for number, growth in enumerate(level.growths) if growth in stay])
+    if width > 1 and trust != 1.0:
+        for level in levels[:-1]:
+            level.trust = torch.tensor([trust, trust], dtype=torch.float32).view(torch.int64)
+    return _send(forward, levels)
+
+
+def _send(forward: RaggedForward, levels: Sequence[DraftLevel]) -> list[DraftLevel]:
+    others = [tensor for level in levels for tensor in level.tensors()]
+    sent = iter(send([level.planned.layout for level in levels], forward.device, forward.wire, others))
+    return [level.with_tensors(sent, level.planned) for level in levels]

@@ -1,0 +1,169 @@
+"""Drafting with a smaller model of the same tokenizer."""
+
+import os
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...drafts.tree import DraftTree
+from ...sampling.noise import NoiseKeys
+from ...target_model.cache.kept_memory import kept_bytes, lend, take_back
+from ...target_model.compat import num_positions
+from ...target_model.encoded import EncodedForward
+from ...target_model.forward.chains import ChainForward
+from ...target_model.forward.packed import PackedForward
+from ...target_model.layout.rows import CacheRow
+from ...target_model.support.capabilities import can_pack
+from ...target_model.written import packed_forward
+from ..encoder_inputs import EncoderInputs
+from .draft_ahead import DraftLevel
+from .draft_growth import DraftState, Growth
+from .encoded import EncodedRows, reads_encoder
+from .growing import GrowingCandidates
+from .vocabulary import SharedVocabulary
+
+
+class DraftModelCandidates(GrowingCandidates):
+    """
+    Drafts with a smaller language model. Behind an encoder, it is one of the same kind: with an encoder of its own,
+    which reads what the target's reads, or a decoder that looks at the outputs of the target's.
+
+    The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
+    verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row.
+
+    Args:
+        model (`PreTrainedModel`): A model whose tokenizer is the target's.
+        num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
+        vocabulary (`SharedVocabulary`, *optional*): Where the target's vocabulary is of another size; found out where
+            the source is an `assistant=`.
+
+    Attributes:
+        weights_version (`int`): To be counted up by whoever changes the model's weights while requests run: keys and
+            values that were computed with the old ones are then computed anew, with the next draft.
+    """
+
+    label = "draft_model"
+    is_learned = True
+    weights_version = 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_nodes: int | None = None,
+        width: int | None = None,
+        confidence_threshold: float = 0.0,
+        samples: bool = False,
+        vocabulary: SharedVocabulary | None = None,
+    ):
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
+        self._draws_trees = can_pack(model)
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(num_nodes, width, confidence_threshold, samples, self._draws_trees, num_positions(config))
+        if self.width > 1 and not self._draws_trees:
+            raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
+        self.model, self.vocabulary = model, vocabulary
+        self._cached_version = self.weights_version  # what the cache was computed with
+        self._encoded = EncodedRows(model) if reads_encoder(model) else None
+
+    def serve(self, vocabulary: SharedVocabulary | None) -> None:
+        """
+        Says how the vocabulary stands to that of the target that requests will come from.
+
+        Raises:
+            ValueError: while there are requests of a target with another one.
+        """
+        if vocabulary != self.vocabulary and self._states:
+            raise ValueError(f"{self.name} drafts for a target with another vocabulary at present: make a new source.")
+        self.vocabulary = vocabulary
+
+    @property
+    def name(self) -> str:
+        path = getattr(self.model, "name_or_path", "") or type(self.model).__name__
+        return f"{type(self).__name__}({os.path.basename(path)}, {id(self.model):x})"  # models of one path may differ
+
+    def _new_forward(self) -> PackedForward | ChainForward:
+        if not self._draws_trees:
+            return ChainForward(self.model)
+        looks_back = self._encoded is not None and self._encoded.is_told
+        forward = EncodedForward(self.model) if looks_back else packed_forward(self.model)
+        lend(forward)
+        return forward
+
+    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
+        if self._encoded is not None:
+            self._encoded.tell(rows, inputs)
+
+    def _new_row(self, request_id: Hashable) -> CacheRow:
+        if self._encoded is not None and isinstance(self._forward, EncodedForward):
+            return self._encoded.row(request_id, self._forward)
+        return super()._new_row(request_id)
+
+    def stop(self, request_id: Hashable) -> None:
+        if self._encoded is not None:
+            self._encoded.stop(request_id, self._forward if isinstance(self._forward, EncodedForward) else None)
+        super().stop(request_id)
+
+    def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
+        return DraftState(row, self._known(prompt) or [0])  # there must be something to draft behind
+
+    def _known(self, tokens: np.ndarray) -> list[int]:
+        return tokens.tolist() if self.vocabulary is None else self.vocabulary.known(tokens)
+
+    def _best_children(
+        self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.vocabulary is not None:
+            logits = self.vocabulary.scores(logits, is_whole=self.samples)
+        return super()._best_children(growths, numbers, logits, noise, width)
+
+    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+        known = super()._decisive(levels, width)
+        return None if known is None else (known, self.vocabulary)
+
+    def num_bytes(self) -> int | None:
+        """Keys and values, and memory that is kept for those of further requests, in bytes."""
+        own = super().num_bytes()
+        return None if own is None else own + kept_bytes(self.model)
+
+    def _give_up_forward(self) -> None:
+        if isinstance(self._forward, PackedForward):
+            take_back(self._forward)
+        self._forward = None
+
+    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+        state = self._states[request_id]
+        if state.row.length == len(state.tokens):
+            # The last token stays out even if it was drafted: the next draft needs its logits.
+            state.accepted = state.nodes.path_along(tokens[:-1])
+        state.nodes = DraftTree.empty()
+        state.tokens += self._known(tokens)
+        state.num_generated += len(tokens)
+
+    def weights_changed(self) -> None:
+        self.weights_version += 1
+
+    def _prepare(self) -> None:
+        self._drop_outdated()
+        self._commit()
+
+    def _drop_outdated(self) -> None:
+        """Begins with empty rows where their keys and values are of other weights than the model has now."""
+        if self.weights_version == self._cached_version:
+            return
+        self._cached_version = self.weights_version
+        self._forward = self._new_forward()  # dtype or device may be others now, too
+        if self._encoded is not None:
+            self._encoded.renew()
+        for name, state in self._states.items():
+            state.row, state.nodes, state.accepted = self._new_row(name), DraftTree.empty(), None
+
+    def _commit(self) -> None:
+        """Keeps the keys and values of what was accepted since the last draft, of all requests together."""
+        assert self._forward is not None
+        states = [state for state in self._states.values() if state.accepted is not None]
+        self._forward.commit([state.row for state in states], [state.accepted or [] for state in states])
+        for state in states:
+            state.accepted = None

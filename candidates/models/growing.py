@@ -1,0 +1,355 @@
+"""Drafts that grow level by level, for the whole batch at once, each level by a small forward."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList
+
+from ...device import fetch_together, waits_are_free
+from ...drafts.price import LevelPrice
+from ...drafts.tree import DraftTree
+from ...sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
+from ...sampling.processors import ScoreProcessing, process_lines
+from ...sampling.top import likeliest_tokens
+from ...target_model.forward.chains import ChainForward
+from ...target_model.forward.ragged import ForwardSeries, PlannedForward, RaggedForward
+from ...target_model.layout.rows import CacheRow
+from ...validate import is_integer
+from ..base import TreeCandidateGenerator
+from .draft_ahead import DraftLevel, plan_levels
+from .draft_growth import DraftState, Growth, Outlook, hand_out
+
+_CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
+_TREE_WIDTH = 4  # children of a node, and nodes of a level that are grown further, where prices rule
+
+
+class GrowingCandidates(TreeCandidateGenerator):
+    """
+    Drafts that a small forward grows level by level, coupled with the target: where the target samples, the draft
+    proposes the best tokens of its own scores *plus the target's noise*, so that both pick the same token whenever
+    their distributions nearly agree.
+
+    Rows of a slot cache hold each request's text. Subclasses say what is run (`_new_forward`), and what is to be done
+    before drafts begin (`_prepare`).
+
+    Args:
+        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 5,
+            and where goodput decides, as many as are worth it, up to 24.
+        width (`int`, *optional*): 1 drafts chains. More drafts trees: at every level, the `width` most probable nodes
+            each get their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
+            Where not given, chains, and where goodput decides, trees whose width at every node is what is worth it,
+            up to 4.
+        confidence_threshold (`float`): A chain, or a branch where goodput decides, ends early behind a token that the
+            draft gives a lower probability.
+        samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
+            distributions on, as verification by rejection needs them. Chains only.
+        draws_trees (`bool`): Whether the forward knows trees.
+        num_positions (`int`, *optional*): The longest text that it knows.
+        vocab_size (`int`, *optional*): Of the target, where the draft's scores are of fewer tokens.
+    """
+
+    is_autoregressive = True
+
+    def __init__(
+        self,
+        num_nodes: int | None = None,
+        width: int | None = None,
+        confidence_threshold: float = 0.0,
+        samples: bool = False,
+        draws_trees: bool = True,
+        num_positions: int | None = None,
+        vocab_size: int | None = None,
+    ):
+        for name, value in (("num_nodes", num_nodes), ("width", width)):
+            if value is not None and (not is_integer(value) or value < 1):
+                raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+        if not 0 <= confidence_threshold <= 1:
+            raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
+        if samples and (width or 1) > 1:
+            raise ValueError("Sampled drafts are chains: `samples=True` needs `width=1`.")
+        self.default_num_nodes, self.width = num_nodes or _CHAIN_NODES, width or 1
+        # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
+        self.heeds_prices = not samples
+        self._most_nodes = num_nodes or (_CHAIN_NODES if samples else _TREE_NODES)
+        self._widest = width or (_TREE_WIDTH if draws_trees else 1)
+        self.confidence_threshold, self.samples = confidence_threshold, samples
+        self._num_positions, self._vocab_size = num_positions, vocab_size
+        self._forward: RaggedForward | ChainForward | None = None
+        self._states: dict[Hashable, DraftState] = {}
+        self._coupling: dict[Hashable, tuple[ScoreProcessing, int | None]] = {}
+        self._outlook = Outlook()  # of all requests
+
+    @abstractmethod
+    def _new_forward(self) -> RaggedForward | ChainForward:
+        """What runs the levels; it lives while requests do."""
+
+    def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
+        return DraftState(row, prompt.tolist())
+
+    def _new_row(self, request_id: Hashable) -> CacheRow:
+        """The request's row, which holds nothing yet."""
+        assert self._forward is not None
+        return self._forward.add()
+
+    @property
+    def _token_ids(self) -> torch.Tensor | None:
+        """The target's token that each score `[vocab_size]` stands for, where these are not its tokens in order."""
+        return None
+
+    def _prepare(self) -> None:
+        """Comes before drafts begin."""
+
+    def _can_grow(self, growth: Growth) -> bool:
+        """Whether all is there that the request's draft begins with."""
+        return True
+
+    @property
+    def most_nodes(self) -> int:
+        return self._most_nodes
+
+    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
+        self._coupling[request_id] = (ScoreProcessing(processors), seed)
+
+    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+        self._forward = self._forward or self._new_forward()
+        processing, seed = self._coupling.pop(request_id, (ScoreProcessing(), None))
+        if seed is None:
+            processing = ScoreProcessing()  # the arg max does not change
+        state = self._new_state(self._new_row(request_id), prompt)
+        state.outlook, state.processing, state.seed = self._outlook.of_another(), processing, seed
+        self._states[request_id] = state
+
+    def stop(self, request_id: Hashable) -> None:
+        self._coupling.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None and self._forward is not None:
+            self._forward.remove(state.row)
+        if not self._states:
+            self._give_up_forward()
+
+    def num_bytes(self) -> int | None:
+        """Keys and values, as far as they are in the slot cache, in bytes."""
+        if self._forward is None:
+            return 0
+        cache = getattr(self._forward, "cache", None)
+        return None if cache is None else cache.num_lines * cache.bytes_per_line
+
+    def _give_up_forward(self) -> None:
+        """Nobody needs it any more."""
+        self._forward = None
+
+    @torch.no_grad()
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        """Drafts end where a level promises less than it costs, and branch where that promises more than it costs."""
+        price = price if self.heeds_prices else None
+        assert self._forward is not None, "no request has been started"
+        self._prepare()
+        growths = [Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
+        growing = [growth for growth in growths if self._max_depth(growth, price) > 0 and self._can_grow(growth)]
+        for growth in growing:
+            # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
+            row = growth.state.row
+            self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
+        if growing and self._looks_behind_every_level:
+            self._grow_by_level(growing, price)
+        elif growing:
+            self._grow_at_once(growing, price)
+        for growth in growths:
+            growth.state.nodes = growth.cached
+        least = 0.0 if price is None else price.node
+        confidence = 0.0 if price is None and self.width > 1 else self.confidence_threshold
+        return [growth.tree(least, confidence) for growth in growths]
+
+    @property
+    def _looks_behind_every_level(self) -> bool:
+        """Whether drafts end as soon as they promise too little: where that costs no wait for a device."""
+        return not isinstance(self._forward, RaggedForward) or waits_are_free(self._forward.device)
+
+    def _grow_by_level(self, growths: list[Growth], price: LevelPrice | None) -> None:
+        """Runs level after level, of those trees only that are worth it."""
+        assert self._forward is not None
+        while growths:
+            logits, offsets = self._forward.forward([growth.next_input() for growth in growths])
+            growths = [growths[index] for index in np.argsort(offsets)]
+            numbers = [len(growth.frontier) for growth in growths]
+            hand_out(self._forward.hidden, growths, numbers)
+            noise = self._noise(growths, numbers, growths[0].depth)
+            children = self._best_children(growths, numbers, logits, noise, self._width(price))
+            tokens, probs = fetch_together(children)
+            self._add_children(growths, tokens, probs, price)
+            growths = self._worth_growing(growths, price)
+
+    def _grow_at_once(self, growths: list[Growth], price: LevelPrice | None) -> None:
+        """Runs as many levels as the trees are to have, and looks at them when all have been asked for."""
+        forward, width = self._forward, self._width(price)
+        assert isinstance(forward, RaggedForward)
+        lengths = [growth.state.row.length for growth in growths]
+        try:
+            trust = 1.0 if price is None else price.trust
+            levels = plan_levels(forward, growths, self._depths(growths, price), width, self._noise, trust)
+            found = self._run_levels(forward, levels, width)
+        except BaseException:  # what has not been run is not in the cache
+            for growth, length in zip(growths, lengths):
+                forward.cut(growth.state.row, length)
+            raise
+        for level, (tokens, probs, chosen) in zip(levels, found):
+            level.take_frontier(chosen)
+            self._add_children(level.growths, tokens, probs, price)
+            if price is not None:
+                for growth in level.growths:
+                    growth.promises.append(growth.promise_of(self._worthy(growth, price)))
+        for growth in growths:
+            growth.state.outlook.learn(growth.promises)
+            self._outlook.learn(growth.promises)
+
+    def _run_levels(self, forward: RaggedForward, levels: list[DraftLevel], width: int) -> list[list[np.ndarray]]:
+        """Of every level what it found: children, their probabilities, and which of the level above had children."""
+        series = ForwardSeries(
+            [level.planned for level in levels],
+            [tensor for level in levels for tensor in level.tensors()],
+            partial(self._found, levels, width),
+            partial(self._decisive, levels, width),
+        )
+        arrays = forward.run_series(series)
+        return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
+
+    def _found(
+        self,
+        levels: list[DraftLevel],
+        width: int,
+        planned: list[PlannedForward],
+        tensors: list[torch.Tensor],
+        run: Callable[[PlannedForward], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """`_run_levels` on the device, with these in place of the levels' own."""
+        found: list[torch.Tensor] = []
+        frontier, left = None, iter(tensors)
+        for depth, level in enumerate(map(DraftLevel.with_tensors, levels, repeat(left), planned), start=1):
+            logits = level.run(run, frontier)
+            numbers = [level.num_nodes] * len(level.growths)
+            tokens, probs = self._best_children(level.growths, numbers, logits, level.noise, width)
+            found += [tokens, probs, tokens[:0] if frontier is None else frontier.chosen]
+            if depth < len(levels):
+                frontier = level.choose(tokens, probs, frontier)
+        return found
+
+    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+        """All but tensors that decides what levels find; None where it cannot be told."""
+        if self.samples or self._token_ids is not None:
+            return None
+        facts: list[Any] = [type(self), width]
+        for level in levels:
+            has = [item is not None for item in (level.noise, level.going_on, level.trust)]
+            facts.append((len(level.growths), level.num_nodes, *has))
+            if level.noise is not None:
+                signatures = [growth.state.processing.signature for growth in level.growths]
+                if None in signatures:
+                    return None
+                facts += signatures
+        return tuple(facts)
+
+    def _best_children(
+        self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The `width` best tokens behind every node `[nodes, width]`, and their probabilities, where growths have so many
+        nodes each.
+        """
+        scores, ids = logits.float(), self._token_ids
+        if noise is not None:
+            if ids is not None:
+                scores, ids = self._spread(scores, ids), None
+            scores = process_lines(scores, [(growth.state.processing, num) for growth, num in zip(growths, numbers)])
+            if self.samples:  # a chain
+                for growth, line in zip(growths, scores.softmax(dim=-1)):
+                    if growth.state.seed is not None:
+                        growth.distributions.append(line)
+            scores = add_noise(scores, noise)
+        tokens, probs = likeliest_tokens(scores, width)
+        return tokens if ids is None else ids[tokens], probs
+
+    def _spread(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Scores `[nodes, len(ids)]` of some tokens as those `[nodes, vocab_size]` of the target's vocabulary."""
+        assert self._vocab_size is not None, "the scores are of few tokens, and nobody says of how many"
+        return scores.new_full((len(scores), self._vocab_size), -torch.inf).index_copy_(1, ids, scores)
+
+    def _noise(self, growths: list[Growth], numbers: list[int], depth: int) -> NoiseKeys | None:
+        """Of growths that have so many nodes each, `depth` tokens behind the text."""
+        seeds: list[int | None] = []
+        positions: list[int] = []
+        for growth, num in zip(growths, numbers):
+            seed = growth.state.seed
+            seeds += [draft_seed(seed) if self.samples and seed is not None else seed] * num
+            positions += [growth.state.num_generated + depth] * num
+        return noise_keys(seeds, positions)
+
+    def _add_children(
+        self, growths: list[Growth], tokens: np.ndarray, probs: np.ndarray, price: LevelPrice | None
+    ) -> None:
+        """Adds the best tokens behind every frontier node (`[nodes, width]`) as candidates."""
+        trust = 1.0 if price is None else price.trust
+        lines = iter(zip(tokens.tolist(), probs.tolist()))
+        for growth in growths:
+            for node in growth.frontier:
+                growth.add_children(node, *next(lines), trust)
+
+    def _width(self, price: LevelPrice | None) -> int:
+        return self.width if price is None else self._widest
+
+    def _worth_growing(self, growths: list[Growth], price: LevelPrice | None) -> list[Growth]:
+        """Those that get a further level, with the nodes that it hangs on."""
+        if price is None:
+            return [growth for growth in growths if self._choose_frontier(growth)]
+        for growth in growths:
+            growth.frontier = self._worthy(growth, price)
+        promises = [growth.promise_of(growth.frontier) for growth in growths]
+        return self._paying(growths, promises, growths[0].depth, price)
+
+    def _worthy(self, growth: Growth, price: LevelPrice) -> list[int]:
+        """The newest nodes that further ones may hang on."""
+        paths, probs = growth.path_probs, growth.probs
+        best = growth.best(self._widest)
+        return [node for node in best if paths[node] >= price.node and probs[node] >= self.confidence_threshold]
+
+    def _paying(self, growths: list[Growth], promises: list[float], depth: int, price: LevelPrice) -> list[Growth]:
+        """Those to which a level behind `depth` others brings more than it costs, if they promise so many tokens."""
+        cost = price.beyond(depth)
+        gains = {growth: promise - cost.row for growth, promise in zip(growths, promises)}
+        paying = [growth for growth in growths if gains[growth] > 0 and depth < self._max_depth(growth, price)]
+        return paying if sum(gains[growth] for growth in paying) > cost.call else []
+
+    def _depths(self, growths: list[Growth], price: LevelPrice | None) -> list[int]:
+        """How deep trees are to be that are not looked at meanwhile: by what others of their request have promised."""
+        if price is None:
+            return [self._max_depth(growth, price) for growth in growths]
+        depths = dict.fromkeys(growths, 0)
+        going_on = growths
+        while going_on:
+            for growth in going_on:
+                depths[growth] += 1
+            depth = depths[going_on[0]]
+            going_on = self._paying(going_on, [item.state.outlook.at(depth) for item in going_on], depth, price)
+        return list(depths.values())
+
+    def _choose_frontier(self, growth: Growth) -> bool:
+        """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
+        growth.frontier = growth.best(self.width)
+        is_over = self.width == 1 and growth.probs[-1] < self.confidence_threshold
+        return not is_over and growth.depth < self._max_depth(growth, None)
+
+    def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
+        """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
+        room = growth.limit
+        if self._num_positions is not None:
+            room = self._num_positions - len(growth.state.tokens) + 1
+        if price is not None:
+            return min(growth.limit, room)
+        num_levels = -(-growth.limit // self.width) + (self.width > 1)
+        return min(growth.limit, num_levels, room)

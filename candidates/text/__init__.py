@@ -1,0 +1,1 @@
+"""Sources that look tokens up in texts: what followed the same tokens before."""

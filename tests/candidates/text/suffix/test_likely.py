@@ -1,0 +1,120 @@
+"""Drafts from what the target thought likely: new text, which no tree has seen."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.committed import Likeliest
+from hf_smartspec.candidates.text.suffix.kernels.likely import NUM_LIKELY, lines_of
+
+CERTAIN = [0.99, 0.01]
+
+
+def likeliest(before, token, following, shares=None):
+    shares = shares or CERTAIN[: len(following)]
+    return Likeliest(*map(np.array, ([before], [token], [following])), np.array([shares], np.float32))
+
+
+def started(prompt=(1, 2, 3), namespace="", **options):
+    source = SuffixTreeCandidates(max_bytes=2**20, **options)
+    source.assign("a", namespace)
+    source.start("a", np.array(prompt))
+    return source
+
+
+def drafted(source, number=4):
+    return source.propose(["a"], [number])[0]
+
+
+def test_what_was_likely_behind_the_last_token_is_drafted_and_what_was_likely_behind_that():
+    source = started()
+    assert not len(drafted(source)), "nothing is known"
+    source.observe_likeliest({"a": likeliest(9, 3, [50, 51])})
+    source.observe_likeliest({"a": likeliest(8, 50, [60, 61])})
+    tree = drafted(source)
+    assert tree.tokens[:2].tolist() == [50, 60]
+    assert tree.parents[:2].tolist() == [-1, 0]
+
+
+def test_two_tokens_tell_more_than_one():
+    source = started()
+    source.observe_likeliest({"a": likeliest(2, 3, [50, 51])})
+    source.observe_likeliest({"a": likeliest(9, 3, [70, 71])})  # the newest behind 3, but not behind 2 and 3
+    tree = drafted(source)
+    assert tree.tokens[0] == 50
+    assert 70 in tree.tokens
+
+
+def test_the_newest_counts():
+    source = started()
+    source.observe_likeliest({"a": likeliest(2, 3, [50, 51])})
+    source.observe_likeliest({"a": likeliest(2, 3, [70, 71])})
+    assert drafted(source).tokens.tolist()[0] == 70
+    assert 50 not in drafted(source).tokens
+
+
+def test_what_comes_true_is_trusted_more_and_what_does_not_less():
+    def trust(came):
+        source = started()
+        for _ in range(30):
+            source.observe_likeliest({"a": likeliest(2, 3, [4, 5], [0.6, 0.4])})
+            tree = drafted(source)
+            source.observe("a", np.array([came, 1, 2, 3]))
+        return dict(zip(tree.tokens.tolist(), tree.probs.tolist())).get(4, 0.0)
+
+    assert trust(4) > 0.8 > 0.3 > trust(60)
+
+
+def test_an_empty_text_is_drafted_from_nothing():
+    assert not len(drafted(started(())))
+
+
+def test_namespaces_know_nothing_of_one_another():
+    source = started(namespace="mine")
+    source.assign("b", "other")
+    source.start("b", np.array([1, 2, 3]))
+    source.observe_likeliest({"b": likeliest(2, 3, [50, 51])})
+    assert not len(drafted(source))
+    assert len(source.propose(["b"], [4])[0])
+    source.stop("b")
+    source.remove_namespace("other")
+    source.assign("b", "other")
+    source.start("b", np.array([1, 2, 3]))
+    assert not len(source.propose(["b"], [4])[0]), "forgotten with the namespace"
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    source = started()
+    source.observe_likeliest({"a": likeliest(2, 3, [50, 51])})
+    source.stop("a")
+    source.save(tmp_path / "trees")
+    loaded = SuffixTreeCandidates.load(tmp_path / "trees", progress=False, max_bytes=2**20)
+    loaded.start("a", np.array([1, 2, 3]))
+    assert drafted(loaded).tokens[0] == 50
+
+
+@pytest.mark.parametrize("options", [{"likeliest": False}, {"scoring": "counts"}])
+def test_it_can_be_left_out(options):
+    assert SuffixTreeCandidates(max_bytes=2**20, **options).num_likeliest == 0
+    assert SuffixTreeCandidates(max_bytes=2**20).num_likeliest == NUM_LIKELY
+
+
+def test_a_small_vocabulary_has_fewer_tokens_to_tell_of():
+    source = started((1, 0, 1, 0))
+    source.observe_likeliest({"a": likeliest(1, 0, [1], [1.0])})
+    assert set(drafted(source).tokens.tolist()) <= {0, 1}
+
+
+@given(st.lists(st.tuples(st.integers(-1, 2**30), st.integers(0, 2**30)), min_size=1, max_size=40))
+def test_lines_are_found_again_by_their_tokens(pairs):
+    """The lines of any tokens stay within the table, and differ where tokens do, or else hold the key of the later."""
+    before, tokens = map(np.array, zip(*pairs))
+    following = np.tile(tokens[:, None], (1, 2))
+    numbers, lines = lines_of(before, tokens, following, np.full(following.shape, 0.5, np.float32))
+    again, same = lines_of(before[::-1], tokens[::-1], following[::-1], np.full(following.shape, 0.5, np.float32))
+    half = len(pairs)
+    assert (numbers[:half][::-1] == again[:half]).all() and (lines[half:][::-1] == same[half:]).all()
+    assert (lines[:, 0] > 0).all() and (lines[:, 2] == np.tile(tokens, 2)).all()
+    assert set(numbers[:half]).isdisjoint(numbers[half:]), "one token and two have lines of their own"
