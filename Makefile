@@ -12,15 +12,18 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+# Each begins with a part of its own and takes over half of what another has left: most of what tests share is built once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # Models and data come with the repository, all but a real model for tests: see `real` below.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Each process, of which tests start many, would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup real demo docs licences test test-all test-versions tests check lint types imports format clean
+.PHONY: help setup real demo docs licences test end-to-end test-all test-versions tests check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -47,11 +50,15 @@ test: lint  ## style, types, architecture and the tests
 
 tests: real
 	@echo "== tests"
-	@$(PYTEST) -q
+	@$(PYTEST) --durations 30
 
-test-all: check real  ## the same with every combination of every option: long
+end-to-end: real  ## the quick start, the pages' examples and other packages, run as users would
+	@echo "== from end to end"
+	@$(PYTEST) -m end_to_end
+
+test-all: check real  ## everything, with every combination of every option: long
 	@echo "== all tests"
-	@HF_SMARTSPEC_EXHAUSTIVE=1 $(PYTEST) -q
+	@HF_SMARTSPEC_EXHAUSTIVE=1 $(PYTEST) --durations 30
 
 test-versions: $(INSTALLED)  ## a part of them with every supported release of transformers; writes the table in README.md
 	@$(BIN)/python tests/releases.py --workers $(WORKERS)

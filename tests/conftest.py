@@ -27,7 +27,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if not IS_EXHAUSTIVE and not any("::" in arg for arg in config.args):  # who names a test gets all of it
-        run = set(in_part([item for item in items if not item.get_closest_marker("exhaustive")]))
+        left_out = {"exhaustive", "end_to_end"} - {config.option.markexpr}
+        run = set(in_part([item for item in items if not any(map(item.get_closest_marker, left_out))]))
         config.hook.pytest_deselected(items=[item for item in items if item not in run])
         items[:] = [item for item in items if item in run]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

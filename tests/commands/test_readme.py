@@ -159,6 +159,7 @@ def test_docstrings_cite_sections_that_exist():
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_the_examples_of_the_pages_run(tmp_path):
     """One behind the other in one process: the README's say what `model` and `draft` are."""
     (tmp_path / "demos").symlink_to(REPOSITORY / "demos")

@@ -11,6 +11,7 @@ from . import helpers
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_an_attacker_and_others(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     options = ["--model", folder / "target", "--tenants", "3", "--requests", "4", "--attack-tokens", "60"]

@@ -23,7 +23,12 @@ CASES = {
     "accelerate": ("offloaded",),
     "transformers": ("pipelines",),
 }
+QUICK = "transformers", "peft"
 SLOW = "datasets", "lm_eval"  # to import
+
+
+def _marks(package):
+    return [pytest.mark.end_to_end] * (package not in QUICK) + [pytest.mark.exhaustive] * (package in SLOW)
 
 
 @pytest.fixture
@@ -40,9 +45,7 @@ def at_home(monkeypatch, tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that others still use
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "package", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW)) for name in CASES]
-)
+@pytest.mark.parametrize("package", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_examples_give_what_comes_without_us(at_home, package):
     pytest.importorskip(package, reason=f"{package} is not installed")
     name, *arguments = CASES[package]

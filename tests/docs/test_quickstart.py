@@ -24,6 +24,7 @@ def _checkout(folder):
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_the_quick_start_does_what_it_says(tmp_path):
     text = PAGE.read_text()
     commands = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)

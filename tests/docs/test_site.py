@@ -58,12 +58,14 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_every_page_is_in_the_site_and_no_link_is_broken(site):
     for page in PAGES:
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_the_site_fetches_nothing_from_elsewhere(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]
     loaded = r"""(?:<(?:script|img|iframe|source)\b[^>]*\bsrc=|<link\b[^>]*\bhref=|url\()["']?(?:https?:)?//[^"'>)]*"""
@@ -72,6 +74,7 @@ def test_the_site_fetches_nothing_from_elsewhere(site):
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_the_reference_shows_every_public_name(site):
     reference = (site / "reference.html").read_text()
     for name in hf_smartspec.__all__:
@@ -82,6 +85,7 @@ def test_the_reference_shows_every_public_name(site):
 
 @NEEDED
 @pytest.mark.long
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_tables_break_no_word_and_scroll_in_their_own_frames(site, browser, size):
     page = browser.new_page(viewport=size)
@@ -95,6 +99,7 @@ def test_tables_break_no_word_and_scroll_in_their_own_frames(site, browser, size
 
 @NEEDED
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_cells_of_text_have_several_words_to_a_line(site, browser):
     page = browser.new_page(viewport=PHONE)
     page.goto((site / "security.html").as_uri())

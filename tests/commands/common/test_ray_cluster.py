@@ -25,6 +25,7 @@ with ray_cluster(None, 1):
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_ray_listens_on_loopback_only_and_reports_nothing(monkeypatch):
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
