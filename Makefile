@@ -23,7 +23,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Each process, of which tests start many, would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup real demo docs licences test end-to-end test-all test-versions tests check lint types imports format clean
+.PHONY: help setup real demo bench docs licences test end-to-end test-all test-versions tests check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -36,6 +36,9 @@ real: $(INSTALLED)
 
 demo: $(INSTALLED)  ## speculative decoding beside plain decoding, on models in this repository
 	@$(BIN)/python demos/demo.py
+
+bench: $(INSTALLED)  ## one measurement: make bench NAME=queue ARGS="--limit 8"; without NAME, their list
+	@$(BIN)/python -m benchmarks $(or $(NAME),--help) $(ARGS)
 
 docs: $(INSTALLED)  ## the pages of docs/ as a site, in site/; broken links fail
 	@$(BIN)/python docs/tools/parameters.py

@@ -98,11 +98,14 @@ def counts(checkout: Path) -> dict[str, str]:
     said = list(docstrings(trees))
     fragments = sum(text.split()[0].strip(",.:;") in FRAGMENTS for text in said)
     tests = [path for path in (checkout / "tests").rglob("*.py")]
+    benches = [len(path.read_text().splitlines()) for path in (checkout / "benchmarks").rglob("*.py")]
     total = sum(lines.values())
     return {
         "files": f"{len(files)}",
         "lines": f"{total:,}",
         "lines without commands": f"{total - rooms['commands']:,}",
+        "lines of benchmarks, not installed": f"{sum(benches):,}",
+        "bench files over 250 lines": f"{sum(number > 250 for number in benches)}",
         "lines of tests": f"{sum(len(path.read_text().splitlines()) for path in tests):,}",
         "public functions and classes": f"{len(public):,}",
         "class names in several modules": f"{sum(number > 1 for number in classes.values())}",

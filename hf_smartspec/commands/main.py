@@ -5,7 +5,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .common.arguments import UsageError
@@ -16,12 +16,32 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 class Command(NamedTuple):
     """
-    Where a command lives. Its module has `run(args) -> int`; `add_arguments(parser)` is in the module that is called
+    Place of a command. Its module has `run(args) -> int`; `add_arguments(parser)` is in the module that is called
     `arguments` where that is called `command`, and imports neither torch nor transformers.
     """
 
     module: str
     help: str
+    package: str = __package__ or ""
+
+    def add_arguments(self, parser: "Parser") -> None:
+        module = self.module
+        if module.endswith(".command"):
+            module = f"{module.removesuffix('command')}arguments"
+        importlib.import_module(f"{self.package}.{module}").add_arguments(parser)
+
+    def run(self, args: argparse.Namespace, parser: "Parser") -> int:
+        """Return its exit status. Arguments that it refuses end as those that the parser refuses."""
+        try:
+            module = importlib.import_module(f"{self.package}.{self.module}")
+            if not sys.stderr.isatty() and self.module != "completion":
+                from transformers.utils.logging import disable_progress_bar
+
+                disable_progress_bar()
+            status: int = module.run(args)
+            return status
+        except UsageError as error:
+            parser.fail(str(error))
 
 
 COMMANDS = {
@@ -37,25 +57,16 @@ COMMANDS = {
     ("tune",): Command("tune.command", "find options of candidate sources that fit recorded responses"),
     ("datastore", "build"): Command("datastore_build.command", "build a file of continuations, from texts"),
     ("bench", "generate"): Command("speed.command", "measure `assistant=` against plain `generate`"),
-    ("bench", "drafters"): Command("drafters.command", "compare learned drafters: tokens per step, drafting, speed"),
-    ("bench", "online"): Command("online.command", "measure what drafters learn from the requests that they draft for"),
-    ("bench", "rollouts"): Command("rollouts.command", "measure rollouts of reinforcement learning, by TRL's GRPO"),
-    ("bench", "queue"): Command("queue.command", "serve a queue of prompts, against transformers' batches"),
-    ("bench", "batching"): Command("batching.command", "measure transformers' continuous batching with speculation"),
-    ("bench", "overhead"): Command("overhead.command", "measure what the machinery costs by itself"),
-    ("bench", "gpu"): Command("gpu.command", "measure on a GPU: exactness, bandwidth, transformers' own"),
-    ("bench", "peers"): Command("peers.command", "measure other engines on the CPU, with the same weights"),
-    ("bench", "sources"): Command("ablation.command", "measure what each part of the model-free sources contributes"),
-    ("bench", "simulate"): Command("papers.command", "play the papers' loads, and traces, on a simulated engine"),
-    ("bench", "replicas"): Command("replicas.command", "play a service of several replicas on simulated engines"),
     ("bench", "load"): Command("load.command", "measure latency and goodput of the engine over the request rate"),
-    ("bench", "batch"): Command("batch.command", "measure seconds per token over batch size and draft length"),
-    ("bench", "timeline"): Command("timeline.command", "measure latency while busy and quiet phases alternate"),
-    ("bench", "memory"): Command("memory.command", "measure what suffix trees and datastores cost as they grow"),
-    ("bench", "tenants"): Command("tenants.command", "measure what one tenant of a server can do to the others"),
     ("completion",): Command("completion", "write a script that completes this command in a shell"),
 }
-GROUPS = {"bench": "measure speed, in many ways", "datastore": "continuations from a large text"}
+GROUPS = {"bench": "measure speed on your own model", "datastore": "continuations from a large text"}
+# Benches of the repository that are not installed: `python -m benchmarks NAME`.
+IN_A_CHECKOUT = tuple(
+    "batch batching drafters gpu memory online overhead peers queue replicas rollouts simulate sources tenants "
+    "timeline".split()
+)
+EPILOGS = {"bench": f"In a checkout of the repository, python -m benchmarks NAME has more: {', '.join(IN_A_CHECKOUT)}."}
 # As a newcomer meets them; a verb that is in none of these stands among the last.
 SECTIONS = {
     "Use a model": ("generate", "chat", "serve", "transformers", "demo"),
@@ -67,11 +78,15 @@ SECTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 (the check failed), 2 (bad arguments) or 130 (Ctrl-C)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded("smartspec", _dispatch, list(sys.argv[1:] if argv is None else argv))
+
+
+def guarded(program: str, dispatch: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Return the exit status of `dispatch(arguments)`; after Ctrl-C, print one line in the name of `program`."""
     try:
-        return _dispatch(arguments)
+        return dispatch(arguments)
     except KeyboardInterrupt:
-        print("smartspec: interrupted", file=sys.stderr)
+        print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,38 +101,19 @@ def _dispatch(arguments: list[str]) -> int:
     args = parser.parse_args(arguments[len(path) :])
     if path == ("completion",):
         args.full_parser = full_parser
-    try:
-        return _run(path, args)
-    except UsageError as error:
-        parser.fail(str(error))
-
-
-def _run(path: tuple[str, ...], args: argparse.Namespace) -> int:
-    module = importlib.import_module(f"{__package__}.{COMMANDS[path].module}")
-    if not sys.stderr.isatty() and path != ("completion",):
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-    return module.run(args)
+    return COMMANDS[path].run(args, parser)
 
 
 def load_parser(path: tuple[str, ...]) -> "Parser":
     """Return the parser of a command's arguments."""
-    parser = Parser(prog=" ".join(("smartspec", *path)), description=_sentence(COMMANDS[path].help))
-    _add_arguments(path, parser)
+    parser = Parser(prog=" ".join(("smartspec", *path)), description=sentence(COMMANDS[path].help))
+    COMMANDS[path].add_arguments(parser)
     return parser
-
-
-def _add_arguments(path: tuple[str, ...], parser: "Parser") -> None:
-    module = COMMANDS[path].module
-    if module.endswith(".command"):
-        module = f"{module.removesuffix('command')}arguments"
-    importlib.import_module(f"{__package__}.{module}").add_arguments(parser)
 
 
 def full_parser() -> "Parser":
     """Return one parser with all commands and their arguments."""
-    return _tree(_add_arguments)
+    return _tree(lambda path, parser: COMMANDS[path].add_arguments(parser))
 
 
 def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
@@ -149,11 +145,19 @@ def _unknown_word(arguments: Sequence[str]) -> str:
         if word.startswith("-"):
             return ""
         if word not in names:
-            meant = {path[-1]: path for path in here} | names
-            near = [" ".join(meant[name]) for name in difflib.get_close_matches(word, meant, n=1)]
-            return f"invalid choice: {word!r}" + "".join(f", did you mean 'smartspec {name}'?" for name in near)
+            return _refusal(word, {path[-1]: path for path in here} | names)
         known = names[word]
     return ""
+
+
+def _refusal(word: str, known: Mapping[str, tuple[str, ...]]) -> str:
+    """Name the command that the word may have meant, or where the bench of that name is."""
+    if word in IN_A_CHECKOUT:
+        return f"the bench {word!r} is in the repository: python -m benchmarks {word}, in a checkout"
+    calls = {name: f"python -m benchmarks {name}" for name in IN_A_CHECKOUT}
+    calls |= {name: " ".join(("smartspec", *path)) for name, path in known.items()}
+    near = difflib.get_close_matches(word, calls, n=1)
+    return f"invalid choice: {word!r}" + "".join(f", did you mean {calls[name]!r}?" for name in near)
 
 
 def _tree(fill: Callable[[tuple[str, ...], "Parser"], None]) -> "Parser":
@@ -167,12 +171,13 @@ def _tree(fill: Callable[[tuple[str, ...], "Parser"], None]) -> "Parser":
         place = commands
         for word in group:
             if word not in groups:
-                parent = commands.add_parser(word, help=GROUPS[word], description=_sentence(GROUPS[word]))
+                parent = commands.add_parser(word, help=GROUPS[word], description=sentence(GROUPS[word]))
+                parent.epilog = EPILOGS.get(word)
                 groups[word] = parent.add_subparsers(
                     metavar="COMMAND", title="commands", required=True, parser_class=Parser
                 )
             place = groups[word]
-        fill(path, place.add_parser(name, help=command.help, description=_sentence(command.help)))
+        fill(path, place.add_parser(name, help=command.help, description=sentence(command.help)))
     return top
 
 
@@ -188,7 +193,8 @@ def overview() -> str:
     return "\n".join([*lines, "smartspec COMMAND --help says what it takes; --version shows the version.", ""])
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """Return a help line as a sentence."""
     return text[0].upper() + text[1:] + "."
 
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import hf_smartspec
+from benchmarks import __main__ as benches
 from hf_smartspec import LengthPolicy, goodput
 from hf_smartspec.commands import main as cli
 
 REPOSITORY = Path(__file__).parents[2]
 _NAMED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 PAGES = [*(REPOSITORY / name for name in _NAMED), *sorted((REPOSITORY / "docs").rglob("*.md"))]
-LINES = sorted({line for page in PAGES for line in re.findall(r"^smartspec [^\n]+$", page.read_text(), re.MULTILINE)})
+_COMMANDS = re.compile(r"^(?:smartspec|python -m benchmarks) [^\n]+$", re.MULTILINE)
+LINES = sorted({line for page in PAGES for line in _COMMANDS.findall(page.read_text())})
 _OUTPUTS = ("--output", "--json", "--plot")
 # Of pip, accelerate, torchrun, lm-eval, transformers and guidellm.
 _OTHERS = {
@@ -53,11 +55,15 @@ def test_the_pages_show_commands_and_examples():
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_of_the_pages_is_accepted_as_printed(line):
-    _, *words = shlex.split(line, comments=True)
-    path = cli._command_path(words)
-    assert path is not None, f"{line!r} names no command"
-    arguments = words[len(path) :]
-    parser = cli.load_parser(path)
+    words = shlex.split(line, comments=True)
+    if words[0] == "python":
+        path, arguments = ("benchmarks", words[3]), words[4:]
+        parser = benches.load_parser(words[3])
+    else:
+        path = cli._command_path(words[1:])
+        assert path is not None, f"{line!r} names no command"
+        arguments = words[1 + len(path) :]
+        parser = cli.load_parser(path)
     parser.parse_args(arguments)
     if path == ("transformers",):
         return  # what follows is transformers' own, and may name models of the hub
@@ -68,21 +74,21 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
             assert (REPOSITORY / path_named).exists(), f"{word!r} is not in the repository"
 
 
-def _options(*path: str) -> dict[str, object]:
+def _options(parser: cli.Parser) -> dict[str, object]:
     """Options of a command, and their defaults."""
-    parser = cli.load_parser(path)
     return {name: action.default for action in parser._actions for name in action.option_strings}
 
 
 def test_options_that_the_pages_name_exist():
-    known = {name for path in cli.COMMANDS for name in _options(*path)} | _OTHERS
+    parsers = [*map(cli.load_parser, cli.COMMANDS), *map(benches.load_parser, benches.BENCHES)]
+    known = {name for parser in parsers for name in _options(parser)} | _OTHERS
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
         assert named <= known, f"{page.name}: {sorted(named - known)}"
 
 
 def test_the_pages_of_the_server_have_all_of_its_options_and_their_defaults():
-    options = _options("serve")
+    options = _options(cli.load_parser(("serve",)))
     pages = [(REPOSITORY / f"docs/{name}.md").read_text() for name in ("server", "cluster")]
     assert set(options) - set(re.findall(r"--[a-z-]+", "".join(pages))) <= {"-h", "--help"}
     rows = re.findall(r"^\| (`--[^|]+) \| ([^|]*)\|", pages[0], re.MULTILINE)
@@ -108,7 +114,7 @@ def test_links_and_named_files_exist(page):
         target = page.parent / link if link else page
         assert target.exists(), f"{link!r} leads nowhere"
         assert not anchor or anchor in map(_anchor, _headings(target)), f"{link!r} has no section #{anchor}"
-    for path in re.findall(r"`((?:hf_smartspec|candidates|demos|docs|tests)/[\w./-]+\.\w+)`", text):
+    for path in re.findall(r"`((?:benchmarks|hf_smartspec|candidates|demos|docs|tests)/[\w./-]+\.\w+)`", text):
         assert (REPOSITORY / path).is_file(), f"{path!r} is not in the repository"
 
 
@@ -145,7 +151,9 @@ def test_the_walk_has_the_rooms_in_their_order():
 
 
 def test_docstrings_cite_sections_that_exist():
-    sources = [path for folder in ("hf_smartspec", "candidates") for path in (REPOSITORY / folder).rglob("*.py")]
+    sources = [
+        path for folder in ("hf_smartspec", "candidates", "benchmarks") for path in (REPOSITORY / folder).rglob("*.py")
+    ]
     cited = [
         (path, page, " ".join(section.split()))
         for path in sources

@@ -3,8 +3,8 @@
 import pytest
 
 import hf_smartspec
+from benchmarks.step.overhead import host
 from hf_smartspec import Engine, SmartSpecConfig
-from hf_smartspec.commands.overhead import host
 from hf_smartspec.decoding import loop
 from hf_smartspec.goodput import FixedLength, GoodputAuction
 from hf_smartspec.goodput.report import LoggedPolicy

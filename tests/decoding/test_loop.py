@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_smartspec.commands.overhead.host import make_setting
+from benchmarks.step.overhead.host import make_setting
 
 
 def test_the_time_of_prompts_is_that_of_the_steps_that_run_them():

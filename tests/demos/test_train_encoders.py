@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from tests.commands import helpers
+from tests.benchmarks.helpers import bench
 from tests.folders import save_tiny_models
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
@@ -54,10 +54,10 @@ def test_draft_models_behind_encoders_are_measured_offline_and_online(folder, tm
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--model", folder / "t5_target", "--draft", folder / "t5_draft", "--base", folder / "gsm8k.jsonl"]
     arguments += ["--requests", "8", "--test", "2", "--interval", "4", "--max-new-tokens", "6", "--dtype", "float32"]
-    call = ["bench", "online", folder / "asked.jsonl", *arguments, "--json", out]
-    assert helpers.call(*call, "--parts", "table", "online") == 0
+    asked = [folder / "asked.jsonl", *arguments, "--json", out]
+    assert bench("online", *asked, "--parts", "table", "online") == 0
     parts = json.loads(out.read_text())["parts"]
     assert all(0 <= rate <= 1 for rate in parts["table"]["rows"]["asked"].values())
     assert parts["online"]["rows"]["asked"]["learning"]["updates"] == 2
-    assert helpers.call(*call, "--parts", "speed") == 2
+    assert bench("online", *asked, "--parts", "speed") == 2
     assert "behind an encoder" in capsys.readouterr().err

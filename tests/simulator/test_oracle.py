@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from hf_smartspec.commands.papers.world import World
+from benchmarks.load.simulate.world import World
 from hf_smartspec.goodput import CostModel, DraftCost
 from hf_smartspec.goodput.papers.policies import Oracle
 from hf_smartspec.goodput.policy import StepRows

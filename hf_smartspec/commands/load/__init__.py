@@ -1,1 +1,1 @@
-"""`smartspec bench load` and `smartspec bench timeline`."""
+"""`smartspec bench load` and `python -m benchmarks timeline`."""

@@ -14,8 +14,7 @@ from hf_smartspec.commands.serve.serving import load_served
 from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.metrics import ServerMetrics
 
-OWN = [("bench", name) for name in "generate drafters online queue batching load batch timeline".split()]
-OWN += [("generate",), ("chat",), ("serve",), ("demo",), ("profile",)]
+OWN = [("bench", "generate"), ("bench", "load"), ("generate",), ("chat",), ("serve",), ("demo",), ("profile",)]
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

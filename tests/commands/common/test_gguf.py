@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.decode.peers.gguf_file import write_gguf
 from hf_smartspec.commands.common import models
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import check_folder, load_model, load_tokenizer
-from hf_smartspec.commands.peers.gguf_file import write_gguf
 
-from ..peers.test_gguf_file import new_llama
+from ...benchmarks.decode.peers.test_gguf_file import new_llama
 
 
 @pytest.fixture

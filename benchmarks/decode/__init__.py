@@ -1,0 +1,1 @@
+"""Benches of decoding: seconds and steps per token."""

@@ -1,0 +1,194 @@
+"""What `python -m benchmarks drafters` found, as tables for the terminal or for a page."""
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from hf_smartspec.commands.common.console import fold, table
+from hf_smartspec.commands.common.names import JOINT
+from hf_smartspec.commands.speed.loop import PLAIN
+from hf_smartspec.decoding.statistics import GenerationStatistics
+
+from .arguments import SPEED, STEPS, TREES
+from .runs import NONE, Row
+
+ALL = "all"
+_NAME = 14  # letters of a name in a line at least
+
+
+class Lines(NamedTuple):
+    """A table; the first column is text."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def tables(rows: Sequence[Row], report: dict[str, Any]) -> list[Lines]:
+    """Those parts that have been measured."""
+    made = [_steps(rows, report), _trees(rows, report), _speed(rows, report)]
+    return [lines for lines in made if lines.rows]
+
+
+def print_tables(found: Iterable[Lines], console: Console) -> None:
+    for lines in found:
+        shown = table(escape(lines.title), *lines.columns)
+        for row in lines.rows:
+            shown.add_row(*map(escape, row))
+        fold(shown)
+        shown.columns[0].min_width = _NAME
+        console.print(shown)
+
+
+def as_markdown(found: Iterable[Lines]) -> str:
+    pages = []
+    for lines in found:
+        head = "| " + " | ".join(lines.columns) + " |\n| --- |" + " ---: |" * (len(lines.columns) - 1)
+        body = "\n".join("| " + " | ".join(row) + " |" for row in lines.rows)
+        pages.append(f"{lines.title}\n\n{head}\n{body}\n")
+    return "\n".join(pages)
+
+
+def notes(report: dict[str, Any]) -> str:
+    """What the figures are of."""
+    system = report["environment"]
+    size = f"enlarged to {system['parameters'] / 1e6:.0f} M parameters" if system["is_enlarged"] else "as it is"
+    own = [f"{name} {num / 1e6:.2f} M" for name, num in report["drafters"].items() if num and JOINT not in name]
+    reference = report["reference"]
+    return (
+        f"{system['device']}, {system['threads']} threads, torch {system['torch']}, transformers "
+        f"{system['transformers']}. Greedy, up to {system['max_new_tokens']} tokens of the target's own text, at most "
+        f"{system['limit']} prompts of each kind.\n"
+        f"Tokens per step: generated tokens by verification steps; accepted: of the drafted ones. ms: of drafting, per "
+        f"step; by a step without drafts of the target as it is (/ step), and by one of plain generate of the larger "
+        f"target (/ larger). x {reference}: tokens per step by those of this draft model in the same drafting "
+        f"time, interpolated.\n"
+        f"x plain: tokens per second by those of plain generate, prompts included, goodput deciding how much, with the "
+        f"target {size} in {system['dtype']}. Drafters are not enlarged with it; their own parameters: "
+        f"{', '.join(own) or 'none'}. Larger batches have rows of all kinds.\n"
+        "Identical: every output is that of plain generate; tied: some differ where two tokens score alike up to "
+        "rounding. Suffix trees know earlier answers of the same kind only."
+    )
+
+
+def _steps(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
+    found = [row for row in rows if row["part"] == STEPS and row["drafter"] != PLAIN]
+    kinds, own, other = _of(found, "kind"), _step_seconds(found), _larger_step_seconds(rows)
+    reference = report["reference"]
+    known = sorted(_time_and_tokens(_total(group)) for (name, _), group in _groups(found).items() if name == reference)
+    columns = ["drafter", "nodes", *kinds, ALL, "accepted", "ms", "/ step", "/ larger", f"x {reference}", "identical"]
+    lines = []
+    for (name, nodes), mine in _groups(found).items():
+        if name == NONE:
+            continue
+        total = _total(mine)
+        seconds, per_step = _time_and_tokens(total)
+        lines.append(
+            [
+                name,
+                str(nodes),
+                *(_per_step(row for row in mine if row["kind"] == kind) for kind in kinds),
+                f"{per_step:.2f}",
+                f"{total.acceptance_rate:.0%}",
+                f"{1e3 * seconds:.2f}",
+                f"{seconds / own:.0%}" if own else "-",
+                f"{seconds / other:.1%}" if other else "-",
+                f"{per_step / at_equal_time(known, seconds):.2f}" if known else "-",
+                _identical(mine),
+            ]
+        )
+    title = "Tokens per step, one prompt at a time, float32, the target as it is"
+    return Lines(title, columns if reference else [*columns[:-2], "x", columns[-1]], lines)
+
+
+def at_equal_time(known: Sequence[tuple[float, float]], seconds: float) -> float:
+    """
+    Tokens per step of a drafter with so much time to draft, between what it yields with fewer nodes and with more; with
+    more time than was ever measured, as with most.
+
+    Args:
+        known (sequence of pairs): Seconds of drafting and tokens per step, in ascending order.
+    """
+    times, tokens = zip((0.0, 1.0), *known)  # without a draft, a step yields one
+    return float(np.interp(seconds, times, tokens))
+
+
+def _groups(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
+    """By drafter and nodes; drafter by drafter."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for name in _of(rows := list(rows), "drafter"):
+        for row in rows:
+            if row["drafter"] == name:
+                groups.setdefault((name, row["nodes"]), []).append(row)
+    return groups
+
+
+def _time_and_tokens(total: GenerationStatistics) -> tuple[float, float]:
+    """Seconds of drafting, and tokens, per step of one prompt."""
+    return total.seconds_draft / max(total.forwards, 1), total.mean_accepted_length
+
+
+def _trees(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
+    found = [row for row in rows if row["part"] == TREES and row["drafter"] != PLAIN]
+    kinds = _of(found, "kind")
+    lines = []
+    for name in _of(found, "drafter"):
+        mine = [row for row in found if row["drafter"] == name]
+        shares = [_per_step(row for row in mine if row["kind"] == kind) for kind in kinds]
+        total = _total(mine)
+        lines.append(
+            [name, *shares, f"{total.mean_accepted_length:.2f}", f"{total.acceptance_rate:.0%}", _identical(mine)]
+        )
+    nodes = max(report["environment"]["nodes"])
+    title = f"Medusa heads, tokens per step with {nodes} nodes, float32; fixed trees are the best ones of other prompts"
+    return Lines(title, ["trees", *kinds, ALL, "accepted", "identical"], lines)
+
+
+def _speed(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
+    found = [row for row in rows if row["part"] == SPEED and row["drafter"] != PLAIN]
+    places = list(dict.fromkeys((row["batch_size"], row["kind"]) for row in found))
+    lines = []
+    for name in _of(found, "drafter"):
+        mine = {(row["batch_size"], row["kind"]): row for row in found if row["drafter"] == name}
+        ratios = [f"{mine[place]['speedup']:.2f}" if place in mine else "-" for place in places]
+        lines.append([name, *ratios, _identical(list(mine.values()))])
+    system = report["environment"]
+    cost = f"cost-matched to {system['parameters'] / 1e6:.0f} M parameters" if system["is_enlarged"] else "as it is"
+    columns = ["drafter", *(f"{kind}, {size}" for size, kind in places), "identical"]
+    return Lines(f"x plain by kind and batch size, {system['dtype']}, the target {cost}", columns, lines)
+
+
+def _of(rows: Iterable[Row], name: str) -> list[str]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def _total(rows: Iterable[Row]) -> GenerationStatistics:
+    names = GenerationStatistics.__dataclass_fields__
+    parts = [GenerationStatistics(**{name: row["statistics"][name] for name in names}) for row in rows]
+    return sum(parts, GenerationStatistics())
+
+
+def _per_step(rows: Iterable[Row]) -> str:
+    total = _total(rows)
+    return f"{total.mean_accepted_length:.2f}" if total.steps else "-"
+
+
+def _step_seconds(rows: Sequence[Row]) -> float:
+    """Of a step without drafts, prompts aside."""
+    total = _total(row for row in rows if row["drafter"] == NONE)
+    return (total.seconds_total - total.seconds_prefill) / max(total.steps, 1)
+
+
+def _larger_step_seconds(rows: Sequence[Row]) -> float:
+    """Of plain decoding one by one, at the cost that speed-ups are measured at; 0 where they are not."""
+    plain = [row for row in rows if (row["part"], row["drafter"], row["batch_size"]) == (SPEED, PLAIN, 1)]
+    return median(row["decode_seconds_per_token"] for row in plain) if plain else 0.0
+
+
+def _identical(rows: Iterable[Row]) -> str:
+    different, tied = (sum(row[name] for row in rows) for name in ("num_different", "num_tied"))
+    return f"NO: {different}" if different else f"{tied} tied" if tied else "yes"

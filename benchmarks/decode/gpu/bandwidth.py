@@ -1,0 +1,92 @@
+"""What the device's memory gives, and what a step must read at least."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_smartspec.commands.common.timing import synchronize
+
+from .arguments import BANDWIDTH
+from .session import Case, Row, Section
+from .shapes import World
+
+_IN_A_ROW = 5  # calls per timing, so that launching them is hidden
+_WIDTH = 8192  # of a matrix that is read
+
+
+def section(world: World) -> Section:
+    return Section(
+        BANDWIDTH, 1.0, lambda: _cases(world), ("GB/s",), lambda row, _: (f"{row['gigabytes_per_second']:.0f}",)
+    )
+
+
+def _cases(world: World) -> list[Case]:
+    kinds = {"copy": _copy, "sum": _sum, "matrix times vector": _product}
+    return [Case(name, partial(_measured, world, make)) for name, make in kinds.items()]
+
+
+def _measured(world: World, make: Callable[[torch.Tensor], tuple[Callable[[], object], int]]) -> Row:
+    dtype = getattr(torch, world.plan.dtype)
+    data = torch.ones(world.plan.copied // dtype.itemsize, dtype=dtype, device=world.device)
+    with torch.inference_mode():
+        function, num_bytes = make(data)
+        seconds = seconds_of(function, world.device, world.plan.repeats, _IN_A_ROW)
+    return {"gigabytes_per_second": num_bytes / seconds / 1e9, "bytes": num_bytes, "seconds": seconds}
+
+
+def _copy(data: torch.Tensor) -> tuple[Callable[[], object], int]:
+    """Read and written."""
+    target = torch.empty_like(data)
+    return lambda: target.copy_(data), 2 * data.nbytes
+
+
+def _sum(data: torch.Tensor) -> tuple[Callable[[], object], int]:
+    return data.sum, data.nbytes
+
+
+def _product(data: torch.Tensor) -> tuple[Callable[[], object], int]:
+    """As the weights of a model are read for one token."""
+    width = min(_WIDTH, data.numel())
+    matrix = data[: data.numel() // width * width].view(-1, width)
+    vector = data[:width][None]
+    return lambda: torch.nn.functional.linear(vector, matrix), matrix.nbytes
+
+
+def seconds_of(function: Callable[[], object], device: torch.device, repeats: int, in_a_row: int = 1) -> float:
+    """Median seconds of a call, behind two that warm up; the device is waited for behind each `in_a_row` of them."""
+    for _ in range(2):
+        function()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(in_a_row):
+            function()
+        synchronize(device)
+        times.append((time.perf_counter() - start) / in_a_row)
+    return median(times)
+
+
+def best_rate(rows: dict[str, Row]) -> float:
+    """Bytes per second of the fastest way; NaN if none was measured."""
+    return max((row["bytes"] / row["seconds"] for row in rows.values()), default=float("nan"))
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Of the weights that every forward reads: all of them, but embeddings that are no output layer too."""
+    embeddings = model.get_input_embeddings().weight
+    read = {id(item): item for item in model.parameters()}
+    if model.get_output_embeddings().weight is not embeddings:
+        read.pop(id(embeddings), None)
+    return sum(item.nbytes for item in read.values())
+
+
+def cache_bytes(model: PreTrainedModel) -> int:
+    """Of a token's keys and values."""
+    config = model.config
+    width: int = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+    return width * model.dtype.itemsize

@@ -1,0 +1,126 @@
+"""Tokens per second of a cost-matched target: drafts of fixed acceptance, drafts for real text, and the peers."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from hf_smartspec.candidates import DraftModelCandidates
+from hf_smartspec.commands.common.sources import new_source
+from hf_smartspec.goodput import NoSpeculation
+from hf_smartspec.prepare.config import SmartSpecConfig
+
+from .arguments import ACCEPTANCE, COMPILED, TEXT
+from .known import FixedAcceptance
+from .serving import Way, assisted, continuous, engine, generate, measure
+from .session import Case, Row, Section
+from .shapes import Workload, World
+
+RATES = (0.7, 0.6, 0.8)
+PLAIN, CONTINUOUS = "generate", "generate_batch"
+_SOURCES = ("draft", "prompt_lookup", "suffix", "auto")
+_COMPILED_SIZES = (1, 8)  # of batches: each is compiled by itself
+_COLUMNS = ("tokens / s", "x plain", "step ms", "per step", "accepted", "peak GB")
+
+
+def acceptance(world: World, shape: str, share: float) -> Section:
+    """Known texts, drafted with known acceptance."""
+    ways = {PLAIN: generate(), "none": engine(_undrafted)}
+    ways |= {rate_name(rate): engine(partial(_known, rate)) for rate in RATES} | {CONTINUOUS: continuous()}
+
+    def cases() -> Iterator[Case]:
+        for batch_size in world.plan.batch_sizes:
+            for name, way in ways.items():
+                yield _case(world, shape, f"batch {batch_size}, {name}", world.random_text, batch_size, way)
+
+    return Section(f"{ACCEPTANCE} {shape}", share, cases, _COLUMNS, _texts)
+
+
+def text(world: World, shape: str, share: float) -> Section:
+    """What the embedded target says, with the embedded draft model; and what people said, drafted from text."""
+
+    def cases() -> Iterator[Case]:
+        for batch_size in world.plan.batch_sizes:
+            for name, way in _ways(world, batch_size).items():
+                yield _case(world, shape, f"own, batch {batch_size}, {name}", world.own_text, batch_size, way)
+        for name, way in _ways(world, 1).items():
+            yield _case(world, shape, f"people's, batch 1, {name}", world.recorded_text, 1, way)
+
+    return Section(f"{TEXT} {shape}", share, cases, _COLUMNS, _texts)
+
+
+def compiled(world: World, shape: str, share: float) -> Section:
+    """The peers with static memory and compiled forwards, however long compiling may take."""
+    level = int(world.device.type == "cuda")  # elsewhere, `generate` does not compile either
+    ways = {
+        PLAIN: generate(),
+        f"{PLAIN} compiled": generate(is_compiled=True, cache_implementation="static"),
+        f"{CONTINUOUS} compiled": continuous(default_compile_level=level),
+    }
+
+    def cases() -> Iterator[Case]:
+        for batch_size in _COMPILED_SIZES:
+            for name, way in ways.items():
+                yield _case(world, shape, f"batch {batch_size}, {name}", world.random_text, batch_size, way)
+
+    return Section(f"{COMPILED} {shape}", share, cases, _COLUMNS, _texts, may_overrun=False)
+
+
+def rate_name(rate: float) -> str:
+    return f"acceptance {rate}"
+
+
+def _case(
+    world: World,
+    shape: str,
+    name: str,
+    texts: Callable[[int], Workload],
+    batch_size: int,
+    way: Way,
+) -> Case:
+    num_rows = batch_size
+    if batch_size == 1 and texts != world.random_text:
+        num_rows = world.plan.requests
+    return Case(name, lambda: measure(world, shape, partial(texts, num_rows), batch_size, way))
+
+
+def _ways(world: World, batch_size: int) -> dict[str, Way]:
+    ways: dict[str, Way] = {PLAIN: generate()}
+    if batch_size == 1:
+        ways |= {
+            "assistant_model": assisted(lambda: {"assistant_model": world.draft}),
+            "transformers' lookup": assisted(lambda: {"prompt_lookup_num_tokens": 10}),
+        }
+    ways |= {name: engine(partial(_drafted, world, name)) for name in _SOURCES}
+    return ways if batch_size == 1 else ways | {CONTINUOUS: continuous()}
+
+
+def _undrafted(model: PreTrainedModel, work: Workload) -> SmartSpecConfig:
+    return SmartSpecConfig("none", policy=NoSpeculation())
+
+
+def _known(rate: float, model: PreTrainedModel, work: Workload) -> SmartSpecConfig:
+    texts = {prompt.tobytes(): response for prompt, response in zip(*work)}
+    return SmartSpecConfig(FixedAcceptance(texts, rate, model.config.vocab_size))
+
+
+def _drafted(world: World, name: str, model: PreTrainedModel, work: Workload) -> SmartSpecConfig:
+    drafter = DraftModelCandidates(world.draft) if name == "draft" else None
+    return SmartSpecConfig(new_source(name, model, drafter, wrong_token=0))
+
+
+def ratio(rows: dict[str, Row], name: str) -> float | None:
+    """Tokens per second by those of the same section's plain `generate` at the same batch size; None if unknown."""
+    plain = rows.get(f"{name.rpartition(', ')[0]}, {PLAIN}")
+    return rows[name]["tokens_per_second"] / plain["tokens_per_second"] if plain and name in rows else None
+
+
+def _texts(row: Row, rows: dict[str, Row]) -> tuple[str, ...]:
+    name = next(name for name, other in rows.items() if other is row)
+    times = ratio(rows, name)
+    own: tuple[str, ...] = ("", "", "")
+    if "steps" in row:
+        shown = (row["tokens_per_row_and_step"], row["acceptance_rate"])
+        own = (f"{row['seconds_per_step'] * 1e3:.2f}", *(f"{value:.2f}" for value in shown))
+    speed = (f"{row['tokens_per_second']:.1f}", "" if times is None else f"{times:.2f}")
+    return (*speed, *own, f"{row['peak_bytes'] / 1e9:.1f}")

@@ -1,0 +1,107 @@
+"""One forward over drafts, arg max included, against the least time in which its bytes can be read."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.compat import cache_name
+from hf_smartspec.target_model.graphs import RUNS_UNTIL_RECORDED, records
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.written import packed_forward, written_decoder
+
+from .arguments import VERIFICATION
+from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
+from .memory import peak_bytes
+from .session import Case, Row, Section
+from .shapes import World
+
+_PLAIN, _CALL_BY_CALL = "plain forward", "launched call by call"
+
+
+def section(world: World, shape: str, bandwidth: dict[str, Row], share: float) -> Section:
+    columns = ("ms", "limit ms", "times limit", "peak GB")
+    return Section(f"{VERIFICATION} {shape}", share, lambda: _cases(world, shape, bandwidth), columns, _texts)
+
+
+def case_name(batch_size: int, width: int, way: str = "") -> str:
+    return f"batch {batch_size}, {width} {'token' if width == 1 else 'tokens'}{way and ', '}{way}"
+
+
+def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
+    times = "" if row["times_limit"] is None else f"{row['times_limit']:.2f}"
+    return (*(f"{row[name] * 1e3:.2f}" for name in ("seconds", "limit")), times, f"{row['peak_bytes'] / 1e9:.1f}")
+
+
+def _cases(world: World, shape: str, bandwidth: dict[str, Row]) -> Iterator[Case]:
+    for batch_size, widths in world.plan.widths.items():
+        ways = [*((width, "") for width in widths), (1, _PLAIN)]
+        if records(world.device):
+            ways += [(width, _CALL_BY_CALL) for width in widths]
+        for width, way in ways:
+            measure = partial(_measured, world, shape, batch_size, width, way, bandwidth)
+            yield Case(case_name(batch_size, width, way), measure)
+
+
+def _measured(world: World, shape: str, batch_size: int, width: int, way: str, bandwidth: dict[str, Row]) -> Row:
+    """Every row has the plan's context behind it; the plain forward is transformers' own."""
+    model = world.target(shape)
+    context = world.plan.context
+    size = (batch_size, context + width)
+    tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, size)
+    with torch.inference_mode(), peak_bytes(world.device) as peak:
+        if way == _PLAIN:
+            forward = _plain_forward(model, tokens)
+        else:
+            forward = _own_forward(model, tokens, context, is_recorded=way != _CALL_BY_CALL)
+        seconds = seconds_of(forward, world.device, world.plan.repeats)
+    num_bytes = weight_bytes(model) + batch_size * (context + width) * cache_bytes(model)
+    limit = num_bytes / best_rate(bandwidth)
+    return {
+        "seconds": seconds,
+        "limit": limit,
+        "times_limit": seconds / limit,
+        "bytes": num_bytes,
+        "peak_bytes": peak.value,
+        "parameters": model.num_parameters(),
+        "is_written_out": written_decoder(model) is not None,
+    }
+
+
+def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int, is_recorded: bool):
+    packed = packed_forward(model, len(tokens), tokens.shape[1])
+    if not is_recorded:
+        packed.recordings = None
+    rows = [packed.add() for _ in tokens]
+    packed.forward([RowInput(row, line[:context]) for row, line in zip(rows, tokens)])
+    trees = [DraftTree.chain(line[context + 1 :]) for line in tokens]
+    feeds = [line[context : context + 1] for line in tokens]
+
+    def forward():
+        logits, _ = packed.forward([RowInput(row, feed, tree) for row, feed, tree in zip(rows, feeds, trees)])
+        packed.argmax(logits)
+        for row in rows:
+            packed.cut(row, context)
+
+    for _ in range(RUNS_UNTIL_RECORDED if is_recorded else 0):
+        forward()
+    return forward
+
+
+def _plain_forward(model: PreTrainedModel, tokens: np.ndarray):
+    """Of one token behind the others."""
+    ids = torch.from_numpy(tokens).to(model.device)
+    cache = DynamicCache(config=model.config)
+    given: dict[str, Any] = {cache_name(model.forward): cache}
+    model(input_ids=ids[:, :-1], **given, logits_to_keep=1)
+
+    def forward():
+        output = model(input_ids=ids[:, -1:], **given)
+        output.logits.argmax(dim=-1).tolist()
+        cache.crop(-1)
+
+    return forward

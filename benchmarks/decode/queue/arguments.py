@@ -1,0 +1,20 @@
+"""Arguments of `python -m benchmarks queue`."""
+
+import argparse
+
+from hf_smartspec.commands.common.arguments import add_model_arguments, add_text_arguments, positive
+from hf_smartspec.commands.common.names import SOURCES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_text_arguments(parser)
+    parser.set_defaults(limit=200, max_new_tokens=64)
+    parser.add_argument(
+        "--assistant", nargs="+", default=["none", "auto"], choices=["none", *SOURCES],
+        help="what drafts in the engine (default: none auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", nargs="+", default=[], choices=["static", "continuous"], help="leave out transformers' own"
+    )
+    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")

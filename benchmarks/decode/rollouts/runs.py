@@ -1,0 +1,223 @@
+"""A run of GRPO by TRL, each of whose rollouts is also made plainly, side by side."""
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+
+from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.cost_matched import copy_weights
+from hf_smartspec.commands.common.runs import eos_ids
+from hf_smartspec.commands.common.timing import synchronize
+from hf_smartspec.decoding.statistics import GenerationStatistics
+from hf_smartspec.generate import disable, enable
+
+from .rewards import arithmetic
+
+PLAIN = "none"
+_WARM_UP = 4  # tokens
+
+Generate = Callable[..., torch.Tensor]
+
+
+class Settings(NamedTuple):
+    """As the command's arguments."""
+
+    num_generations: int
+    prompts_per_step: int
+    num_epochs: int
+    max_new_tokens: int
+    temperature: float
+    learning_rate: float
+    seed: int
+
+
+class Rollout(NamedTuple):
+    """
+    One call of `generate`: seconds, those of the same without drafts, and those of transformers' own sampling, whose
+    completions are others, for as many forwards; what speculation did.
+    """
+
+    seconds: float
+    plain_seconds: float
+    own_seconds: float
+    is_same: bool  # whether all completions are those of plain generation
+    lengths: list[int]  # of the completions, up to where they end
+    statistics: GenerationStatistics
+
+
+@dataclass
+class Run:
+    """
+    What a run yielded.
+
+    Args:
+        rollouts (list of `Rollout`): In order.
+        losses (list of `float`): Of each step of the optimizer.
+        entropies (list of `float`): Of the policy's distributions at each step, in nats.
+        rewards (list of `float`): Means of each step.
+        texts (list of `torch.Tensor`): All completions, rollout by rollout.
+        weights (list of `torch.Tensor`): Of the policy, at the end.
+    """
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    texts: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    def is_same_training(self, other: "Run") -> bool:
+        """Whether completions, losses and final weights are the same to the last bit."""
+        pairs = [*zip(self.texts, other.texts), *zip(self.weights, other.weights)]
+        return self.losses == other.losses and all(torch.equal(*pair) for pair in pairs)
+
+
+class PairedRollouts:
+    """
+    Takes the place of the policy's `generate`: each call is made with an assistant, without drafts, and by transformers
+    itself, from the same state of torch's random numbers and in turns.
+
+    Args:
+        run (`Run`): Is filled in.
+        policy (`PreTrainedModel`): Is trained.
+        larger (`PreTrainedModel`, *optional*): The same at the cost of a larger one, which generates in its place.
+        assistant: What `assistant=` is.
+    """
+
+    def __init__(self, run: Run, policy: PreTrainedModel, larger: PreTrainedModel | None, assistant: Any):
+        self.run, self.policy, self.larger, self.assistant = run, policy, larger, assistant
+        self.model = policy if larger is None else larger
+        enable(self.model)
+        self._generate: Generate = self.model.generate  # type: ignore[assignment]
+        self._num_calls = 0
+        policy.generate = self  # type: ignore[assignment]
+
+    def end(self) -> None:
+        vars(self.policy).pop("generate", None)
+        if self.larger is not None:
+            disable(self.larger)
+
+    def warm_up(self, inputs: torch.Tensor) -> None:
+        """Measures the model's speed, compiles what has to be."""
+        with torch.random.fork_rng(), torch.no_grad():
+            for assistant in (None, PLAIN, self.assistant):
+                options: dict[str, Any] = {"max_new_tokens": _WARM_UP, "do_sample": True, "assistant": assistant}
+                self._generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+
+    def __call__(self, **arguments: Any) -> torch.Tensor:
+        if self.larger is not None:
+            copy_weights(self.policy, self.larger)
+        state = left = torch.get_rng_state()
+        ways = [self.assistant, None] if self.assistant == PLAIN else [self.assistant, None, PLAIN]
+        found: dict[int, tuple[torch.Tensor, float, GenerationStatistics]] = {}
+        for turn in range(len(ways)):
+            at = (turn + self._num_calls) % len(ways)
+            torch.set_rng_state(state)
+            found[at] = self._timed(arguments, ways[at])
+            left = left if at else torch.get_rng_state()
+        self._num_calls += 1
+        torch.set_rng_state(left)
+        (texts, seconds, statistics), (others, own_seconds, _) = found[0], found[1]
+        plain, plain_seconds, _ = found.get(2, found[0])
+        start = arguments["input_ids"].shape[1]
+        lengths = self._lengths(texts[:, start:])
+        own_seconds *= max(lengths) / max(self._lengths(others[:, start:]))  # the longest has a token of each forward
+        is_same = torch.equal(texts, plain)
+        self.run.rollouts.append(Rollout(seconds, plain_seconds, own_seconds, is_same, lengths, statistics))
+        self.run.texts.append(texts)
+        return texts
+
+    def _timed(self, arguments: dict[str, Any], assistant: Any) -> tuple[torch.Tensor, float, GenerationStatistics]:
+        synchronize(self.model.device)
+        start = time.perf_counter()
+        texts = self._generate(**arguments, assistant=assistant)
+        synchronize(self.model.device)
+        known: Any = self.model.smartspec_statistics
+        return texts, time.perf_counter() - start, known.last
+
+    def _lengths(self, completions: torch.Tensor) -> list[int]:
+        is_end = torch.isin(completions, torch.tensor(eos_ids(self.policy), device=completions.device))
+        found = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, completions.shape[1])
+        return [int(item) for item in found]
+
+
+def train(
+    policy: PreTrainedModel,
+    larger: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Any],
+    assistant: Any,
+    settings: Settings,
+    progress: Callable[[], None] = lambda: None,
+) -> Run:
+    """
+    Trains the policy, which rolls out with the assistant.
+
+    Args:
+        prompts (sequence): Texts, or chats.
+        progress (`Callable`): Called after every rollout.
+    """
+    trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
+    run = Run()
+    with TemporaryDirectory() as folder:
+        options = trl.GRPOConfig(
+            output_dir=folder,
+            use_cpu=policy.device.type == "cpu",
+            bf16=False,  # weights are trained in the dtype that they have
+            seed=settings.seed,
+            per_device_train_batch_size=settings.num_generations * settings.prompts_per_step,
+            num_generations=settings.num_generations,
+            max_completion_length=settings.max_new_tokens,
+            num_train_epochs=settings.num_epochs,
+            temperature=settings.temperature,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = trl.GRPOTrainer(
+            model=policy,
+            reward_funcs=arithmetic,
+            args=options,
+            train_dataset=datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            processing_class=tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        rollouts = PairedRollouts(run, policy, larger, assistant)
+        try:
+            rollouts.warm_up(tokenizer("1 + 2 =", return_tensors="pt").input_ids.to(policy.device))
+            trainer.add_callback(_AfterSteps(progress))
+            trainer.train()
+        finally:
+            rollouts.end()
+    history = [item for item in trainer.state.log_history if "loss" in item]
+    run.losses, run.entropies, run.rewards = (
+        [float(item[name]) for item in history] for name in ("loss", "entropy", "reward")
+    )
+    run.weights = [item.detach().clone() for item in policy.parameters()]
+    return run
+
+
+class _AfterSteps(TrainerCallback):
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.function()
+
+
+def check_libraries() -> None:
+    """Raises `UsageError` where TRL is not installed."""
+    if importlib.util.find_spec("trl") is None:
+        raise UsageError('rollouts are those of TRL: pip install "hf-smartspec[rl]"')

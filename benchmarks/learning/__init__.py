@@ -1,0 +1,1 @@
+"""Benches of drafters that learn from the requests that they draft for."""

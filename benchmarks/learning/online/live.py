@@ -1,0 +1,145 @@
+"""Latency before and after learning, and learning while requests are really served."""
+
+import copy
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_smartspec.candidates import MedusaHeads
+from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.progress import track
+from hf_smartspec.generate import enabled
+from hf_smartspec.online.distillation import OnlineDistillation
+from hf_smartspec.online.samples import Sample
+from hf_smartspec.prepare.config import SmartSpecConfig
+from hf_smartspec.training.eagle import new_heads
+
+from .streams import Replay, Task, judged, options_of
+
+_NODES = 5  # the paper's k
+_WINDOWS = 8  # of the live run
+
+
+def _generate(model: PreTrainedModel, sample: Sample, num: int, assistant: Any = None) -> tuple[float, list[int], Any]:
+    """Seconds, tokens and statistics of one request."""
+    ids = torch.from_numpy(sample.prompt).long()[None].to(model.device)
+    generate: Any = model.generate
+    arguments = {"max_new_tokens": num, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    start = time.perf_counter()
+    if assistant is None:
+        output = generate(ids, **arguments)
+        return time.perf_counter() - start, output[0, ids.shape[1] :].tolist(), None
+    output = generate(ids, assistant=assistant, return_dict_in_generate=True, **arguments)
+    return time.perf_counter() - start, output.sequences[0, ids.shape[1] :].tolist(), output.statistics
+
+
+def speed(target: PreTrainedModel, drafters: dict[str, nn.Module], tasks: Sequence[Task], args: Any) -> dict[str, Any]:
+    """
+    Tables 3 and 4: what each drafter yields before and after it has learnt the stream online, one request at a time,
+    and what Eq. 1 predicts of the acceptance rate.
+    """
+    rows: dict[str, Any] = {}
+    num = args.max_new_tokens
+    with enabled(target):
+        for task in tasks:
+            methods: dict[str, nn.Module] = {}
+            for name, drafter in drafters.items():
+                replay = Replay(drafter, options_of(args))
+                replay.serve(task.stream, f"{task.name}, {name}")
+                methods |= {name: drafter, f"{name} + online": replay.drafter}
+            rows[task.name] = _measured(target, methods, task, num)
+    return {"rows": rows, "nodes": _NODES}
+
+
+def _measured(target: PreTrainedModel, methods: dict[str, nn.Module], task: Task, num: int) -> dict[str, Any]:
+    plain: list[float] = []
+    runs: dict[str, list[Any]] = {name: [] for name in methods}
+    asked = [task.test[0], *task.test]  # the first one warms up
+    with track(asked, desc=f"timing {task.name}") as progress:
+        for sample in progress:
+            seconds, tokens, _ = _generate(target, sample, num)
+            plain.append(seconds / len(tokens))
+            for name, drafter in methods.items():
+                found = _generate(target, sample, num, SmartSpecConfig(drafter, num_nodes=_NODES))
+                runs[name].append((found[0] / len(found[1]), found[1] == tokens, found[2]))
+    rows = {}
+    for name, drafter in methods.items():
+        own = runs[name][1:]
+        total = sum([item[2] for item in own[1:]], own[0][2])
+        rate = judged(drafter, task.test)
+        # Eq. 1: c is a drafted token's time over that of a token of the target.
+        cost = total.seconds_draft / max(total.drafted_tokens, 1) / median(plain[1:])
+        rows[name] = {
+            "acceptance": rate,
+            "tokens per step": total.mean_accepted_length,
+            "speed-up": median(p / item[0] for p, item in zip(plain[1:], own)),
+            "predicted": (1 - rate ** (_NODES + 1)) / ((1 - rate) * (_NODES * cost + 1)) if rate < 1 else float("nan"),
+            "different": sum(not item[1] for item in own),
+        }
+    return rows
+
+
+def random_drafter(kind: str, target: PreTrainedModel, draft: PreTrainedModel, seed: int) -> nn.Module:
+    """One with random weights, of the draft's size, or of the target's for heads."""
+    torch.manual_seed(seed)
+    dtype, device = target.dtype, target.device
+    if kind == "draft":
+        model: Any = type(draft)(copy.deepcopy(draft.config))
+        return model.to(device=device, dtype=dtype).eval()
+    if kind == "eagle3":
+        try:
+            heads: EagleHeads = new_heads(target, neurons=640, seed=seed).to(dtype)
+        except (StrictDataclassError, ValueError) as error:  # sizes that no config has, as enlarged models may have
+            raise UsageError(f"--random eagle3: heads of this target cannot be made: {error}") from error
+        return heads.requires_grad_(False)
+    output: Any = target.get_output_embeddings()
+    size = output.weight.shape[1]
+    zeros: Any = [[(torch.zeros(size, size), torch.zeros(size))] for _ in range(4)]
+    return MedusaHeads(zeros, [output.weight.detach()], shares_output=True).to(device=device, dtype=dtype)
+
+
+def live(target: PreTrainedModel, drafter: nn.Module, tasks: Sequence[Task], args: Any) -> dict[str, Any]:
+    """
+    Requests one after the other, each decoded plainly and with a drafter that begins with random weights and learns
+    between them: seconds count what it takes to learn.
+    """
+    online = OnlineDistillation(
+        every_requests=args.interval, learning_rate=args.learning_rate, background=False, batch_tokens=1024, shadow=4
+    )
+    samples = [sample for group in zip(*(task.stream for task in tasks)) for sample in group]
+    if not samples:
+        raise UsageError("there is nothing to serve")
+    assistant = SmartSpecConfig(drafter, online=online)
+    rows: list[dict[str, Any]] = []
+    begin, different = time.perf_counter(), 0
+    with enabled(target), track(total=len(samples), desc="learning live") as progress:
+        for sample in samples:
+            plain, tokens, _ = _generate(target, sample, args.max_new_tokens)
+            seconds, own, counts = _generate(target, sample, args.max_new_tokens, assistant)
+            different += own != tokens
+            (learnt,) = online.statistics.values()
+            rows.append({"plain": plain, "online": seconds, "tokens": len(tokens), "learning": learnt.seconds,
+                         "drafted": counts.drafted_tokens, "accepted": counts.accepted_tokens})  # fmt: skip
+            progress.update(1)
+            if time.perf_counter() - begin > args.seconds:
+                break
+    return {"requests": rows, "windows": _windows(rows), "different": different, "report": online.report()}
+
+
+def _windows(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Parts of the run, as many requests each."""
+    size = max(len(rows) // _WINDOWS, 1)
+    found = []
+    for first in range(0, len(rows) - size + 1, size):
+        part = rows[first : first + size]
+        plain, own = sum(row["plain"] for row in part), sum(row["online"] for row in part)
+        learning = part[-1]["learning"] - (rows[first - 1]["learning"] if first else 0.0)
+        found.append({"speed-up": plain / own, "without learning": plain / max(own - learning, 1e-9)})
+    return found

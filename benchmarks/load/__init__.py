@@ -1,0 +1,1 @@
+"""Benches of serving: latency and goodput while requests arrive."""

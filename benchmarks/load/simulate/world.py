@@ -1,0 +1,152 @@
+"""What the simulated figures have in common: models, loads, policies, and how figures are told."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hf_smartspec.candidates import TreeCandidateGenerator
+from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.goodput import (
+    CostModel,
+    DraftCost,
+    FixedLength,
+    GoodputAuction,
+    LengthPolicy,
+    NoSpeculation,
+    Stage,
+    StepRows,
+)
+from hf_smartspec.goodput.papers.length import expected_length
+from hf_smartspec.goodput.papers.policies import BatchLookupTable, RequestGoodput, StepGoodput
+from hf_smartspec.simulator import Device, LoadRequest, LoadResult, SimulatedEngine, TableCandidates, datasheet_cost
+from hf_smartspec.simulator.oracle import DraftOracle
+
+from ...kit.claims import Claim
+
+LENGTH = 128  # tokens of prompts and of outputs, where all have the same
+ALPHA = 0.7
+CLOSE = 1.05  # latency by the best one's that counts as equal
+DRAFT_LENGTH = 5
+MAX_BATCH_SIZE = 128
+HEADS = 3
+
+
+@dataclass
+class Figure:
+    """
+    Args:
+        name, title (`str`): Which figure of which paper, and what it shows.
+        x, y (`str`): What the axes are.
+        panels (`dict`): By panel, series and x: y.
+        claims (list of `Claim`): What the paper says its figure shows, and whether this one does.
+    """
+
+    name: str
+    title: str
+    x: str
+    y: str
+    panels: dict[str, dict[str, dict[float, float]]] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+
+    def claim(self, text: str, holds: Any) -> None:
+        self.claims.append(Claim(text, bool(holds)))
+
+
+@dataclass
+class World:
+    """
+    What all figures assume.
+
+    Args:
+        target (`CostModel`): A 7 B model on an A100, by default, as in the papers.
+        draft (`DraftCost`): Of a 160 M draft model.
+        heads (`DraftCost`): Of Medusa's heads.
+        lookup (`DraftCost`): Of prompt lookup.
+        num_requests (`int`): Per load.
+        recordings (by name, lists of `Recording`): Real text to replay.
+    """
+
+    num_requests: int
+    recordings: Mapping[str, list[Recording]]
+    seed: int = 0
+    target: CostModel = field(default_factory=lambda: datasheet_cost(Device.a100(), 6.7e9, 32, 4096))
+    draft: DraftCost = field(
+        default_factory=lambda: DraftCost.of_model(datasheet_cost(Device.a100(), 160e6, 12, 768), LENGTH)
+    )
+    heads: DraftCost = field(default_factory=lambda: DraftCost(per_call=2e-4))
+    lookup: DraftCost = field(default_factory=lambda: DraftCost(per_call=2e-5, per_row=1e-5))
+    tick: Callable[[], object] = lambda: None  # after every load
+
+    def rng(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *key])
+
+    def same_lengths(self, times: np.ndarray) -> list[LoadRequest]:
+        lengths = [LENGTH] * len(times)
+        return LoadRequest.of_lengths(times, lengths, lengths, self.rng(1))
+
+    def chat_lengths(self, times: np.ndarray) -> list[LoadRequest]:
+        """Prompts of medium length, and longer outputs of higher variance (SmartSpec, Figure 10)."""
+        rng = self.rng(2)
+        prompts = np.clip(rng.lognormal(4.5, 0.8, len(times)), 8, 1024).astype(int)
+        outputs = np.clip(rng.lognormal(4.8, 0.9, len(times)), 4, 1024).astype(int)
+        return LoadRequest.of_lengths(times, prompts.tolist(), outputs.tolist(), rng)
+
+    def run(
+        self,
+        requests: Sequence[LoadRequest],
+        policy: Callable[[SimulatedEngine], LengthPolicy],
+        source: TreeCandidateGenerator,
+        draft: DraftCost,
+    ) -> LoadResult:
+        engine = SimulatedEngine(self.target, source, draft, max_batch_size=MAX_BATCH_SIZE)
+        result = engine.run(requests, policy(engine))
+        self.tick()
+        return result
+
+    def run_draft(
+        self, requests: Sequence[LoadRequest], policy: Callable[[SimulatedEngine], LengthPolicy]
+    ) -> LoadResult:
+        source = TableCandidates((1,) * DRAFT_LENGTH, is_autoregressive=True)
+        return self.run(requests, policy, source, self.draft)
+
+    def policy(self, name: str) -> Callable[[SimulatedEngine], LengthPolicy]:
+        """A policy by name; those that learn get a cost of their own to correct."""
+        cost = copy.deepcopy(self.target)
+        makers: dict[str, Callable[[SimulatedEngine], LengthPolicy]] = {
+            "none": lambda _: NoSpeculation(),
+            "step": lambda _: StepGoodput(cost, DRAFT_LENGTH),
+            "request": lambda _: RequestGoodput(cost, DRAFT_LENGTH),
+            "auction": lambda _: GoodputAuction(cost),
+            "random": lambda _: RandomLength(DRAFT_LENGTH, self.seed),
+            "oracle": lambda engine: DraftOracle(cost, engine, self.draft),
+        }
+        if name.startswith("k="):
+            return lambda _: FixedLength(int(name[2:]))
+        return makers[name]
+
+
+class RandomLength(LengthPolicy):
+    """Any length for any row (SmartSpec, Figure 14: "random all")."""
+
+    def __init__(self, max_length: int, seed: int):
+        self.max_length, self._rng = max_length, np.random.default_rng(seed)
+
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+        return np.minimum(rows.caps, self._rng.integers(0, self.max_length + 1, len(rows)))
+
+
+def lookup_table(world: World) -> BatchLookupTable:
+    """The grid search of every batch size, by the cost model (Su et al., section 4)."""
+
+    def seconds_per_token(batch_size: int, length: int) -> float:
+        if length > DRAFT_LENGTH:
+            return np.inf
+        seconds = world.target.seconds(batch_size * 1.5 * LENGTH, batch_size * (length + 1), length + 1)
+        seconds += length * (world.draft.per_call + batch_size * world.draft.per_row)
+        return float(seconds / (batch_size * expected_length(ALPHA, length)))
+
+    return BatchLookupTable.profiled(seconds_per_token, MAX_BATCH_SIZE)

@@ -1,0 +1,178 @@
+"""`python -m benchmarks timeline`: latency over time while busy and quiet phases alternate (Su et al., Figure 6)."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from hf_smartspec.commands.common.arguments import UsageError, command_of
+from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.figures import draw, from_zero, shared_legend
+from hf_smartspec.commands.common.names import shown
+from hf_smartspec.commands.common.outputs import check_outputs, write_json
+from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.setup import Setup, check_sources, load_setup
+from hf_smartspec.commands.common.sources import check_simulated
+from hf_smartspec.commands.common.timing import environment
+from hf_smartspec.commands.load.arguments import AUCTION, NONE, ORACLE
+from hf_smartspec.commands.load.costs import Calibrations
+from hf_smartspec.commands.load.explain import LEGEND, print_explanations
+from hf_smartspec.commands.load.policies import Policies, is_fixed
+from hf_smartspec.commands.load.report import Cell, Point, latency_ratios, summaries
+from hf_smartspec.commands.load.runs import (
+    calibrate,
+    capacity,
+    lookup_table,
+    new_requests,
+    serve,
+    simulate_logged,
+    warm_up,
+)
+from hf_smartspec.simulator import LoadResult, alternating
+
+from ...kit.claims import Claim, exit_status, print_claims
+from .arguments import BUSY, QUIET
+
+_LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over mixed traffic
+
+
+def run(args: argparse.Namespace) -> int:
+    check_outputs(args)
+    if ORACLE in args.policies and not args.simulated:
+        raise UsageError("--policies: only simulations have an oracle, see --simulated")
+    args.sources = [args.source]
+    check_simulated(args.sources, args.simulated or "table" in args.policies)
+    setup = load_setup(args)
+    args.source = shown(args.source)
+    check_sources(args, setup)
+    console = make_console()
+    cells: dict[str, Cell] = {name: Cell() for name in dict.fromkeys([NONE, *args.policies])}
+    try:
+        measure(setup, args, cells)
+    finally:  # interrupted, what was measured so far is still worth reading
+        rows = summarized(setup, args, cells)
+        if rows:
+            _print(rows, args, console)
+            explanations = {name: cell.explanations[-1] for name, cell in cells.items() if cell.explanations}
+            if args.explain and explanations:
+                print_explanations("Why", explanations, console)
+                console.print(LEGEND, highlight=False)
+            if args.json:
+                system = environment(setup.model.device, setup.model.dtype)
+                report = {"command": command_of(args), "environment": system, "results": rows}
+                write_json(args.json, report)
+            if args.plot:
+                plot(rows, args, args.plot)
+    return exit_status(claims(rows))
+
+
+def measure(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> None:
+    """In every repetition one sequence of requests for all policies, in turns; fills in what came of it."""
+    with track(total=1 + args.repeats * len(cells), desc="serving") as progress:
+        progress.set_postfix_str(f"measuring what steps with {args.source} cost")
+        calibration = Calibrations(partial(calibrate, setup))[args.source]
+        progress.update()
+        if args.rates is None:
+            most = capacity(setup, args.source, calibration)
+            args.rates = [float(f"{share * most:.2g}") for share in (BUSY, QUIET)]
+        policies = Policies(calibration.cost)
+        if "table" in cells:
+            policies.table = lookup_table(setup, args.source, calibration)
+        phases = [args.rates[phase % 2] for phase in range(args.phases)]
+        if not args.simulated:
+            warm_up(setup, args.source, policies.new(list(cells)[-1]))
+        for repeat in range(args.repeats):
+            rng = np.random.default_rng([setup.seed, repeat])
+            times = alternating(phases, args.period, round(sum(phases) * args.period), rng)
+            requests = new_requests(setup, times, rng)
+            order = list(cells.items())
+            for name, cell in order if repeat % 2 == 0 else reversed(order):
+                progress.set_postfix_str(name)
+                if args.simulated:
+                    new_policy = partial(policies.new, name)
+                    result, explanation = simulate_logged(setup, args.source, calibration, new_policy, requests)
+                    cell.results.append(result)
+                else:
+                    cell.results.append(result := LoadResult())
+                    explanation = serve(setup, args.source, policies.new(name), requests, result)
+                if args.explain:
+                    cell.explanations.append(explanation)
+                progress.update()
+
+
+def summarized(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> dict[str, dict[str, Any]]:
+    """One row per policy; `gain`: the best fixed choice's mean latency by its own, median over the repetitions."""
+    rows = {row["policy"]: row for row in summaries({Point(setup.name, args.source, 0.0): cells})}
+    best = next((name for name, row in rows.items() if row["is_best_fixed"]), NONE)
+    for name, row in rows.items():
+        results = cells[name].results
+        served = sorted(item for result in results for item in result.served)  # phases are the same in all
+        busy, quiet = phase_latencies(LoadResult(served), args.period)
+        gains = latency_ratios(cells[best].results, results)
+        row |= {"busy": busy, "quiet": quiet, "gain": float(np.median(gains)) if gains else None, "gains": gains}
+        row["groups"] = groups(LoadResult(served), args.group * len(results))
+        del row["rate"], row["is_too_slow"]  # of one load, and this is a mixture
+    return rows
+
+
+def groups(result: LoadResult, size: int) -> list[tuple[float, float]]:
+    """Of every `size` requests in a row: the arrival of the first, and their mean latency, in seconds."""
+    parts = (result.served[first : first + size] for first in range(0, len(result.served), size))
+    return [(part[0].arrival, float(np.mean([item.latency for item in part]))) for part in parts]
+
+
+def phase_latencies(result: LoadResult, period: float) -> tuple[float, float]:
+    """Mean latency of the requests that arrived in busy and in quiet phases, in seconds; NaN where there are none."""
+    by_phase: list[list[float]] = [[], []]
+    for item in result.served:
+        by_phase[int(item.arrival / period) % 2].append(item.latency)
+    busy, quiet = (float(np.mean(values)) if values else float("nan") for values in by_phase)
+    return busy, quiet
+
+
+def _print(rows: dict[str, dict[str, Any]], args: argparse.Namespace, console: Console) -> None:
+    kind = "simulated" if args.simulated else "real"
+    title = (
+        f"{args.source}, {kind} engine, {args.rates[0]:g} and {args.rates[1]:g} requests/s in turn, every "
+        f"{args.period:g} s: mean latency, s"
+    )
+    lines = table(title, "policy", "busy", "quiet", "all", "p90", "tokens/s", "lat. x", "x best fixed")
+    for name, row in rows.items():
+        values = (row[key] for key in ("busy", "quiet", "mean_latency", "p90_latency"))
+        ratios = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("speedup", "gain"))
+        label = f"{name} *" if row["is_best_fixed"] else name
+        lines.add_row(label, *(f"{value:.3f}" for value in values), f"{row['goodput']:.1f}", *ratios)
+    console.print(lines)
+    console.print(
+        "*: best fixed choice in hindsight. lat. x, x best fixed: how many times better than no speculation, and than "
+        "*; medians over the repetitions.",
+        highlight=False,
+    )
+    print_claims(claims(rows), console)
+
+
+def claims(rows: dict[str, dict[str, Any]]) -> list[Claim]:
+    """What the auction is to gain, where it was measured beside a fixed length."""
+    auction = rows.get(AUCTION)
+    if auction is None or auction["gain"] is None or not any(is_fixed(name) for name in rows if name != NONE):
+        return []
+    each = ", ".join(f"{gain:.2f}" for gain in auction["gains"])
+    text = f"the auction's latency is at least {_LEAST_GAIN:.2f} times better than the best fixed choice's"
+    return [Claim(text, auction["gain"] >= _LEAST_GAIN, f"{auction['gain']:.2f} times (by repetition: {each})")]
+
+
+def plot(rows: dict[str, dict[str, Any]], args: argparse.Namespace, path: Path) -> None:
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for name, row in rows.items():
+            axes[0].plot(*zip(*row["groups"]), marker="o", label=name)
+        for phase in range(0, args.phases, 2):
+            axes[0].axvspan(phase * args.period, (phase + 1) * args.period, color="0.9")
+        axes[0].set_xlabel(f"arrival of the first of {args.group} requests, s")
+        axes[0].set_ylabel("mean latency, s")
+        from_zero(axes[0])
+        shared_legend(figure, axes)
+
+    draw(path, 1, paint)

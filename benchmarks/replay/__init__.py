@@ -1,0 +1,1 @@
+"""Benches of the model-free sources on recorded text."""

@@ -1,0 +1,185 @@
+"""`benchmarks sources`: what each part of the model-free sources contributes, as the papers' ablations ask."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.demo import find_demo
+from hf_smartspec.commands.common.figures import check_folder
+from hf_smartspec.commands.common.outputs import check_output, write_json
+from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.recordings import tokenizer_of
+from hf_smartspec.commands.common.timing import environment
+
+from ...kit.claims import Claim, exit_status, print_claims
+from . import claims, plots, runs, sources
+from .claims import Figures, Numbers
+
+_YIELD = {"tokens per step, share of drafts accepted": "{tokens_per_step:.2f} {acceptance_rate:.0%}"}
+
+
+class Ablation(NamedTuple):
+    """One comparison."""
+
+    title: str
+    measure: Callable[[runs.Workload, Figures], None]
+    cells: Mapping[str, str]  # what the tables show: heading, and the format of one setting's numbers
+    claims: Callable[[Figures], list[Claim]]
+    plot: Callable[[Figures, Path], None]
+    note: str = ""
+
+
+ABLATIONS = {
+    "trees": Ablation(
+        "Global tree of earlier outputs, tree of the request, both",
+        partial(runs.replay_settings, sources.tree_settings),
+        _YIELD,
+        claims.tree_claims,
+        plots.plot_trees,
+        "`global` begins every draft anew with the tokens it looks up, `neither` shows what these alone find.",
+    ),
+    "length": Ablation(
+        "Draft length: alpha times the match length, fixed, down to a learnt probability",
+        partial(runs.replay_settings, sources.length_settings),
+        {"accepted / drafted tokens per step": "{accepted_per_step:.2f}/{drafted_per_step:.1f}"},
+        claims.length_claims,
+        plots.plot_lengths,
+        "`alpha` and `fixed` score by counts, as published; at most 64 nodes.",
+    ),
+    "size": Ablation(
+        "Number of earlier outputs in the global tree",
+        partial(runs.replay_settings, sources.size_settings),
+        {**_YIELD, "microseconds per drafted token": "{us_per_node:.2f}"},
+        claims.size_claims,
+        plots.plot_sizes,
+        "Each set of outputs lies within the next; nothing is added while replaying.",
+    ),
+    "shift": Ablation(
+        "A sudden shift of the workload, from one data set to the next",
+        runs.measure_shifts,
+        {"tokens per step": "{tokens_per_step:.2f}"},
+        claims.shift_claims,
+        plots.plot_shifts,
+        "Behind the shift: `kept` goes on adding outputs, `frozen` adds none, `fresh` begins with nothing.",
+    ),
+    "datastore": Ablation(
+        "SSSD's sources: the request's own text, a datastore of the earlier outputs, both",
+        partial(runs.replay_settings, sources.datastore_settings),
+        _YIELD,
+        claims.datastore_claims,
+        plots.plot_datastore,
+        "Calibrated, and the same 16 nodes at most for all.",
+    ),
+    "hybrid": Ablation(
+        "Hybrid: a draft model speaks where suffix trees promise no more than tau tokens",
+        runs.measure_hybrids,
+        {"tokens per step": "{tokens_per_step:.2f}", "speed-up": "{speed_up:.2f}"},
+        claims.hybrid_claims,
+        plots.plot_hybrids,
+        "Answers that the target of --models gave itself to a few prompts; trees begin empty. Speed-up: measured "
+        "seconds of drafting, verification taken as one forward over one token, at batch 1.",
+    ),
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json)
+    if args.plots:
+        check_folder(args.plots)
+    models = _models(args)
+    names = _names(args, models)
+    splits = sources.read_splits(args.files, args.limit, args.earlier, tokenizer_of(args.tokenizer))
+    report: dict[str, Any] = {
+        "environment": environment(torch.device("cpu"), torch.float32),
+        "data_sets": {split.name: {"earlier": len(split.earlier), "replayed": len(split.replayed)} for split in splits},
+        "ablations": {},
+    }
+    console = make_console()
+    found: list[Claim] = []
+    try:
+        for name in track(names, desc="ablations"):
+            report["ablations"][name], claims = _run(name, runs.Workload(splits, models), args.plots, console)
+            found += claims
+    finally:  # interrupted, the ablations that are done are still worth keeping
+        if args.json and report["ablations"]:
+            write_json(args.json, report)
+    console.print(f"[dim]{escape(str(report['environment']))}[/dim]", highlight=False)
+    return exit_status(found)
+
+
+def _models(args: argparse.Namespace) -> Path | None:
+    """The folder of the hybrid's models; None where there are none."""
+    if args.models is None:
+        demo = find_demo()
+        return None if demo is None else demo / "models"
+    for name in ("target", "draft"):
+        if not (args.models / name / "config.json").is_file():
+            raise UsageError(f"--models: {str(args.models / name)!r} holds no model")
+    return args.models
+
+
+def _names(args: argparse.Namespace, models: Path | None) -> list[str]:
+    """The ablations that can be run; raises `UsageError` if one was asked for that cannot."""
+    missing = {}
+    if len(args.files) < 2:
+        missing["shift"] = "a shift needs two files: from one to the next"
+    if models is None:
+        missing["hybrid"] = "the hybrid needs --models FOLDER: the demo's are not here"
+    for name in args.only or ():
+        if name in missing:
+            raise UsageError(f"--only {name}: {missing[name]}")
+    return list(dict.fromkeys(args.only)) if args.only else [name for name in ABLATIONS if name not in missing]
+
+
+def _run(
+    name: str, workload: runs.Workload, folder: Path | None, console: Console
+) -> tuple[dict[str, Any], list[Claim]]:
+    ablation = ABLATIONS[name]
+    figures: Figures = {}
+    ablation.measure(workload, figures)
+    found = ablation.claims(figures)
+    _print(name, figures, found, console)
+    if folder:
+        ablation.plot(figures, folder / f"{name}.png")
+    report = {"title": ablation.title, "claims": [claim._asdict() for claim in found], "figures": figures}
+    return report, found
+
+
+def _print(name: str, figures: Figures, found: list[Claim], console: Console) -> None:
+    ablation = ABLATIONS[name]
+    console.print(f"[bold]{name}: {escape(ablation.title)}[/bold]", highlight=False)
+    for heading, form in ablation.cells.items():
+        for series, settings in _series(figures, form):
+            lines = table(f"{series}: {heading}", "data set", *settings)
+            for data_set, groups in figures.items():
+                cells = (_cell(groups[series].get(setting), form) for setting in settings)
+                lines.add_row(escape(data_set), *cells)
+            console.print(lines)
+    print_claims(found, console)
+    console.print(f"[dim]{escape(ablation.note)}[/dim]\n", highlight=False)
+
+
+def _series(figures: Figures, form: str) -> Iterator[tuple[str, list[str]]]:
+    """The series that have these numbers, with all settings that occur in any data set."""
+    for series in next(iter(figures.values()), {}):
+        settings = dict.fromkeys(setting for groups in figures.values() for setting in groups[series])
+        if any(_cell(numbers, form) for numbers in next(iter(figures.values()))[series].values()):
+            yield series, list(settings)
+
+
+def _cell(numbers: Numbers | None, form: str) -> str:
+    """One setting's numbers; nothing where it was not measured."""
+    try:
+        known = {key: math.nan if value is None else value for key, value in (numbers or {}).items()}
+        return form.format(**known).replace("nan%", "-").replace("nan", "-")
+    except KeyError:
+        return ""

@@ -1,0 +1,127 @@
+"""Figures of `python -m benchmarks sources`; matplotlib is optional."""
+
+import math
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+
+from hf_smartspec.commands.common.figures import draw, from_zero, shared_legend
+
+from .claims import Figures, Settings
+
+_SIZE = (5.0, 3.4)  # inches of one panel
+
+
+def plot_bars(figures: Figures, path: Path, series: str, keys: dict[str, str], legend: str | None = None) -> None:
+    """A group of bars per data set, one bar per setting; a panel for each of `keys` (of the numbers: what it says)."""
+    settings = list(next(iter(figures.values()))[series])
+    width = 0.8 / len(settings)
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, (key, label) in zip(axes, keys.items()):
+            for index, setting in enumerate(settings):
+                heights = [groups[series][setting][key] or 0.0 for groups in figures.values()]
+                places = np.arange(len(figures)) + (index - (len(settings) - 1) / 2) * width
+                axis.bar(places, heights, width, label=setting)
+            axis.set_xticks(range(len(figures)), [_wrapped(name) for name in figures])
+            axis.set_ylabel(label)
+            axis.grid(axis="y", alpha=0.3)
+        figure.set_size_inches(max(6.0, 1.8 * len(figures)), 3.6 * len(axes))
+        shared_legend(figure, axes[:1], legend)
+
+    draw(path, len(keys), paint, num_columns=1)
+
+
+def plot_trees(figures: Figures, path: Path) -> None:
+    plot_bars(figures, path, "trees", {"tokens_per_step": "tokens per step"})
+
+
+def plot_datastore(figures: Figures, path: Path) -> None:
+    plot_bars(figures, path, "sources", {"tokens_per_step": "tokens per step"})
+
+
+def plot_hybrids(figures: Figures, path: Path) -> None:
+    keys = {"tokens_per_step": "tokens per step", "speed_up": "speed-up, verification\nas one forward"}
+    plot_bars(figures, path, "tau", keys, legend=r"threshold $\tau$")
+
+
+def plot_lengths(figures: Figures, path: Path) -> None:
+    """Accepted against drafted tokens: a curve per way to choose the length, a panel per data set."""
+    labels = {
+        "alpha": r"$\alpha$ · match length",
+        "fixed": "fixed number of nodes",
+        "learned": "learnt path probability",
+    }
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, (name, groups) in zip(axes, figures.items()):
+            for series, label in labels.items():
+                axis.plot(*_points(groups[series]), marker="o", markersize=4, label=label)
+            axis.set_title(name)
+            axis.set_xlabel("drafted tokens per step")
+            axis.set_ylabel("accepted tokens per step")
+            axis.grid(alpha=0.3)
+        shared_legend(figure, axes)
+
+    draw(path, len(figures), paint)
+
+
+def _points(settings: Settings) -> tuple[list[float], list[float]]:
+    drafted, accepted = zip(
+        *sorted((item["drafted_per_step"] or 0.0, item["accepted_per_step"] or 0.0) for item in settings.values())
+    )
+    return list(drafted), list(accepted)
+
+
+def plot_sizes(figures: Figures, path: Path) -> None:
+    keys = {
+        "tokens_per_step": "tokens per step",
+        "acceptance_rate": "acceptance rate",
+        "us_per_node": "µs per drafted token",
+    }
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, (key, label) in zip(axes, keys.items()):
+            for name, groups in figures.items():
+                values = [math.nan if numbers[key] is None else numbers[key] for numbers in groups["size"].values()]
+                axis.plot([int(size) for size in groups["size"]], values, marker="o", label=name)
+            axis.set_xscale("symlog", linthresh=10, linscale=0.5)
+            axis.set_xlim(left=-1)
+            from_zero(axis)
+            ticks = sorted({int(size) for groups in figures.values() for size in groups["size"]})
+            axis.set_xticks(ticks, [str(tick) for tick in ticks])
+            axis.minorticks_off()
+            axis.set_xlabel("earlier outputs in the global tree")
+            axis.set_ylabel(label)
+            axis.grid(alpha=0.3)
+        shared_legend(figure, axes)
+
+    draw(path, len(keys), paint)
+
+
+def plot_shifts(figures: Figures, path: Path) -> None:
+    """Tokens per step over the requests, a panel per shift."""
+    labels = {"kept": "memory kept", "frozen": "memory kept, nothing added", "fresh": "fresh start at the shift"}
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, (name, groups) in zip(axes, figures.items()):
+            means = {setting: numbers["moving_mean"] for setting, numbers in groups["means"].items()}
+            for index, (setting, label) in enumerate(labels.items()):
+                axis.plot(means[setting], label=label, color=f"C{index}", linewidth=1.2, zorder=3 - 0.1 * index)
+            before = means["before"]
+            settled = before[len(before) // 4 :]  # the mean of the first few requests is a matter of chance
+            axis.plot(range(-len(settled), 0), settled, color="C0", linewidth=1.2)
+            axis.axvline(0, color="gray", linestyle="--", linewidth=1)
+            axis.set_title(name.replace(" > ", " →\n"), fontsize="medium")
+            axis.set_xlabel("request, counted from the shift")
+            axis.set_ylabel("tokens per step,\nmoving mean")
+            axis.grid(alpha=0.3)
+        shared_legend(figure, axes)
+
+    draw(path, len(figures), paint)
+
+
+def _wrapped(name: str) -> str:
+    return fill(name.replace("_", " "), 13, break_long_words=False)

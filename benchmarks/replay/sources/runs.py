@@ -1,0 +1,199 @@
+"""The measurements behind `benchmarks sources`: replays, a shift of the workload, and a hybrid with a model."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_smartspec.candidates import DraftModelCandidates, StagedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
+from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.models import encode, left_padded, load_draft, load_model, load_tokenizer
+from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.replay.curves import moving_average
+from hf_smartspec.commands.replay.loop import Replayer, Tally
+from hf_smartspec.commands.replay.runs import DataSet, Results, replay
+from hf_smartspec.commands.replay.sources import SourceSpec
+from hf_smartspec.drafts.price import LevelPrice
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.compat import CACHE, cache_name
+
+from .claims import Figures, Numbers
+from .sources import Split, suffix_trees
+
+_WINDOW = 25  # requests
+_REQUESTS_BEHIND_SHIFT = 5  # times as many as are replayed before it: adapting takes its time
+
+_HYBRID_PROMPTS = 12
+_HYBRID_PROMPT_LEN, _HYBRID_NEW_TOKENS = 256, 96
+_HYBRID_LETTERS = 8 * _HYBRID_PROMPT_LEN  # of a prompt, its end: more than are needed
+_TAUS = (0.0, 0.5, 1.0, 2.0, 4.0)
+
+
+class Workload(NamedTuple):
+    """What ablations run on."""
+
+    splits: list[Split]
+    models: Path | None  # a folder with `target` and `draft`
+
+
+def replay_settings(settings: Callable[[Split], list[SourceSpec]], workload: Workload, figures: Figures) -> None:
+    """Replays every data set with all settings side by side."""
+    for split in workload.splits:
+        _replay(DataSet(split.name, split.replayed), settings(split), figures)
+
+
+def _replay(data: DataSet, specs: Sequence[SourceSpec], figures: Figures) -> None:
+    results: Results = {}
+    replay([data], specs, results)
+    series = figures.setdefault(data.name, {})
+    for spec, tally in results[data.name].items():
+        numbers = tally.summary()
+        median, drafted = numbers["propose_us_per_call_median"], numbers["drafted_per_step"]
+        numbers["us_per_node"] = median / drafted if median and drafted else None  # the mean is that of a few stalls
+        series.setdefault(spec.name, {})[spec.text] = numbers
+
+
+# --- Shift of the workload (SuffixDecoding, appendix A.2) -------------------------------------------------------------
+
+
+def measure_shifts(workload: Workload, figures: Figures) -> None:
+    """
+    From each data set to the next one. Trees that know the first one's earlier outputs serve its replayed requests,
+    then those of the second: `kept` goes on learning, `frozen` keeps no outputs behind the shift, and `fresh` begins
+    there, knowing nothing.
+    """
+    for before, after in track(list(pairwise(workload.splits)), desc="shifts"):
+        requests = [*after.earlier, *after.replayed][-_REQUESTS_BEHIND_SHIFT * len(before.replayed) :]
+        figures[f"{before.name} > {after.name}"] = _shift(before, requests)
+
+
+def _shift(before: Split, requests: list[Recording]) -> dict[str, dict[str, Numbers]]:
+    sources = {"kept": suffix_trees(before.outputs), "frozen": suffix_trees(before.outputs), "fresh": suffix_trees()}
+    half = len(requests) // 2
+    series: dict[str, dict[str, Numbers]] = {name: {} for name in ("before", "first half", "second half", "means")}
+    _run(sources["frozen"], before.replayed)
+    tally = _run(sources["kept"], before.replayed)  # the same until then
+    series["before"]["kept"] = tally.summary()
+    series["means"]["before"] = {"moving_mean": _moving_mean(tally)}
+    sources["frozen"].keep_outputs = False
+    for name, source in sources.items():
+        halves = [_run(source, requests[:half]), _run(source, requests[half:])]
+        series["first half"][name], series["second half"][name] = (tally.summary() for tally in halves)
+        series["means"][name] = {"moving_mean": _moving_mean(*halves)}
+    return series
+
+
+def _moving_mean(*tallies: Tally) -> list[float]:
+    means: list[float] = moving_average(np.concatenate([tally.requests for tally in tallies]), _WINDOW).tolist()
+    return means
+
+
+def _run(source: SuffixTreeCandidates, recordings: Sequence[Recording]) -> Tally:
+    tally = Tally.of(len(recordings))
+    for _ in Replayer(source).run(recordings, tally):
+        pass
+    return tally
+
+
+# --- Suffix trees and a draft model (SuffixDecoding, appendix B.1) ----------------------------------------------------
+
+
+def measure_hybrids(workload: Workload, figures: Figures) -> None:
+    """
+    A target answers some of the replayed prompts by itself; its answers are then replayed with suffix trees that begin
+    empty, with its draft model, and with both at several thresholds. The draft model really runs. `speed_up` takes the
+    measured seconds of drafting, and verification as one forward of the target over one token.
+    """
+    if workload.models is None:
+        return
+    target, draft, tokenizer = load_pair(workload.models)
+    for split in track(workload.splits, desc="hybrids"):
+        recordings = _answers(target, tokenizer, split)
+        seconds = _step_seconds(target, recordings[0])
+        specs = _hybrid_settings(draft)
+        _replay(DataSet(split.name, recordings), specs, figures)
+        for numbers in figures[split.name]["tau"].values():
+            drafting = (numbers["propose_us_per_step"] or 0.0) / 1e6
+            numbers["target_us_per_step"] = seconds * 1e6
+            numbers["speed_up"] = numbers["tokens_per_step"] * seconds / (seconds + drafting)
+
+
+def load_pair(models: Path) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    The models of the folders `target` and `draft`.
+
+    Raises:
+        UsageError: unless both are there, with a tokenizer.
+    """
+    target = load_model(str(models / "target"))
+    draft = load_draft(str(models / "draft"), target)
+    tokenizer = load_tokenizer(str(models / "target"))
+    if tokenizer is None:
+        raise UsageError(f"cannot load a tokenizer from {str(models / 'target')!r}")
+    return target, draft, tokenizer
+
+
+@torch.no_grad()
+def _answers(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Recording]:
+    """What the target itself answers (greedily), as recordings."""
+    texts = ["\n".join(request.context)[-_HYBRID_LETTERS:] for request in split.texts[:_HYBRID_PROMPTS]]
+    prompts = encode(texts, tokenizer, _HYBRID_PROMPT_LEN)
+    pad_id, end_ids = _special_ids(target)
+    inputs = left_padded(prompts, pad_id, target.device)
+    outputs: Any = target.generate(
+        **inputs, do_sample=False, max_new_tokens=_HYBRID_NEW_TOKENS, pad_token_id=pad_id, eos_token_id=end_ids
+    )
+    answers = [_until_end(row, end_ids) for row in outputs[:, inputs["input_ids"].shape[1] :].cpu().numpy()]
+    return [Recording(np.array(prompt, np.int64), answer) for prompt, answer in zip(prompts, answers)]
+
+
+def _special_ids(target: PreTrainedModel) -> tuple[int, list[int]]:
+    config: Any = target.generation_config
+    ends = config.eos_token_id
+    end_ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return config.pad_token_id if config.pad_token_id is not None else (end_ids or [0])[0], end_ids
+
+
+def _until_end(tokens: np.ndarray, end_ids: list[int]) -> np.ndarray:
+    """The answer with its first end of sequence."""
+    ends = np.flatnonzero(np.isin(tokens, end_ids))
+    return tokens[: ends[0] + 1].copy() if len(ends) else tokens.copy()
+
+
+@torch.no_grad()
+def _step_seconds(target: PreTrainedModel, recording: Recording, num_steps: int = 32) -> float:
+    """Median seconds of a forward over one token, behind a prompt."""
+    ids = torch.tensor(recording.prompt[None], device=target.device)
+    cache = {cache_name(target.forward): target(ids, use_cache=True)[CACHE]}
+    seconds = []
+    for _ in range(num_steps):
+        start = perf_counter()
+        target(ids[:, -1:], **cache, use_cache=True)
+        seconds.append(perf_counter() - start)
+    return float(np.median(seconds))
+
+
+class ShortDrafts(DraftModelCandidates):
+    """Chains of the model's usual length, also where a source that costs nothing may propose more nodes."""
+
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        return super().propose(request_ids, [min(limit, self.default_num_nodes) for limit in max_nodes], price)
+
+
+def _hybrid_settings(draft: PreTrainedModel) -> list[SourceSpec]:
+    def hybrid(threshold: float | None) -> TreeCandidateGenerator:
+        return StagedCandidates([suffix_trees(), ShortDrafts(draft)], threshold=threshold)
+
+    builders: dict[str, Callable[[], TreeCandidateGenerator]] = {"suffix": suffix_trees}
+    builders |= {f"{tau:g}": partial(hybrid, tau) for tau in _TAUS}
+    builders |= {"learned": partial(hybrid, None), "draft": partial(ShortDrafts, draft)}
+    return [SourceSpec(text, "tau", build, None) for text, build in builders.items()]

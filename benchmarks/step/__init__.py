@@ -1,0 +1,1 @@
+"""Benches of one decoding step: what the library adds to a forward."""

@@ -1,1 +1,0 @@
-"""`smartspec bench batching`: transformers' continuous batching by itself, and with an engine in its place."""

@@ -1,1 +1,0 @@
-"""`smartspec bench replicas`."""

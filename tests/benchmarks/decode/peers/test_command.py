@@ -1,0 +1,177 @@
+"""`python -m benchmarks peers`: what is asked, kept and shown, and peers that fail while the others go on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.decode.peers import command
+from benchmarks.decode.peers.known import Peer
+from benchmarks.decode.peers.processes import Answer, PeerError
+from hf_smartspec.commands import main as cli
+from tests.benchmarks import helpers
+from tests.folders import save_tiny_models
+
+SIZES = ["--parameters", "0", "--batch-sizes", "1", "4", "--num-prompts", "2", "--max-new-tokens", "5"]
+
+
+class FakeProcess:
+    """A peer that says what the model would, and takes a second per row."""
+
+    interrupted_at = None
+    fails = False
+
+    def __init__(self, folder, job, calls):
+        self.job, self.calls = job, calls
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.ways, self.about = {"plain": True, "lookup": False}, "some version"
+
+    def decode(self, way, rows):
+        self.calls.append((self.job["kind"], way, rows))
+        if len(self.calls) == FakeProcess.interrupted_at:
+            raise KeyboardInterrupt
+        if FakeProcess.fails and way == "lookup":
+            raise PeerError("no such way today")
+        arguments = {"max_new_tokens": self.job["num_tokens"], "do_sample": False, "eos_token_id": None}
+        prompts = [self.job["prompts"][row] for row in rows]
+        with torch.no_grad():
+            found = [self.model.generate(torch.tensor([ids]), **arguments)[0, len(ids) :].tolist() for ids in prompts]
+        return Answer(float(len(rows)), found)
+
+    def close(self):
+        self.calls.append("closed")
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """The demo's, with tiny models, and three peers, of which two fail; and what they were asked."""
+    save_tiny_models(tmp_path / "models")
+    rows = [{"prompt": f"{n} and {n} and", "category": "sql" if n % 2 else "chat"} for n in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(command, "demo_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(FakeProcess, "interrupted_at", None)
+    monkeypatch.setattr(FakeProcess, "fails", False)
+    jobs, calls = [], []
+
+    def start(python, module, job, folder, timeout):
+        jobs.append(job | {"module": module})
+        if module.endswith("broken"):
+            raise PeerError("ImportError: no such library")
+        return FakeProcess(tmp_path / "models" / "target", job, calls)
+
+    def install(self, name, folder):
+        if name == "missing":
+            raise PeerError("cannot be installed: no wheel")
+        return Path("python")
+
+    monkeypatch.setattr(command, "PeerProcess", start)
+    monkeypatch.setattr(Peer, "python", install)
+    peers = {
+        "transformers": Peer("good", ("model", "gguf")),
+        "broken": Peer("broken", ("draft", "draft_gguf"), ("float32",)),
+        "missing": Peer("missing", ("model",)),
+    }
+    for name in list(command.PEERS):
+        monkeypatch.delitem(command.PEERS, name)
+    for name, peer in peers.items():
+        monkeypatch.setitem(command.PEERS, name, peer)
+    return jobs, calls
+
+
+@pytest.fixture
+def bench(tmp_path, demo):
+    def run(*options):
+        """Exit status and what was written."""
+        path = tmp_path / "out.json"
+        peers = () if "--peers" in options else ("--peers", "transformers")
+        status = helpers.bench("peers", *SIZES, "--repeats", "1", "--threads", "1", *peers, "--json", path, *options)
+        return status, json.loads(path.read_text())
+
+    return run
+
+
+def test_failing_peers_are_named_and_the_others_go_on(bench, demo, capsys):
+    peers = ("transformers", "broken", "missing")
+    status, report = bench("--peers", *peers, "--kinds", "float32", "int8")
+    assert status == 1
+    assert report["failures"] == {
+        "missing": "cannot be installed: no wheel",
+        "float32: broken": "ImportError: no such library",
+    }
+    (first, _, last), calls = demo
+    assert set(first["files"]) == {"model", "gguf", "draft", "draft_gguf"} and set(last["files"]) == {"model", "gguf"}
+    assert calls.count("closed") == 2 and report["peers"] == {"transformers": "some version"}
+    text = capsys.readouterr().out
+    assert "cannot be installed: no wheel" in text and "no such library" in text and "x plain" in text
+
+
+def test_what_failed_once_is_tried_again(bench, demo):
+    options = ("--kinds", "float32", "--resume")
+    FakeProcess.fails = True
+    status, report = bench(*options)
+    assert status == 1 and all("lookup" in name for name in report["failures"]) and report["failures"]
+    FakeProcess.fails = False
+    status, report = bench(*options)
+    assert status == 0 and not report["failures"] and len(report["results"]["float32"]) == 5
+
+
+def test_rows_say_how_fast_and_how_equal(bench, demo):
+    status, report = bench("--kinds", "float32")
+    rows = report["results"]["float32"]
+    assert status == 0 and set(rows) == {
+        *(f"transformers, {way}, {text}, batch 1" for way in ("plain", "lookup") for text in ("sql", "chat")),
+        "transformers, plain, mixed, batch 4",  # three prompts of a kind make no batch of four
+    }
+    mixed = rows["transformers, plain, mixed, batch 4"]
+    assert mixed["seconds"] == [4.0] and mixed["tokens_per_second"] == 5.0 and mixed["ratio"] == 1.0
+    assert all(row["num_same_rows"] == row["num_rows"] for row in rows.values())
+    assert all(row["num_same_tokens"] == row["num_tokens"] for row in rows.values())
+
+
+def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
+    (_, calls), options = demo, ("--kinds", "float32", "--resume")
+    FakeProcess.interrupted_at = 9  # the second turn of the first group has ended, the second group has begun
+    assert bench(*options)[0] == cli.INTERRUPTED
+    before = json.loads((tmp_path / "out.json").read_text())["results"]["float32"]
+    assert set(before) == {"transformers, plain, sql, batch 1", "transformers, lookup, sql, batch 1"}
+    assert "lookup" in capsys.readouterr().out
+    FakeProcess.interrupted_at = None
+    calls.clear()
+    status, report = bench(*options)
+    assert status == 0 and len(report["results"]["float32"]) == 5
+    assert (
+        report["results"]["float32"]["transformers, plain, sql, batch 1"] == before["transformers, plain, sql, batch 1"]
+    )
+    assert len([item for item in calls if item != "closed"]) == 2 * (4 + 1)  # chat, and the batch
+    calls.clear()
+    assert bench(*options)[0] == 0 and calls == ["closed"]
+    assert bench(*options, "--num-prompts", "1")[0] == 2 and "options" in capsys.readouterr().err
+
+
+def test_batches_of_one_kind_where_there_are_enough(bench):
+    _, report = bench("--kinds", "float32", "--batch-sizes", "3")
+    assert {row["text"] for row in report["results"]["float32"].values()} == {"sql", "chat"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--parameters", "10"], "--parameters"),
+        (["--batch-sizes", "7"], "there are 6"),
+        (["--texts", "poems"], "none of chat, sql"),
+        (["--python", "nobody=/bin/sh"], "NAME=FILE"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(demo, tmp_path, capsys, options, words):
+    assert helpers.bench("peers", *SIZES, "--threads", "1", "--json", tmp_path / "x.json", *options) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_interpreters_that_are_given_are_used(bench, demo, monkeypatch):
+    used = []
+    start = command.PeerProcess
+    monkeypatch.setattr(command, "PeerProcess", lambda python, *rest: used.append(python) or start(python, *rest))
+    bench("--peers", "missing", "--python", "missing=/bin/sh", "--kinds", "float32")
+    assert used == [Path("/bin/sh")]

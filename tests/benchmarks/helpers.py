@@ -1,0 +1,11 @@
+"""What tests of benches share."""
+
+from benchmarks import __main__ as benches
+
+
+def bench(*words):
+    """Exit status of one `python -m benchmarks`."""
+    try:
+        return benches.main([str(word) for word in words])
+    except SystemExit as error:
+        return error.code

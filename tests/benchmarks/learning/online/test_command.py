@@ -1,0 +1,140 @@
+"""`python -m benchmarks online` on tiny models: every part, its tables, figures and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+from benchmarks.learning.online import answers
+from hf_smartspec.commands.common.recordings import Recording
+from tests.folders import save_tiny_models
+from tests.models import new_model
+
+from ... import helpers
+
+SHORT = ["--device", "cpu", "--threads", "1", "--dtype", "float32", "--max-new-tokens", "8"]
+SHORT += ["--requests", "12", "--test", "3", "--interval", "4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_tiny_models(tmp_path_factory.mktemp("models"))
+    for name in ("first", "second", "base"):
+        rows = [{"prompt": f"{n} {name} {n * n}", "language": "en" if n % 2 else "fr"} for n in range(30)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def call(folder, *arguments, files=("first.jsonl", "second.jsonl")):
+    models = ["--model", folder / "target", "--draft", folder / "draft"]
+    return helpers.bench("online", *[folder / name for name in files], *models, *SHORT, *arguments)
+
+
+def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
+    out, page, plots = tmp_path / "results.json", tmp_path / "page.md", tmp_path / "plots"
+    outputs = ["--json", out, "--markdown", page, "--plots", plots]
+    assert call(folder, "--base", folder / "base.jsonl", *outputs) == 0
+    parts = json.loads(out.read_text())["parts"]
+    for task in ("first", "second"):
+        assert set(parts["table"]["rows"][task]) == {"original", "FT", "TF", "SF", "MixF", "TF, reverse KL", "TF, JSD"}
+        online = parts["online"]["rows"][task]
+        assert len(online["online"]) == len(online["static"]) == 12
+        assert online["learning"]["updates"] == 3
+        assert 0 <= online["tokens"]["online"]["precision"] <= 1
+        # Nothing is learnt yet when the first requests come.
+        assert online["online"][:4] == online["unchanged"][:4]
+        several = parts["several"]["rows"][task]
+        assert len(several["one drafter"]) == len(several["its own"]) == 12
+    for shift in ("sudden", "gradual"):
+        row = parts["shift"]["rows"][shift]
+        assert len(row["online"]) == 24 and row["tasks"].count("first") == 12
+        assert all(len(values) == 2 for values in row["test after each phase"].values())
+    assert parts["shift"]["rows"]["sudden"]["tasks"] == ["first"] * 12 + ["second"] * 12
+    assert {path.name for path in plots.iterdir()} == {"online.png", "shift.png", "several.png"}
+    text = page.read_text()
+    for title in ("table 1", "figure 3", "figure 7", "A sudden shift", "A gradual shift", "figures 5 and 6"):
+        assert title in text
+    assert "Acceptance rate" in capsys.readouterr().out
+    # What is there is not measured again.
+    before = out.read_text()
+    assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
+    assert json.loads(out.read_text())["parts"] == json.loads(before)["parts"]
+    # Nor is anybody asked again for what is missing.
+    found = json.loads(before)
+    wanted = found["parts"].pop("several")
+    out.write_text(json.dumps(found))
+    monkeypatch.setattr("benchmarks.learning.online.answers.answered", None)
+    assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
+    assert json.loads(out.read_text())["parts"]["several"] == wanted
+    assert out.with_suffix(".answers.json").exists()
+
+
+def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
+    out = tmp_path / "results.json"
+    assert call(folder, "--parts", "several", "--json", out, "--requests", "8", files=["first.jsonl:language"]) == 0
+    assert set(json.loads(out.read_text())["parts"]["several"]["rows"]) == {"en", "fr"}
+
+
+@pytest.mark.parametrize("kind", ["draft", "medusa", "eagle3"])
+def test_live_parts(folder, tmp_path, kind):
+    out = tmp_path / "results.json"
+    arguments = ["--parts", "speed", "live", "--random", kind, "--parameters", "0", "--json", out]
+    assert call(folder, *arguments) == 0
+    parts = json.loads(out.read_text())["parts"]
+    rows = parts["speed"]["rows"]["first"]
+    assert {"draft", "draft + online"} <= set(rows)
+    assert all(row["different"] == 0 and row["speed-up"] > 0 for row in rows.values())
+    assert len(parts["live"]["requests"]) == 24 and parts["live"]["different"] == 0
+    assert parts["live"]["requests"][-1]["learning"] > 0
+
+
+def test_latency_beside_learning(folder, tmp_path, capsys):
+    out = tmp_path / "results.json"
+    assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "4", "--json", out) == 0
+    rows = json.loads(out.read_text())["parts"]["load"]["rows"]
+    assert all(len(row["on"]) == len(row["off"]) == 16 for row in rows.values())
+    assert "Latency beside learning" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--resume"], "--resume goes with --json"),
+        (["--requests", "1", "--test", "500"], "are for judging"),
+        (["--base", "nowhere.jsonl"], "cannot read"),
+    ],
+)
+def test_what_is_refused(folder, arguments, message, capsys):
+    assert call(folder, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_heads_that_cannot_be_made_are_refused(folder, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise StrictDataclassError("18 heads of 1088")
+
+    monkeypatch.setattr("benchmarks.learning.online.live.new_heads", refuse)
+    assert call(folder, "--parts", "live", "--random", "eagle3", "--parameters", "0") == 2
+    assert "--random eagle3: heads of this target cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["prompts", "length", "target", "file", "not resumed"])
+def test_answers_are_asked_again_where_anything_differs(tmp_path, monkeypatch, change):
+    asked = [Recording(np.array(prompt), np.empty(0, np.int64)) for prompt in ([5, 6, 7], [8, 9])]
+    calls, target, path = [], new_model("llama"), tmp_path / "results.answers.json"
+    monkeypatch.setattr(
+        answers, "answered", lambda asked, *args: calls.append(1) or [Recording(x.prompt, x.prompt) for x in asked]
+    )
+    first = answers.Answers(target, path).of(asked, 8, "")
+    again = answers.Answers(target, path, resumes=True).of(asked, 8, "")
+    assert len(calls) == 1
+    assert (
+        [item.response.tolist() for item in again] == [item.response.tolist() for item in first] == [[5, 6, 7], [8, 9]]
+    )
+    if change == "file":
+        path.write_text("{")
+    other = new_model("llama", seed=3) if change == "target" else target
+    prompts = asked[:1] if change == "prompts" else asked
+    answers.Answers(other, path, change != "not resumed").of(prompts, 9 if change == "length" else 8, "")
+    assert len(calls) == 2

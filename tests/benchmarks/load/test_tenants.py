@@ -1,0 +1,31 @@
+"""`python -m benchmarks tenants` on a tiny model."""
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers.cli.serving.server")
+
+from .. import helpers
+
+
+@pytest.mark.long
+@pytest.mark.end_to_end
+def test_an_attacker_and_others(folder, tmp_path, capsys):
+    out = tmp_path / "results.json"
+    options = ["--model", folder / "target", "--tenants", "3", "--requests", "4", "--attack-tokens", "60"]
+    assert helpers.bench("tenants", *options, "--most", "1e6", "--json", out) == 0
+    found = json.loads(out.read_text())
+    assert list(found["tenants"]) == ["1", "2", "all"] and found["tenants"]["all"]["requests"] == 8
+    assert found["num_wrong"] == 0 and set(found["statuses"]) <= {"200"}
+    shown = capsys.readouterr().out
+    assert "p50 attacked" in shown and "Their answers are the same" in shown
+    assert helpers.bench("tenants", *options, "--attack", "streams", "--most", "1e-6") == 1
+
+
+def test_what_cannot_be_measured(tmp_path, capsys):
+    assert helpers.bench("tenants", "--tenants", "1") == 2
+    assert "must be at least 2" in capsys.readouterr().err
+    assert helpers.bench("tenants", "--model", tmp_path / "none") == 2
+    assert "the server did not start" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""`python -m benchmarks`: what it lists, accepts and refuses."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.__main__ import BENCHES, load_parser
+from hf_smartspec.commands.main import COMMANDS, IN_A_CHECKOUT
+
+from .helpers import bench
+
+
+def test_the_installed_command_knows_where_the_others_are():
+    assert {*IN_A_CHECKOUT, *(path[1] for path in COMMANDS if path[0] == "bench")} == set(BENCHES)
+
+
+def test_the_list_names_every_bench(capsys):
+    assert bench("--help") == 0
+    assert set(BENCHES) <= set(capsys.readouterr().out.split())
+    assert bench() == 2 and "usage: python -m benchmarks NAME" in capsys.readouterr().err
+
+
+def test_a_misspelt_name_gets_one_line(capsys):
+    assert bench("overhed") == 2
+    err = capsys.readouterr().err
+    assert "invalid choice: 'overhed', did you mean 'overhead'?" in err and err.count("\n") == 1
+
+
+def test_help_and_refusals_import_neither_torch_nor_transformers():
+    """In a process of its own, where nothing has been imported yet."""
+    script = """
+import sys
+from benchmarks.__main__ import BENCHES, main
+
+for words in [[], ["--help"], ["typo"], *([name, word] for name in BENCHES for word in ("--help", "--typo"))]:
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    assert status == (0 if "--help" in words else 2), words
+    heavy = {"torch", "transformers", "numba", "numpy"} & sys.modules.keys()
+    assert not heavy, (words, heavy)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_arguments_offer_what_benches_know():
+    """What benches know is built of what takes seconds to import; what their arguments offer is written out."""
+    from benchmarks.decode.gpu.shapes import Plan
+    from benchmarks.load.simulate.figures import FIGURES
+    from benchmarks.replay.sources.command import ABLATIONS
+
+    known = {"replay.sources": ABLATIONS, "decode.gpu": Plan().shapes, "load.simulate": FIGURES}
+    for name, items in known.items():
+        arguments = importlib.import_module(f"benchmarks.{name}.arguments")
+        assert tuple(items) in vars(arguments).values(), name
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_has_help_and_writes_json(name, capsys):
+    assert bench(name, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"benchmarks {name}" in out and " --json FILE" in out
+
+
+@pytest.mark.parametrize("name", "generate drafters online queue batching load batch timeline".split())
+def test_the_default_dtype_is_that_of_the_files(name):
+    assert load_parser(name).get_default("dtype") == "auto"
+
+
+NEEDED = {"online": "{prompts}", "sources": "{prompts}", "gpu": "--device cpu --smoke"}
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_results_that_cannot_be_written_are_refused_before_any_work(name, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    words = NEEDED.get(name, "").format(prompts=tmp_path / "p.jsonl").split()
+    assert bench(name, *words, "--json", "/no/such/folder/x.json") == 2
+    err = capsys.readouterr().err
+    assert "cannot write '/no/such/folder/x.json'" in err and "Traceback" not in err
