@@ -1,1 +1,1 @@
-"""Drafters that learn from what they are asked to draft for (Online Speculative Decoding)."""
+"""Online learning of drafters from the requests that they draft for (Online Speculative Decoding)."""

@@ -11,20 +11,19 @@ EVICTIONS = ("release", "newest", "informative")
 
 class ReplayBuffer:
     """
-    Samples that wait to be learnt, such as are held out, and such as were learnt before and may come again, within a
-    bound on memory.
+    Samples within a bound on memory: new ones to train on, held-out ones, and old ones that may be replayed.
 
     Args:
-        max_bytes (`int`): Bound on what is kept. Where more comes than is learnt, the oldest go.
-        eviction (`str`): What is kept of samples that have been learnt: "release" (nothing, as in the paper), "newest",
-            or "informative" (those with the largest share of tokens that drafts got wrong).
+        max_bytes (`int`): Bound on the memory of samples. If more come than are trained on, the oldest are dropped.
+        eviction (`str`): Samples that are kept after training: "release" (none, as in the paper), "newest", or
+            "informative" (those with the largest share of tokens that drafts got wrong).
     """
 
     def __init__(self, max_bytes: int, eviction: str = "newest"):
         self.max_bytes, self.eviction = max_bytes, eviction
         self.new: list[Sample] = []
         self.old: list[Sample] = []  # the best ones last
-        self.fresh: list[Sample] = []  # held out: nothing is learnt from them yet
+        self.fresh: list[Sample] = []  # held out from training so far
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +37,7 @@ class ReplayBuffer:
         self._evict()
 
     def hold_out(self, sample: Sample, most: int) -> None:
-        """Like `add`, but it is learnt only when as many as `most` further ones have been held out."""
+        """Add a sample that is held out from training until `most` further ones have been held out."""
         self.fresh.append(sample)
         if len(self.fresh) > most:
             self.new.append(self.fresh.pop(0))
@@ -48,14 +47,14 @@ class ReplayBuffer:
         self.new, self.old, self.fresh = [], [], []
 
     def take(self, num_replayed: int, generator: np.random.Generator) -> tuple[list[Sample], list[Sample]]:
-        """All new samples, and some that were learnt before, at random."""
+        """Remove and return all new samples, and return up to `num_replayed` old ones, chosen at random."""
         num = min(num_replayed, len(self.old))
         chosen = generator.choice(len(self.old), num, replace=False) if num else ()
         new, self.new = self.new, []
         return new, [self.old[index] for index in chosen]
 
     def put_back(self, learnt: Sequence[Sample]) -> None:
-        """They have been learnt once."""
+        """Keep samples that have been trained on for replay, as `eviction` has it."""
         if self.eviction == "release":
             return
         self.old += learnt
@@ -64,12 +63,12 @@ class ReplayBuffer:
         self._evict()
 
     def return_new(self, samples: Sequence[Sample]) -> None:
-        """They were taken, and have not been learnt after all."""
+        """Put samples back that were taken but not trained on."""
         self.new = [*samples, *self.new]
         self._evict()
 
     def _evict(self) -> None:
-        """What was learnt goes first; held-out samples never take more room than those that are to be learnt."""
+        """Drop samples beyond the bound: old ones first, then those of the larger group of held-out and new ones."""
         total = self.num_bytes
         while total > self.max_bytes and len(self) > 1:
             samples = self.old or (self.fresh if len(self.fresh) > len(self.new) else self.new)

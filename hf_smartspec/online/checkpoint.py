@@ -1,4 +1,4 @@
-"""What a drafter has learnt, on disk: whole, or not at all."""
+"""Checkpoints of online learning: one file per drafter, written whole or not at all."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ..log import get_logger
 logger = get_logger(__name__)
 
 _FORMAT = 1
-_SHOWN = 4096  # numbers of each tensor, by which weights are told apart
+_HASHED = 4096  # numbers of each tensor that identify the original weights
 
 
 @dataclass
@@ -28,26 +28,26 @@ class Found:
 
 class Checkpoint:
     """
-    A file that is replaced as a whole, so that whoever reads it finds the old or the new one.
+    A file that is replaced as a whole, so that readers find the old or the new one.
 
     Args:
-        path (`Path`): Of the file.
+        path (`Path`): The file's path.
     """
 
     def __init__(self, path: Path):
         self.path, self._origin = path, ""
 
     def begin(self, weights: Sequence[torch.Tensor]) -> None:
-        """Says what the drafter has learnt all from: what others have learnt from other weights is not its own."""
+        """Set the drafter's original weights: only checkpoints that have learnt from the same weights are loaded."""
         digest = hashlib.sha256()
         for item in weights:
-            digest.update(item.flatten()[:_SHOWN].float().cpu().numpy().tobytes())
+            digest.update(item.flatten()[:_HASHED].float().cpu().numpy().tobytes())
         self._origin = digest.hexdigest()
 
     def save(
         self, weights: Sequence[torch.Tensor], optimizer: Mapping[str, Any], statistics: Mapping[str, Any]
     ) -> None:
-        """A file that cannot be written is reported; nothing else is lost by it."""
+        """Write the file; log a warning if it cannot be written."""
         content = {
             "format": _FORMAT,
             "origin": self._origin,
@@ -63,7 +63,7 @@ class Checkpoint:
             logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")
 
     def load(self, shapes: Sequence[tuple[int, ...]]) -> Found | None:
-        """What was kept; None, with a warning where there is a file, unless it is of weights of these shapes."""
+        """Return the file's contents; None, with a warning if there is a file, unless its weights fit the drafter."""
         if not self.path.exists():
             return None
         try:

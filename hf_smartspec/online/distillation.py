@@ -1,4 +1,4 @@
-"""`OnlineDistillation`: drafters learn from what they serve."""
+"""`OnlineDistillation`: drafters learn from the requests that they serve."""
 
 import atexit
 import os
@@ -22,44 +22,44 @@ from .options import LearningOptions
 from .students import check_drafts, check_student, module_of, student_of
 
 _all: "WeakSet[OnlineDistillation]" = WeakSet()
-_running: "WeakSet[OnlineDistillation]" = WeakSet()  # that have a thread, or have had one
+_running: "WeakSet[OnlineDistillation]" = WeakSet()  # objects that have a thread, or have had one
 
 
 class OnlineDistillation(Learning):
     """
-    Drafters learn from the requests that they draft for (Online Speculative Decoding, algorithm 1): draft models, their
-    LoRA adapters (then only these), Medusa heads and heads of EAGLE-3. Pass it as `online=` to an `Engine` or a
-    `SmartSpecConfig`, the same object to all calls that are to teach the same drafters.
+    Online learning of drafters from the requests that they draft for (Online Speculative Decoding, algorithm 1): of
+    draft models, their LoRA adapters (then only these), Medusa heads and heads of EAGLE-3. Pass it as `online=` to an
+    `Engine` or a `SmartSpecConfig`, the same object to all calls that are to train the same drafters.
 
-    Whatever the weights are, outputs stay those of plain decoding. New weights are taken over between two steps, and
-    only if shadow drafts of texts that nothing was learnt from are as good as before, as far as so few texts can tell;
-    if not, learning goes on, and is given up after five updates in vain.
+    Whatever the weights are, outputs are the same as without speculation. New weights are taken over between two steps,
+    and only if shadow drafts of held-out texts are as good as before, up to the error of so few texts; if not, training
+    continues, and after five such updates in a row it restarts from the weights that draft.
 
     Args:
-        every_requests, every_tokens, every_seconds (*optional*): An update is due as soon as one of these has come
-            since the last one (the paper's interval I, 8 requests).
+        every_requests, every_tokens, every_seconds (*optional*): An update is due as soon as so many requests, tokens
+            or seconds have come since the last one (the paper's interval I, 8 requests).
         loss (`str`): "kl", "reverse_kl", "jsd" (with `beta`), or "labels" (the target's tokens alone).
         temperature (`float`): Softens both distributions in the loss.
         positions (`str`): "all", or only the "errors" of drafts, as in algorithm 1.
-        sampling (`str`): Whose tokens are learnt (section 4.1): those of the target's text ("teacher"); those that were
-            drafted, also what was rejected, since verification has scored that ("student"); or both ("mixed"). For
-            draft models only; where several sources draft together, drafts are everybody's.
-        top_k (`int`): Tokens of the target's distributions that are kept; the others count as one.
+        sampling (`str`): The texts to train on (section 4.1): the target's ("teacher"); the drafts, rejected ones too,
+            since verification has scored them ("student"); or both ("mixed"). The last two are for draft models only;
+            where several sources draft together, the drafts of all count.
+        top_k (`int`): Tokens of the target's distributions that are kept; all others count as one.
         max_bytes (`int`): Bound on the memory of samples.
-        eviction (`str`): Which samples that were learnt stay, to be learnt again: "newest", "informative", or none
-            ("release", as in the paper).
-        replay (`float`): How many of these are learnt again beside each new one.
-        passes (`int`): Over these, in an update.
-        batch_tokens (`int`): Of an optimizer step, with padding.
-        max_length (`int`): Tokens of a sample; of long prompts, the end.
+        eviction (`str`): Samples that are kept after training, for replay: the "newest", the most "informative", or
+            none ("release", as in the paper).
+        replay (`float`): Number of kept samples that are replayed with each new one.
+        passes (`int`): Passes over the samples in an update.
+        batch_tokens (`int`): Tokens of an optimizer step, with padding.
+        max_length (`int`): Tokens of a sample; long prompts are cut at the start.
         learning_rate (`float`), optimizer (`str`): "adamw", or "adamw_8bit" where bitsandbytes is installed.
-        background (`bool`): Learn in a thread of its own, of the lowest priority. If not, updates that are due happen
-            where calls end, and take their time there; at the same requests, weights are the same then.
-        max_running (`int`): Requests that may run while it learns in the background; it never does while any waits.
-        shadow (`int`): Texts that are held out for shadow drafting; 0 takes over all that is learnt.
-        tolerance (`float`): How much lower their acceptance rate may be, beyond two standard errors.
-        checkpoint (`str` or `Path`, *optional*): Folder where what was learnt is kept, and found.
-        seed (`int`): Of the order in which samples are learnt.
+        background (`bool`): Train in a separate thread, of the lowest priority. Otherwise calls run due updates when
+            they end, in their own time; then the same requests give the same weights.
+        max_running (`int`): Requests that may run while a thread trains in the background; none may wait.
+        shadow (`int`): Number of held-out texts for shadow drafting; with 0, all updates are taken over.
+        tolerance (`float`): Allowed drop of their acceptance rate, beyond two standard errors.
+        checkpoint (`str` or `Path`, *optional*): Folder that what was learnt is saved in, and resumed from.
+        seed (`int`): Seed of the order of samples.
 
     Raises:
         ValueError: for options out of range.
@@ -73,8 +73,8 @@ class OnlineDistillation(Learning):
 
     def __init__(self, **options: Any):
         self.options = LearningOptions(**options)
-        self._learners: dict[int, Learner] = {}  # by the id of what drafts, as long as anybody holds that
-        self._reading: WeakSet[nn.Module] = WeakSet()  # drafters that can learn from their own texts
+        self._learners: dict[int, Learner] = {}  # by the id of the drafting module, while that lives
+        self._reading: WeakSet[nn.Module] = WeakSet()  # drafters that have passed `check_drafts`
         self._changed = threading.Condition()
         self._loads: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of loops: running, waiting
         self._thread: threading.Thread | None = None
@@ -82,7 +82,7 @@ class OnlineDistillation(Learning):
         self._num_urging = 0
         _all.add(self)
 
-    # What the decoding loop asks
+    # Called by the decoding loop
 
     def check(self, source: TreeCandidateGenerator, target: nn.Module) -> None:
         modules = [module for item in _members(source) if (module := module_of(item)) is not None]
@@ -134,13 +134,13 @@ class OnlineDistillation(Learning):
                 name = self._new_name(module)
                 learner = Learner(student_of(module), self.options, self._checkpoint(name), name)
                 self._learners[id(module)] = learner
-                weakref.finalize(module, _let_go, weakref.ref(self), id(module)).atexit = False
-            self._begin()
+                weakref.finalize(module, _drop_learner, weakref.ref(self), id(module)).atexit = False
+            self._start_thread()
             learner.sources.add(source.origin)
         return learner
 
     def _new_name(self, module: Any) -> str:
-        """Drafters are told apart by the folders that they were loaded from, and the order in which they came."""
+        """Return a unique name of a drafter: its folder's, with a number if another drafter has that."""
         base = os.path.basename(os.path.normpath(getattr(module, "name_or_path", "") or type(module).__name__))
         name = base = re.sub(r"[^\w.-]", "_", base)
         number, known = 1, {learner.name for learner in list(self._learners.values())}
@@ -154,7 +154,7 @@ class OnlineDistillation(Learning):
         return None if folder is None else Checkpoint(Path(folder) / f"{name}.pt")
 
     def _publish(self, loop: Any = None) -> None:
-        """New weights are taken over, unless another loop may be drafting just now."""
+        """Take over new weights, unless another loop may be drafting just now."""
         if all(other is loop for other in list(self._loads)):
             for learner in list(self._learners.values()):
                 if learner.has_pending:
@@ -162,25 +162,26 @@ class OnlineDistillation(Learning):
 
     # Learning
 
-    def _begin(self) -> None:
-        """The thread runs from the first request on, and behind a fork anew."""
+    def _start_thread(self) -> None:
+        """Start the thread at the first request, and at the first one after a fork."""
         if self.options.background and self._thread is None and not self._is_closed:
             arguments = weakref.ref(self), self._changed
             self._thread = threading.Thread(target=_learn, args=arguments, name="hf-smartspec online", daemon=True)
             self._thread.start()
             _running.add(self)
 
-    def _begin_behind_fork(self) -> None:
-        """In a child of `os.fork`, there is no thread, and whoever held a lock is gone."""
+    def _after_fork(self) -> None:
+        """Reset threads and locks in a child of `os.fork`, where threads of the parent do not exist."""
         self._changed, self._loads, self._thread = threading.Condition(), WeakKeyDictionary(), None
         self._is_learning, self._num_urging = False, 0
         for learner in self._learners.values():
-            learner.begin_behind_fork()
+            learner.after_fork()
 
     def update(self, only_due: bool = True) -> None:
         """
-        Updates that are due, or all for which there are samples, in this thread and at once; one that waits for
-        capacity meanwhile goes on. A drafter whose update fails learns no more; `report()` says so.
+        Run updates that are due, or all for which there are samples, in this thread and at once. An update of the
+        background thread that waits for capacity runs, too. A drafter whose update fails stops learning; `report()` has
+        the error.
         """
         with self._changed:
             self._num_urging += 1
@@ -195,12 +196,12 @@ class OnlineDistillation(Learning):
                 self._publish()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is due; False after `timeout` seconds."""
+        """Wait until no update runs or is due, and return True; return False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_learning and not self._is_due, timeout)
 
     def close(self) -> None:
-        """Ends learning. What an update has not brought to its end is lost."""
+        """End learning. An update that has not ended is lost."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -209,20 +210,20 @@ class OnlineDistillation(Learning):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is capacity to learn with."""
+        """Whether there is capacity to train: at most `max_running` requests run, and none waits."""
         with self._changed:
             loads = list(self._loads.values())
         return sum(running for running, _ in loads) <= self.options.max_running and not any(num for _, num in loads)
 
-    # What became of it
+    # Reports
 
     @property
     def statistics(self) -> dict[str, LearningStatistics]:
-        """By drafter, of those that are still in use."""
+        """Statistics of the drafters in use, by name."""
         return {learner.name: learner.statistics for learner in list(self._learners.values())}
 
     def report(self) -> str:
-        """One line for each drafter."""
+        """Return one line of text for each drafter."""
         lines = [
             f"{name}: {item.requests} requests, {item.tokens} tokens; {item.updates} updates in {item.seconds:.1f} s, "
             f"{item.swaps} taken over, {item.rollbacks} not; shadow acceptance {item.acceptance_before:.3f} -> "
@@ -236,30 +237,30 @@ class OnlineDistillation(Learning):
 
 @atexit.register
 def _close_all() -> None:
-    """Whatever computes in a thread while the interpreter ends is torn down in the middle, and the process with it."""
+    """Stop threads that learn at exit: one that computes while the interpreter ends would crash the process."""
     for online in list(_running):
-        if online._thread is not None and online._thread.is_alive():  # not so behind a fork
+        if online._thread is not None and online._thread.is_alive():  # not in a child of `os.fork`
             online.close()
 
 
-def _begin_behind_fork() -> None:
+def _after_fork() -> None:
     for online in list(_all):
-        online._begin_behind_fork()
+        online._after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_behind_fork)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
-def _let_go(reference: "weakref.ref[OnlineDistillation]", module_id: int) -> None:
-    """Nobody drafts with it any more."""
+def _drop_learner(reference: "weakref.ref[OnlineDistillation]", module_id: int) -> None:
+    """Drop the learner of a module that has been freed."""
     online = reference()
     if online is not None:
         online._learners.pop(module_id, None)
 
 
 def _guarded(learner: Learner, call: Callable[..., Any], *args: Any) -> None:
-    """What one drafter does wrong ends learning for it alone."""
+    """Call a method of a learner; an error ends learning for this drafter alone."""
     try:
         call(*args)
     except LearningEndedError:
@@ -269,7 +270,7 @@ def _guarded(learner: Learner, call: Callable[..., Any], *args: Any) -> None:
 
 
 def _members(source: TreeCandidateGenerator) -> Iterator[TreeCandidateGenerator]:
-    """All sources that draft for some request."""
+    """Yield all sources that draft for some request."""
     if not isinstance(source, RoutedCandidates):
         yield from source.stages
         return
@@ -278,8 +279,8 @@ def _members(source: TreeCandidateGenerator) -> Iterator[TreeCandidateGenerator]
 
 
 def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Condition) -> None:
-    """The thread that learns, as long as anybody can be learnt for."""
-    with suppress(AttributeError, OSError):  # of this thread alone, where the system knows that
+    """Run updates that are due, in a thread of its own, until the `OnlineDistillation` is closed or freed."""
+    with suppress(AttributeError, OSError):  # priority of this thread alone, on systems that have it
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     while True:
         online = reference()
@@ -289,7 +290,7 @@ def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Cond
         if not due:
             del online, due
             with changed:
-                changed.wait(1.0)  # who refers to nothing is not told that nobody refers to it
+                changed.wait(1.0)  # with a time-out, since no event is sent when the object is freed
             continue
         online._is_learning = True
         try:
@@ -307,7 +308,7 @@ def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Cond
 
 
 class _Turn:
-    """Waits until there is capacity to learn with."""
+    """Blocks, when called, until there is capacity to train; raises `LearningEndedError` once learning is closed."""
 
     def __init__(self, online: OnlineDistillation, changed: threading.Condition):
         self.online, self.changed = online, changed
@@ -315,7 +316,7 @@ class _Turn:
     def __call__(self) -> None:
         with self.changed:
             while not self.changed.wait_for(self._may_go_on, 1.0):
-                pass  # a loop that is gone says nothing
+                pass  # with a time-out, since a loop that is freed sends no event
         if self.online._is_closed:
             raise LearningEndedError
 

@@ -1,4 +1,4 @@
-"""What drafters said themselves, and what the target thought of it (Online Speculative Decoding, section 4.1)."""
+"""Rejected drafts and the target's distributions after them (Online Speculative Decoding, section 4.1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,20 +9,21 @@ import torch
 
 from ..drafts.tree import DraftTree
 
-_MOST_NODES = 8  # rejected ones of a step that are kept: of wide trees, the likeliest
+_MOST_NODES = 8  # rejected nodes that are kept of a step: the likeliest
 
 
 @dataclass(frozen=True, eq=False)
 class Drafted:
     """
-    Drafts of one request: verification has scored them all, those that were rejected too.
+    Rejected drafts of one request, which verification has scored as it has the accepted ones.
 
     Args:
-        is_asked (`np.ndarray` of shape `[n]`, bool): Tokens of the response in whose place something was drafted.
-        tokens (`np.ndarray` of shape `[m]`, int32): Drafted tokens that were rejected. Parents stand before children.
-        parents (`np.ndarray` of shape `[m]`, int64): The rejected token that each follows; -1: it follows the text.
-        roots (`np.ndarray` of shape `[m]`, int64): Tokens of the response that stand before it and its parents.
-        top_ids (`torch.Tensor` of shape `[m, k]`, int32): The target's likeliest tokens *behind* each.
+        is_asked (`np.ndarray` of shape `[n]`, bool): Tokens of the response in whose place there was a draft.
+        tokens (`np.ndarray` of shape `[m]`, int32): Drafted tokens that were rejected, parents before children.
+        parents (`np.ndarray` of shape `[m]`, int64): Index of the rejected token before each; -1 for those after the
+            text.
+        roots (`np.ndarray` of shape `[m]`, int64): Number of tokens of the response before each branch.
+        top_ids (`torch.Tensor` of shape `[m, k]`, int32): The target's likeliest tokens *after* each.
         top_probs (`torch.Tensor` of shape `[m, k]`, float16): Their probabilities, before any processor.
     """
 
@@ -42,7 +43,7 @@ class Drafted:
         return sum(item.nbytes for item in arrays)
 
     def within(self, length: int) -> "Drafted":
-        """Of so many tokens of the response: what was drafted in place of one of them."""
+        """Return the drafts in the place of one of the first `length` tokens of the response."""
         kept = np.flatnonzero(self.roots < length)  # whole branches
         index = np.full(len(self) + 1, -1)  # the last one serves parent -1
         index[kept] = np.arange(len(kept))
@@ -58,7 +59,7 @@ class Drafted:
 
 
 class Branches(NamedTuple):
-    """Rejected tokens of one step: which nodes of its draft they were, and what they follow, as in `Drafted`."""
+    """Rejected nodes of one step's draft, int64 `[m]`, with parents and roots as in `Drafted`."""
 
     nodes: np.ndarray
     parents: np.ndarray
@@ -66,13 +67,11 @@ class Branches(NamedTuple):
 
 
 def rejected(tree: DraftTree, path: np.ndarray, num_before: int) -> Branches:
-    """
-    What was rejected of a draft, of which `path` was accepted; so many tokens of the response stood before it.
-    """
+    """Return the rejected nodes of a draft, whose `path` was accepted after `num_before` tokens of the response."""
     is_rejected = np.ones(len(tree), bool)
     is_rejected[path] = False
     nodes = np.flatnonzero(is_rejected)
-    if len(nodes) > _MOST_NODES:  # a child is never likelier than its parent, and stands behind it
+    if len(nodes) > _MOST_NODES:  # a child is never likelier than its parent, and comes after it
         order = np.lexsort((nodes, tree.depths[nodes], -tree.path_probs[nodes]))
         nodes = np.sort(nodes[order[:_MOST_NODES]])
     roots = np.full(len(tree) + 1, num_before)  # the last one is the committed text
@@ -85,12 +84,12 @@ def rejected(tree: DraftTree, path: np.ndarray, num_before: int) -> Branches:
 
 class Layout(NamedTuple):
     """
-    Where rejected tokens stand in a batch: behind the end of their text, and seeing of it what stood before them.
+    Places of rejected drafts in a batch: after the end of their text, and attending to the part of it before them.
 
     Args:
         is_drafted (`torch.Tensor` of shape `[rows, length]`, bool): Rejected tokens.
-        positions (`torch.Tensor` of shape `[rows, length]`, int64).
-        sees (`torch.Tensor` of shape `[rows, length, length]`, bool): Which tokens each may look at.
+        positions (`torch.Tensor` of shape `[rows, length]`, int64): Position ids.
+        sees (`torch.Tensor` of shape `[rows, length, length]`, bool): Attention mask: tokens that each attends to.
     """
 
     is_drafted: torch.Tensor
@@ -100,9 +99,12 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, starts: Sequence[int], ends: Sequence[int], drafts: Sequence[Drafted], length: int) -> "Layout":
         """
+        Return the layout of a batch.
+
         Args:
-            starts, ends (sequence of `int`): Of each row's response.
-            length (`int`): Of the batch.
+            starts, ends (sequence of `int`): Columns of the first token of each row's response, and after its last.
+            drafts (sequence of `Drafted`): Rejected drafts of each row.
+            length (`int`): Length of the batch.
         """
         rows = len(drafts)
         is_drafted, positions = np.zeros((rows, length), bool), np.tile(np.arange(length), (rows, 1))
@@ -110,7 +112,7 @@ class Layout(NamedTuple):
         for row, (start, end, own) in enumerate(zip(starts, ends, drafts)):
             last = end + len(own)
             is_drafted[row, end:last] = True
-            sees[row, end:] = np.eye(length, dtype=bool)[end:]  # padding sees itself, so that it stays finite
+            sees[row, end:] = np.eye(length, dtype=bool)[end:]  # padding attends to itself, for finite outputs
             for node, (parent, root) in enumerate(zip(own.parents.tolist(), own.roots.tolist()), end):
                 before = end + parent if parent >= 0 else start + root - 1
                 sees[row, node] |= sees[row, before]

@@ -1,4 +1,4 @@
-"""One drafter that learns (Online Speculative Decoding, algorithm 1)."""
+"""Training of one drafter on the requests that it serves (Online Speculative Decoding, algorithm 1)."""
 
 import threading
 import time
@@ -24,21 +24,22 @@ logger = get_logger(__name__)
 
 _WARM_UP = 10  # optimizer steps until the learning rate is reached
 _MAX_NORM = 1.0
-_NOTABLE = 0.05  # of an acceptance rate
-_STATES = {  # of parameters, by optimizer
+_NOTABLE = 0.05  # rise of the acceptance rate after which policies reset their estimates
+_STATES = {  # keys of a parameter's state, by optimizer
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
     "adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
 }
-_HELD_OUT = 4  # every so many-th sample is for shadow drafting first
+_HELD_OUT = 4  # one sample in so many is held out for shadow drafting first
 _CHANCE = 2.0  # standard errors by which shadow drafts may be worse
-_MOST_REFUSED = 4  # updates in a row that draft worse, before what they have learnt is given up
+_MOST_REFUSED = 4  # refused updates in a row; one more, and what they have learnt is discarded
 
 
 @dataclass
 class LearningStatistics:
     """
-    What a drafter has learnt. `acceptance` is how often shadow drafts of the weights that draft were right, on fresh
-    texts, at the latest update; `acceptance_before`, of those that they replaced, on the same texts.
+    Counters of a drafter's learning. `acceptance` is the acceptance rate of shadow drafts by the weights in use after
+    the latest update, on held-out texts; `acceptance_before` is that of the weights in use before it, on the same
+    texts.
     """
 
     requests: int = 0
@@ -56,16 +57,18 @@ class LearningStatistics:
 
 
 class LearningEndedError(Exception):
-    """Learning has to end."""
+    """Ends an update, since learning has been closed."""
 
 
 class Learner:
     """
+    Trains a copy of a drafter on recorded samples, and publishes its weights.
+
     Args:
-        student (`Student`): The drafter.
-        options (`LearningOptions`): How it learns.
-        checkpoint (`Checkpoint`, *optional*): Where what it has learnt is kept, and found.
-        name (`str`): Of the drafter, for reports.
+        student (`Student`): The drafter and its copy.
+        options (`LearningOptions`): Options of learning.
+        checkpoint (`Checkpoint`, *optional*): The file that what was learnt is saved in, and resumed from.
+        name (`str`): The drafter's name in reports.
     """
 
     def __init__(
@@ -75,23 +78,23 @@ class Learner:
         self.recorder = SampleRecorder(
             self._keep, options.top_k, student.hidden_layers, options.max_length, options.learns_drafts
         )
-        self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # that draft with it
+        self.sources: WeakSet[TreeCandidateGenerator] = WeakSet()  # sources that draft with the student's module
         self._buffer = ReplayBuffer(options.max_bytes, options.eviction)
-        self._lock = threading.Lock()  # of the buffer and what counts it, and of weights that are handed over
+        self._lock = threading.Lock()  # guards the buffer, the counters, and `_pending`
         self._updating = threading.Lock()  # one update at a time
         self._statistics = LearningStatistics()
         self._since_update = [0, 0]  # requests, tokens
         self._updated_at = time.monotonic()
         self._pending: list[torch.Tensor] | None = None
-        self._num_refused = 0  # updates since the last one that was taken over, which go on from each other
-        self._noticed, self._num_renewals = 0.0, 0  # the acceptance rate when policies were last told
+        self._num_refused = 0  # updates since the last accepted one; each continues from the one before
+        self._noticed, self._num_renewals = 0.0, 0  # acceptance rate at the latest renewal of policies' estimates
         self._optimizer = options.new_optimizer([item for _, item in student.parameters])
         self._generator = np.random.default_rng(options.seed)
         if checkpoint is not None:
             checkpoint.begin(student.live_weights())
             self._resume(checkpoint)
 
-    # From the threads that serve
+    # Called by threads that serve
 
     def _keep(self, sample: Sample) -> None:
         sample = sample.end(self.options.max_length)
@@ -113,20 +116,20 @@ class Learner:
         return bool(self._statistics.failure)
 
     def give_up(self, error: Exception) -> None:
-        """It drafts as it is from now on."""
+        """End learning after an error; the drafter keeps its weights."""
         with self._lock:
             self._statistics.failure, self._pending = repr(error), None
             self._buffer.clear()
         logger.warning(f"{self.name} learns no more, and drafts as it is: {error!r}")
 
-    def begin_behind_fork(self) -> None:
-        """Whoever held its locks, or was learning, was left behind in the parent."""
+    def after_fork(self) -> None:
+        """Replace locks and gradients in a child of `os.fork`: threads that held or computed them are the parent's."""
         self._lock, self._updating = threading.Lock(), threading.Lock()
         self._optimizer.zero_grad(set_to_none=True)
 
     @property
     def is_due(self) -> bool:
-        """Whether enough has come since the last update."""
+        """Whether enough requests, tokens or seconds have come since the last update, and samples with them."""
         requests, tokens = self._since_update
         options, seconds = self.options, time.monotonic() - self._updated_at
         limits = (options.every_requests, options.every_tokens, options.every_seconds)
@@ -138,7 +141,7 @@ class Learner:
         return self._pending is not None
 
     def publish(self) -> None:
-        """What has been learnt drafts from now on; nothing may draft with it meanwhile."""
+        """Copy the learnt weights, if any, into the drafting module. No thread may draft with it meanwhile."""
         with self._lock:
             weights, self._pending = self._pending, None
             if weights is None or self.student.module is None:
@@ -154,22 +157,22 @@ class Learner:
         with self._lock:
             return replace(self._statistics, buffer_bytes=self._buffer.num_bytes)
 
-    # From the thread that learns
+    # Called by the thread that learns
 
     def update(self, go_on: Callable[[], None] = lambda: None) -> bool:
         """
-        Learns what has come, and leaves new weights for `publish`.
+        Train on new and replayed samples, and leave new weights for `publish`.
 
         Args:
             go_on (`Callable`): Called before each piece of work; returns when there is capacity for it, and raises
-                `LearningEndedError` where learning has to end.
+                `LearningEndedError` if learning has been closed.
 
         Returns:
-            Whether there are new weights: not where they draft worse.
+            Whether there are new weights; False if their shadow drafts are worse.
         """
-        # Calls may end in contexts of their callers, in which nothing, or something else, would be learnt.
-        as_it_is = torch.autocast(self.student.device.type, enabled=False)
-        with self._updating, torch.inference_mode(False), as_it_is:
+        # Calls may end within a caller's `inference_mode` or `autocast`, which must not apply to training.
+        no_autocast = torch.autocast(self.student.device.type, enabled=False)
+        with self._updating, torch.inference_mode(False), no_autocast:
             return self._update(go_on)
 
     def _update(self, go_on: Callable[[], None]) -> bool:
@@ -177,7 +180,7 @@ class Learner:
             new, replayed = self._buffer.take(self._num_replayed(), self._generator)
             fresh = list(self._buffer.fresh)
             self._since_update, self._updated_at = [0, 0], time.monotonic()
-            module = self.student.module  # stays, as long as the update takes
+            module = self.student.module  # a reference, so that the module lives until the update ends
             if not new or module is None:
                 return False
             before = self._pending or self.student.live_weights()
@@ -188,13 +191,13 @@ class Learner:
             self._learn([*new, *replayed], go_on)
             is_better = self._judge(before, fresh or new, go_on)
         except BaseException:
-            self._begin_anew()
+            self._restart()
             with self._lock:
                 if not self.has_failed:
                     self._buffer.return_new(new)
             raise
         with self._lock:
-            if self.has_failed:  # meanwhile
+            if self.has_failed:  # `give_up` was called meanwhile
                 return False
             self._buffer.put_back(new)
             counts = self._statistics
@@ -212,22 +215,22 @@ class Learner:
 
     def _refuse(self) -> None:
         """
-        Learning goes on where it is, since texts that others were like before may be drafted worse for a while; unless
-        it leads nowhere.
+        Keep the weights in training, although older texts may be drafted worse for a while; restart after too many
+        refused updates in a row, or if weights are not finite.
         """
         self._num_refused += 1
         is_sound = all(bool(item.isfinite().all()) for _, item in self.student.parameters)
         if self._num_refused > _MOST_REFUSED or not is_sound:
-            self._begin_anew()
+            self._restart()
 
-    def _begin_anew(self) -> None:
-        """From what drafts."""
+    def _restart(self) -> None:
+        """Let the next update start from the weights that draft, with a new optimizer."""
         self._num_refused = 0
         self._optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
 
     def _notice(self, acceptance: float) -> None:
-        """Whoever found out what drafts are worth is to find out anew, when they have become much better."""
-        if not acceptance < self._noticed + _NOTABLE:
+        """Count a renewal if acceptance has risen by `_NOTABLE`: policies then reset their estimates of the drafts."""
+        if not acceptance < self._noticed + _NOTABLE:  # also where it is NaN, without shadow drafts
             self._noticed, self._num_renewals = acceptance, self._num_renewals + 1
 
     def _num_replayed(self) -> int:
@@ -245,7 +248,7 @@ class Learner:
                 loss = self._loss(self._batch(batches[index]))
                 if loss is None:
                     continue
-                loss.backward(inputs=parameters)  # what it shares with the target gets no gradients
+                loss.backward(inputs=parameters)  # tensors shared with the target get no gradients
                 self._step()
                 total, num = total + float(loss.detach()), num + 1
         if num:
@@ -263,7 +266,7 @@ class Learner:
 
     def _predictions(self, batch: Batch) -> list[Predictions]:
         student = self.student
-        # What drafts in half precision learns in it: several times as fast.
+        # Half-precision drafters are trained in their dtype, which is several times as fast.
         with torch.autocast(student.device.type, student.dtype, enabled=student.dtype.itemsize == 2):
             return list(student.predictions(batch))
 
@@ -281,12 +284,13 @@ class Learner:
         if norm.isfinite():  # half precision may overflow
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        torch.clear_autocast_cache()  # of weights as they were, within a caller's context
+        torch.clear_autocast_cache()  # drops casts of the weights before the step
         self._statistics.steps += 1
 
     def _judge(self, before: Sequence[torch.Tensor], samples: Sequence[Sample], go_on: Callable[[], None]) -> bool:
         """
-        Shadow drafting: whether texts that were not learnt are drafted no worse than before, as far as so few can tell.
+        Return whether shadow drafts of held-out texts are no worse than with the weights `before`, up to the error of
+        so few texts.
         """
         if not self.options.shadow:
             return True
@@ -306,15 +310,15 @@ class Learner:
 
     def acceptance(self, samples: Sequence[Sample]) -> float:
         """
-        How often its first tokens (of heads: all tokens, weighted as in the loss) are right: what the target chose,
-        where that was greedy, else as probable as samples are accepted.
+        Return the acceptance rate of the drafter's first tokens (of heads: of all tokens, weighted as in the loss). A
+        greedy sample counts equality with the target's token, a sampled one the probability of acceptance.
         """
         rights, weights = self._judged(samples, lambda: None)
         return float(rights.sum() / weights.sum())
 
     @torch.no_grad()
     def _judged(self, samples: Sequence[Sample], go_on: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every token how right it is, times its weight, and this weight, both float32 `[n]`."""
+        """Return the acceptance of every token times its weight, and this weight, both float32 `[n]`."""
         rights, weights = [torch.zeros(0)], [torch.zeros(0)]
         for is_greedy in (True, False):
             alike = [item for item in samples if item.is_greedy == is_greedy]
@@ -333,25 +337,25 @@ class Learner:
         return overlap(item.logits, own(batch.top_ids[item.where]), batch.top_probs[item.where])
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        """Goes on from what was kept, if it is of this drafter."""
+        """Resume from the checkpoint, if it is this drafter's."""
         shapes = [tuple(item.shape) for _, item in self.student.parameters]
         found = checkpoint.load(shapes)
         if found is None:
             return
         self._resume_optimizer(found.optimizer)
-        names = {field.name for field in fields(LearningStatistics)} - {"failure"}  # which was of another process
+        names = {field.name for field in fields(LearningStatistics)} - {"failure"}  # an error of another process
         known = {name: value for name, value in found.statistics.items() if name in names}
         self._statistics = replace(self._statistics, **known)
         self.student.take(found.weights)
         self._pending = self.student.weights()
 
     def _resume_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Where another one has learnt so far, this one begins anew."""
+        """Load the optimizer's state, unless another kind of optimizer has saved it."""
         optimizer = self.options.new_optimizer([item for _, item in self.student.parameters])
         try:
             optimizer.load_state_dict(dict(state))
         except (KeyError, TypeError, ValueError) as error:
-            logger.info(f"The optimizer begins anew: {error}")
+            logger.info(f"The optimizer starts without its saved state: {error}")
             return
         if all(set(item) <= _STATES[self.options.optimizer] for item in optimizer.state.values()):
             self._optimizer = optimizer

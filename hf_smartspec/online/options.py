@@ -1,4 +1,4 @@
-"""How drafters learn while they serve."""
+"""Options of drafters that learn while they serve."""
 
 import importlib
 import importlib.util
@@ -67,11 +67,11 @@ class LearningOptions:
                 raise ValueError(f"`{name}` must be one of {list(values)}, got {getattr(self, name)!r}.")
         if self.learns_drafts and self.positions == "errors":
             raise ValueError(
-                f"`positions='errors'` is of the target's text: it goes with `sampling='teacher'`, got "
+                f"`positions='errors'` marks errors in the target's text and needs `sampling='teacher'`, got "
                 f"{self.sampling!r}."
             )
         if not any((self.every_requests, self.every_tokens, self.every_seconds)):
-            raise ValueError("One of `every_requests`, `every_tokens` and `every_seconds` must say when to learn.")
+            raise ValueError("`every_requests`, `every_tokens` and `every_seconds` must not all be None or 0.")
         if not 0 < self.beta < 1:
             raise ValueError(f"`beta` must lie between 0 and 1, got {self.beta!r}.")
         for name in ("temperature", "learning_rate", "every_seconds"):
@@ -86,7 +86,7 @@ class LearningOptions:
 
     @property
     def learns_drafts(self) -> bool:
-        """Whether what was drafted and rejected is learnt, too."""
+        """Whether rejected drafts are learnt from, too."""
         return self.sampling != "teacher"
 
     def new_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""What is kept of a request to learn from: its tokens, what the target thought of them, and what drafters look at."""
+"""Samples to train on: a request's tokens, the target's distributions, and the hidden states that drafters read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,21 +16,21 @@ from .drafted import Drafted, Layout
 @dataclass(frozen=True, eq=False)
 class Sample:
     """
-    A request that has ended. On the CPU, whatever its target runs on.
+    A request that has ended. All data are on the CPU, whatever the target's device.
 
     Args:
-        prompt (`np.ndarray` of shape `[p]`, int32): What of it drafters can learn behind: all, or where hidden states
-            of its beginning were not computed again, the rest.
-        response (`np.ndarray` of shape `[n]`, int32): What the target said.
+        prompt (`np.ndarray` of shape `[p]`, int32): The prompt, without a beginning whose hidden states were not
+            computed again.
+        response (`np.ndarray` of shape `[n]`, int32): Tokens that the target generated.
         top_ids (`torch.Tensor` of shape `[n, k]`, int32): The target's likeliest tokens in the place of each.
-        top_probs (`torch.Tensor` of shape `[n, k]`, float16): Their probabilities, before any processor. What is
-            missing from 1 belongs to all other tokens.
-        errors (`np.ndarray` of shape `[n]`, bool): Where a draft proposed something else.
-        is_greedy (`bool`): Whether the target took the likeliest tokens.
-        hidden (mapping of `int` to `torch.Tensor` of shape `[p + n - 1, hidden_size]`): By layer; of all tokens but the
-            last. Empty where the drafter looks at tokens only.
-        encoded (`np.ndarray` of shape `[e]`, int32, *optional*): What the target's encoder has read.
-        drafted (`Drafted`, *optional*): What drafts said instead, where that is to be learnt.
+        top_probs (`torch.Tensor` of shape `[n, k]`, float16): Their probabilities, before any processor. The rest up to
+            1 belongs to all other tokens.
+        errors (`np.ndarray` of shape `[n]`, bool): Tokens in whose place a draft had others only.
+        is_greedy (`bool`): Whether the target picked the likeliest tokens.
+        hidden (mapping of `int` to `torch.Tensor` of shape `[p + n - 1, hidden_size]`): Hidden states by layer, of all
+            tokens but the last. Empty for drafters that read tokens only.
+        encoded (`np.ndarray` of shape `[e]`, int32, *optional*): Tokens that the target's encoder has read.
+        drafted (`Drafted`, *optional*): Rejected drafts, where these are learnt from.
     """
 
     prompt: np.ndarray
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def num_read(self) -> int:
-        """With what was drafted."""
+        """Number of tokens, rejected drafts included."""
         return self.num_tokens + (0 if self.drafted is None else len(self.drafted))
 
     @cached_property
@@ -60,13 +60,13 @@ class Sample:
         return arrays + sum(item.nbytes for item in (self.top_ids, self.top_probs, *self.hidden.values()))
 
     def end(self, max_length: int) -> "Sample":
-        """Its last tokens, where it has more: of the prompt as few as possible are left out."""
+        """Return the sample cut to `max_length` tokens: at the prompt's start, and then at the response's end."""
         if self.num_tokens <= max_length:
             return self
-        most = min(len(self.response), max_length - 1)  # something stands before the first that is learnt
+        most = min(len(self.response), max_length - 1)  # at least one token of the prompt stays
         prompt, response = self.prompt[len(self.prompt) - (max_length - most) :], self.response[:most]
         first = len(self.prompt) - len(prompt)
-        # Copies: views would hold what is left out.
+        # Copies, since views would hold the memory of the whole sample.
         hidden = {layer: states[first : first + max_length - 1].clone() for layer, states in self.hidden.items()}
         return Sample(
             prompt.copy(), response.copy(), self.top_ids[:most].clone(), self.top_probs[:most].clone(),
@@ -77,18 +77,20 @@ class Sample:
 
 class Batch(NamedTuple):
     """
-    Samples padded on the right; lines of `rows` and `places` stand for tokens that are learnt. Where there is a
-    `layout`, what was drafted stands behind texts: of such a token, `top_ids` and `top_probs` are what follows it.
+    Samples padded on the right. With a `layout`, rejected drafts follow each row's text; their `top_ids` and
+    `top_probs` are the target's distributions after them.
 
     Args:
-        ids (`torch.Tensor` of shape `[rows, length]`, int64).
-        is_learnt (`torch.Tensor` of shape `[rows, length]`, bool): Tokens of responses, but for those that are left
-            out.
-        is_response (`torch.Tensor` of shape `[rows, length]`, bool).
-        top_ids, top_probs (`torch.Tensor` of shape `[rows, length, k]`): What stood in place of each token.
-        hidden (mapping of `int` to `torch.Tensor` of shape `[rows, length, hidden_size]`): Zeros behind the ends.
-        encoded, is_encoded (`torch.Tensor` of shape `[rows, e]`, int64 and bool, *optional*): What encoders have read,
-            and which of it is no padding.
+        ids (`torch.Tensor` of shape `[rows, length]`, int64): Token ids.
+        is_learnt (`torch.Tensor` of shape `[rows, length]`, bool): Tokens of responses that are trained on.
+        is_response (`torch.Tensor` of shape `[rows, length]`, bool): Tokens of responses.
+        top_ids, top_probs (`torch.Tensor` of shape `[rows, length, k]`, int64 and float32): The target's likeliest
+            tokens in the place of each token, and their probabilities.
+        hidden (mapping of `int` to `torch.Tensor` of shape `[rows, length, hidden_size]`): Hidden states by layer;
+            zeros after the ends.
+        encoded, is_encoded (`torch.Tensor` of shape `[rows, e]`, int64 and bool, *optional*): Tokens that the encoder
+            has read, and which of these are no padding.
+        layout (`Layout`, *optional*): Places of rejected drafts.
     """
 
     ids: torch.Tensor
@@ -104,10 +106,10 @@ class Batch(NamedTuple):
     @classmethod
     def with_drafts(cls, samples: Sequence[Sample], device: torch.device, only_drafts: bool) -> "Batch":
         """
-        Texts of drafters that look at tokens only, with what these have drafted themselves.
+        Return a batch with rejected drafts, for drafters that read tokens only.
 
         Args:
-            only_drafts (`bool`): Of the texts, learn what stands in places where something was drafted.
+            only_drafts (`bool`): Whether to train only on those tokens of texts in whose place there was a draft.
         """
         drafts = [item.drafted or _NOTHING for item in samples]
         plain = cls.of(samples, device)
@@ -129,7 +131,7 @@ class Batch(NamedTuple):
 
     @property
     def chosen(self) -> torch.Tensor:
-        """What the target says in the place of each token, or behind it where that was drafted: int64."""
+        """Tokens that each line learns, int64 `[rows, length]`: a text's own, the target's likeliest after a draft."""
         if self.layout is None:
             return self.ids
         return torch.where(self.layout.is_drafted, self.top_ids[..., 0], self.ids)
@@ -137,12 +139,14 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device, only_errors: bool = False) -> "Batch":
         """
+        Return a batch of texts without rejected drafts.
+
         Args:
-            only_errors (`bool`): Learn where drafts were wrong, and nothing of where they were right (algorithm 1).
+            only_errors (`bool`): Whether to train only on tokens that drafts got wrong (algorithm 1).
         """
         texts = [np.concatenate([item.prompt, item.response]) for item in samples]
-        learnt = [_behind(item, item.errors if only_errors else np.ones_like(item.errors)) for item in samples]
-        responses = [_behind(item, np.ones_like(item.errors)) for item in samples]
+        learnt = [_whole(item, item.errors if only_errors else np.ones_like(item.errors)) for item in samples]
+        responses = [_whole(item, np.ones_like(item.errors)) for item in samples]
         tops = [(_shifted(item, item.top_ids), _shifted(item, item.top_probs)) for item in samples]
         hidden = {
             layer: pad_sequence([_longer(item.hidden[layer]) for item in samples], batch_first=True).to(device)
@@ -163,7 +167,7 @@ class Batch(NamedTuple):
 
 
 def in_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Samples of one length together, at most `max_tokens` with padding (or one sample) in each batch."""
+    """Group samples by length into batches of at most `max_tokens` tokens with padding, or of one sample."""
     batches: list[list[Sample]] = []
     for sample in sorted(samples, key=lambda item: item.num_read):
         if not batches or (len(batches[-1]) + 1) * sample.num_read > max_tokens:
@@ -176,8 +180,8 @@ def _padded(arrays: Sequence[np.ndarray]) -> torch.Tensor:
     return pad_sequence([torch.from_numpy(item) for item in arrays], batch_first=True)
 
 
-def _behind(sample: Sample, marks: np.ndarray) -> np.ndarray:
-    """Marks of a response as those of the whole text."""
+def _whole(sample: Sample, marks: np.ndarray) -> np.ndarray:
+    """Return marks of a response as marks of the whole text, with False for the prompt."""
     return np.concatenate([np.zeros(len(sample.prompt), bool), marks])
 
 
@@ -186,7 +190,7 @@ def _shifted(sample: Sample, of_response: torch.Tensor) -> torch.Tensor:
 
 
 def _longer(states: torch.Tensor) -> torch.Tensor:
-    """With a line for the last token, whose state is not known."""
+    """Return states with a line of zeros for the last token, whose state was not computed."""
     return torch.cat([states, states.new_zeros(1, states.shape[1])])
 
 

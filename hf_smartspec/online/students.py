@@ -1,4 +1,4 @@
-"""Drafters that learn: a copy of each in float32, apart from the one that drafts."""
+"""Copies of drafters in float32 that are trained, while the originals draft."""
 
 import copy
 import weakref
@@ -17,7 +17,7 @@ from ..candidates.heads.medusa import MedusaHeads
 from ..candidates.models.draft_model import DraftModelCandidates
 from ..candidates.models.encoded import reads_encoder
 from ..candidates.models.translated.source import TranslatedDraftCandidates
-from ..training.draft import logits_behind
+from ..training.draft import logits_after
 from ..training.eagle import EagleDrafts
 from ..training.medusa import learnt
 from ..training.texts import IGNORED
@@ -30,12 +30,12 @@ _DECAY = 0.8  # of the weight of each further token of a draft in the loss: Medu
 
 class Predictions(NamedTuple):
     """
-    What a drafter says of some tokens.
+    A drafter's predictions of some tokens.
 
     Args:
-        logits (`torch.Tensor` of shape `[n, own vocab]`).
-        where (`torch.Tensor` of shape `[rows, length]`, bool): The n tokens, in order.
-        weight (`float`): In the loss.
+        logits (`torch.Tensor` of shape `[n, own vocab]`): The drafter's logits.
+        where (`torch.Tensor` of shape `[rows, length]`, bool): The n predicted tokens, in order.
+        weight (`float`): Weight in the loss.
     """
 
     logits: torch.Tensor
@@ -45,21 +45,23 @@ class Predictions(NamedTuple):
 
 class Student(ABC):
     """
+    A drafter and its copy that is trained.
+
     Args:
-        module (`nn.Module`): The one that drafts. It stays as it is until `publish`.
+        module (`nn.Module`): The module that drafts. It does not change until `publish`.
 
     Attributes:
-        hidden_layers (tuple of `int`): The target's hidden states that it looks at.
-        own_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): Ascending; the target's token that each output
-            stands for, where these are fewer.
+        hidden_layers (tuple of `int`): Layers of the target whose hidden states the drafter reads.
+        own_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): The target's token of each output, ascending, where
+            the drafter has fewer tokens.
     """
 
     hidden_layers: tuple[int, ...] = ()
     own_ids: torch.Tensor | None = None
 
-    @torch.inference_mode(False)  # of what is made there, nothing can be learnt
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained
     def __init__(self, module: nn.Module, shared: Sequence[Any] = ()):
-        self._module = weakref.ref(module)  # who learns keeps nothing that nobody drafts with any more
+        self._module = weakref.ref(module)  # a drafter that is not used any more is freed
         self.copy = copy.deepcopy(module, {id(item): item for item in shared})
         learns = {name for name, _ in self.learnt(module)}
         for name, parameter in self.copy.named_parameters():
@@ -70,15 +72,15 @@ class Student(ABC):
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Iterator[Predictions]:
-        """Of every token of a draft that it would make behind each token."""
+        """Yield, for every token of a draft, its predictions after each token of the batch."""
 
-    @classmethod  # noqa: B027 - most can
+    @classmethod  # noqa: B027 - most kinds can learn
     def check(cls, module: nn.Module) -> None:
-        """Raises `ValueError` if it is of a kind that cannot learn."""
+        """Raise `ValueError` if the module is of a kind that cannot learn."""
 
     @classmethod
     def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are to change."""
+        """Yield the names and parameters that are trained."""
         yield from module.named_parameters()
 
     @property
@@ -87,43 +89,43 @@ class Student(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it drafts."""
+        """Dtype of the weights that draft."""
         return next(iter(self._live().values())).dtype
 
     @property
     def module(self) -> nn.Module | None:
-        """What drafts; None when nobody holds it any more."""
+        """The module that drafts; None once it has been freed."""
         return self._module()
 
     def _live(self) -> dict[str, nn.Parameter]:
         module = self.module
-        assert module is not None, "whoever asks for weights of a drafter holds it"
+        assert module is not None, "callers hold the module"
         return dict(self.learnt(module))
 
     def weights(self) -> list[torch.Tensor]:
-        """A copy of what has been learnt, float32."""
+        """Return a copy of the trained weights, float32."""
         return [item.detach().clone() for _, item in self.parameters]
 
     def live_weights(self) -> list[torch.Tensor]:
-        """A copy of what drafts."""
+        """Return a copy of the weights that draft, float32."""
         live = self._live()
         return [live[name].detach().float().clone() for name, _ in self.parameters]
 
     @torch.no_grad()
     def take(self, weights: Sequence[torch.Tensor]) -> None:
-        """Goes on with these weights."""
+        """Continue training from these weights."""
         for (_, item), weight in zip(self.parameters, weights):
             item.copy_(weight)
 
-    @torch.inference_mode()  # in which models may have been made, too
+    @torch.inference_mode()  # the module's tensors may have been made in inference mode
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
-        """These are what drafts from now on."""
+        """Copy these weights into the module that drafts."""
         live = self._live()
         for (name, _), weight in zip(self.parameters, weights):
             live[name].copy_(weight)
 
     def own(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's tokens as the drafter's own; -1 where it has none."""
+        """Return the drafter's ids of the target's tokens, of the same shape; -1 for tokens that it lacks."""
         if self.own_ids is None:
             return ids
         place = torch.searchsorted(self.own_ids, ids).clamp(max=len(self.own_ids) - 1)
@@ -131,7 +133,7 @@ class Student(ABC):
 
 
 class DraftStudent(Student):
-    """A draft model, or where it has adapters (PEFT), these alone."""
+    """A draft model, or only its adapters (PEFT), if it has any."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -142,7 +144,7 @@ class DraftStudent(Student):
         model = cast(PreTrainedModel, module)
         reads_tokens = model.config.is_encoder_decoder and model.main_input_name == "input_ids"
         if reads_encoder(model) and not reads_tokens:  # samples hold no sounds
-            raise ValueError(f"{type(module).__name__} hears, or looks at the target's encoder, and cannot learn.")
+            raise ValueError(f"{type(module).__name__} hears, or reads the target's encoder outputs, and cannot learn.")
 
     @classmethod
     def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -161,14 +163,15 @@ class DraftStudent(Student):
         if batch.layout is not None:
             yield from self._with_drafts(batch.ids, where, batch.layout)
             return
-        yield Predictions(logits_behind(model, batch.ids, where[:, 1:]), where)
+        yield Predictions(logits_after(model, batch.ids, where[:, 1:]), where)
 
     def _with_drafts(self, ids: torch.Tensor, where: torch.Tensor, layout: Layout) -> Iterator[Predictions]:
         where = where | layout.is_drafted
         if not bool(where.any()):
             return
         rows, columns = where.nonzero(as_tuple=True)
-        columns = torch.where(layout.is_drafted[where], columns, columns - 1)  # texts are said by what stands before
+        # Logits are after a drafted token, and before a text's token.
+        columns = torch.where(layout.is_drafted[where], columns, columns - 1)
         first = int(columns.min())
         yield Predictions(logits_with_branches(self.copy, ids, layout, first)[rows, columns - first], where)
 
@@ -178,7 +181,7 @@ class DraftStudent(Student):
 
 
 class MedusaStudent(Student):
-    """Medusa heads. The target's output, which they may use, stays as it is."""
+    """Medusa heads. The target's output layer, which they may share, is not trained."""
 
     hidden_layers = (LAST,)
 
@@ -211,7 +214,7 @@ class MedusaStudent(Student):
 
 
 class EagleStudent(Student):
-    """Heads of EAGLE-3, which go on from their own features."""
+    """Heads of EAGLE-3, which draft further tokens from their own features."""
 
     def __init__(self, heads: EagleHeads, num_steps: int = 3):
         super().__init__(heads, heads._target_parts)
@@ -221,7 +224,7 @@ class EagleStudent(Student):
     @classmethod
     def check(cls, module: nn.Module) -> None:
         if not cast(EagleHeads, module).is_third:
-            raise ValueError("Heads of EAGLE-1 and 2 cannot learn while they serve: use such of EAGLE-3.")
+            raise ValueError("Heads of EAGLE-1 and 2 cannot learn while they serve: use those of EAGLE-3.")
 
     @classmethod
     def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -239,7 +242,7 @@ class EagleStudent(Student):
 
 
 def student_of(module: nn.Module) -> Student:
-    """What learns of a drafter."""
+    """Return a student of a drafter."""
     kind: Callable[[Any], Student] = _kind_of(module)
     return kind(module)
 
@@ -251,11 +254,11 @@ def _kind_of(module: nn.Module) -> type["DraftStudent | MedusaStudent | EagleStu
 
 
 def check_student(module: nn.Module, target: nn.Module) -> None:
-    """Raises `ValueError` unless a drafter can learn, and the target stays as it is meanwhile."""
+    """Raise `ValueError` if a drafter cannot learn, or shares trained parameters with the target."""
     kind, name = _kind_of(module), type(module).__name__
     kind.check(module)
     if getattr(module, "hf_quantizer", None) is not None and not _has_adapters(module):
-        raise ValueError(f"`online` is given, and {name} is quantized: let it learn before, or give it adapters.")
+        raise ValueError(f"`online` is given, and {name} is quantized: train it before that, or give it adapters.")
     storages = {_address(item) for item in target.parameters() if not item.is_meta}
     for parameter_name, parameter in kind.learnt(module):
         if parameter.is_meta or not parameter.is_floating_point():
@@ -263,13 +266,13 @@ def check_student(module: nn.Module, target: nn.Module) -> None:
             raise ValueError(f"`online` is given, and `{parameter_name}` of {name} {kept}, which cannot learn.")
         if _address(parameter) in storages:
             raise ValueError(
-                f"`online` is given, and `{parameter_name}` of {name} is the target's own, which must stay as it is: "
+                f"`online` is given, and `{parameter_name}` of {name} is the target's own, which must not change: "
                 "give the drafter weights of its own, or adapters."
             )
 
 
 def check_drafts(module: nn.Module, sampling: str, max_length: int) -> None:
-    """Raises `ValueError` unless a drafter can learn from texts of its own."""
+    """Raise `ValueError` if a drafter cannot learn from rejected drafts."""
     model: Any = module
     is_decoder = _kind_of(module) is DraftStudent and not model.config.is_encoder_decoder
     if not is_decoder or not reads_branches(module, max_length):
@@ -288,7 +291,7 @@ def _address(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def module_of(source: TreeCandidateGenerator) -> nn.Module | None:
-    """What drafts in a source and can learn, if anything."""
+    """Return the module of a source that drafts and can learn; None if there is none."""
     source = source.origin
     if isinstance(source, DraftModelCandidates):
         return None if isinstance(source, TranslatedDraftCandidates) else source.model

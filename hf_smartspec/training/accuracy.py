@@ -1,4 +1,4 @@
-"""How often drafters are right on texts that were held out."""
+"""Top-k accuracy of drafters on held-out texts."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,15 +8,18 @@ from .texts import Text, collate
 
 TOP = (1, 3, 8)
 
-# From texts and labels `[rows, length]`, of each token of a draft: the drafter's best tokens `[n, up to max(TOP)]`, the
-# best first, and the right ones `[n]`.
+# From ids and labels `[rows, length]`, yields for each token of a draft the drafter's likeliest tokens
+# `[n, up to max(TOP)]`, the likeliest first, and the right ones `[n]`.
 Guesses = Callable[[torch.Tensor, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def accuracy(
     guesses: Guesses, num_tokens: int, texts: Sequence[Text], max_length: int, batch_size: int, device: torch.device
 ) -> list[dict[int, float]]:
-    """For each of `num_tokens` tokens of a draft, how often the right one is among the 1, 3 or 8 likeliest."""
+    """
+    Return, for each of `num_tokens` tokens of a draft, the share of places where the right token is among the drafter's
+    1, 3 or 8 likeliest.
+    """
     hits, counts = torch.zeros(num_tokens, len(TOP)), torch.zeros(num_tokens)
     for start in range(0, len(texts), batch_size):
         batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
@@ -29,5 +32,5 @@ def accuracy(
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The best tokens `[n, up to max(TOP)]` by their logits `[n, vocab]`."""
+    """Return the likeliest tokens `[n, up to max(TOP)]` by logits `[n, vocab]`, the likeliest first."""
     return logits.topk(min(max(TOP), logits.shape[-1]), dim=-1).indices

@@ -1,4 +1,4 @@
-"""What a trained drafter says of itself."""
+"""The model card of a trained drafter."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +14,15 @@ _KINDS = {
 
 def write_card(folder: Path, kind: str, target: str, accuracy: Sequence[dict[int, float]], num_texts: int) -> None:
     """
-    Writes `README.md`, the folder's model card.
+    Write `README.md`, the folder's model card.
 
     Args:
         kind (`str`): "medusa", "eagle3" or "draft".
-        target (`str`): Folder or hub id of the model that it drafts for.
-        accuracy (sequence of `dict`): Of each token of a draft, how often the right one is among so many.
-        num_texts (`int`): That were held out, and that this is measured on.
+        target (`str`): Folder or hub id of the model that the drafter drafts for.
+        accuracy (sequence of `dict`): For each token of a draft, the share of right ones among the k likeliest, by k.
+        num_texts (`int`): Number of held-out texts that this was measured on.
     """
-    # A folder is nobody else's name for the target.
+    # A local folder names the target on this machine only.
     base = None if Path(target).exists() else target
     data = ModelCardData(base_model=base, library_name="transformers", tags=["speculative-decoding", kind])
     tops = list(accuracy[0])

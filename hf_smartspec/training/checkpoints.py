@@ -1,4 +1,4 @@
-"""Checkpoints of training: written whole or not at all, and found again."""
+"""Checkpoints of training, written whole or not at all."""
 
 import json
 import os
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = "unfinished"  # folder of the checkpoint that is being written
-_KEPT = 2  # the newest, and one to step back to
+_KEPT = 2  # the newest, and one to fall back to
 _WEIGHTS, _STATE = "model.safetensors", "trainer_state.json"
 _ARCHIVES = ("optimizer.pt", "scheduler.pt")
 
@@ -31,8 +31,8 @@ class Checkpoint(NamedTuple):
     A complete checkpoint.
 
     Args:
-        folder (`Path`): Where it lies.
-        step, num_steps (`int`): Updates up to it, and in all.
+        folder (`Path`): The checkpoint's folder.
+        step, num_steps (`int`): Updates up to the checkpoint, and of the whole training.
     """
 
     folder: Path
@@ -41,24 +41,24 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to be trained."""
+        """Whether training was complete."""
         return self.step >= self.num_steps
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder, if there is one; a warning names those that are not."""
+    """Return the newest complete checkpoint in a folder, or None; log a warning for each incomplete one."""
     for path in _newest_first(folder):
         if (found := _opened(path)) is not None:
             return found
-        logger.warning(f"The checkpoint {str(path)!r} is incomplete: stepping back to the one before.")
+        logger.warning(f"The checkpoint {str(path)!r} is incomplete: falling back to the one before.")
     return None
 
 
 @contextmanager
 def write_checkpoint(folder: Path, step: int) -> Iterator[Path]:
     """
-    Yield a folder in which `checkpoint-{step}` is to be written. It is moved to its place when it is whole, and all but
-    the newest are deleted.
+    Yield a folder in which the caller writes `checkpoint-{step}`. It is then moved to its place, and all but the newest
+    checkpoints are deleted.
     """
     place = folder / _UNFINISHED
     shutil.rmtree(place, ignore_errors=True)
@@ -73,23 +73,23 @@ def write_checkpoint(folder: Path, step: int) -> Iterator[Path]:
     os.replace(written_folder, final)
     shutil.rmtree(place)
     found = _newest_first(folder)
-    newest = found.index(final)  # those beyond were incomplete when training went on before them
+    newest = found.index(final)  # those of later steps were incomplete, and training resumed before them
     for old in found[:newest] + found[newest + _KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def distinct(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state dict, each once: of tied ones, under the first of their names."""
+    """Return the tensors of a state dict, with tied tensors once, under the first of their names."""
     seen: dict[tuple, str] = {}
     return {name: item for name, item in state.items() if seen.setdefault(_identity(name, item), name) == name}
 
 
 def load_weights(module: nn.Module, checkpoint: Path) -> None:
     """
-    Load what `distinct` has left; what is tied in the module gets its tensor with the other.
+    Load the tensors that `distinct` has kept into a module; tied ones share them.
 
     Raises:
-        ValueError: if the tensors are those of another module.
+        ValueError: if the names of the tensors are not the module's.
     """
     found = load_file(checkpoint / _WEIGHTS)
     if found.keys() != distinct(module.state_dict()).keys():
@@ -107,10 +107,10 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _opened(path: Path) -> Checkpoint | None:
-    """Return it if all files that training goes on from are whole."""
+    """Return the checkpoint in a folder, or None if a file that training resumes from is missing or incomplete."""
     try:
         state = json.loads((path / _STATE).read_text())
-        with safe_open(path / _WEIGHTS, "pt"):  # refuses what is too short
+        with safe_open(path / _WEIGHTS, "pt"):  # raises for files that are too short
             pass
         if all(is_zipfile(path / name) for name in _ARCHIVES):
             return Checkpoint(path, int(state["global_step"]), int(state["max_steps"]))

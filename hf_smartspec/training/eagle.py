@@ -1,4 +1,4 @@
-"""EAGLE-3's heads learn to go on from their own features ("training-time test", arXiv 2503.01840, section 3.2)."""
+"""Training of EAGLE-3's heads on their own features ("training-time test", arXiv 2503.01840, section 3.2)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,27 +16,27 @@ from .accuracy import accuracy, likeliest
 from .texts import IGNORED, Text
 
 _DECAY = 0.8  # of the weight of each further step in the loss
-_ROPE = ("default", "linear", "llama3", "yarn")  # what the heads take over of the target
+_ROPE = ("default", "linear", "llama3", "yarn")  # types that the heads copy from the target
 
 
 def new_heads(
     target: PreTrainedModel, token_ids: torch.Tensor | None = None, neurons: int | None = None, seed: int = 0
 ) -> EagleHeads:
     """
-    Untrained heads of EAGLE-3 with the target's size of heads, in float32. Their output begins as the target's.
+    Return untrained EAGLE-3 heads in float32, with the target's attention heads and a copy of its output weights.
 
     Args:
-        token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): The tokens that they may draft, ascending; all,
-            where not given.
-        neurons (`int`, *optional*): Intermediate size of their MLP; the target's, where not given.
-        seed (`int`): Of the weights. torch's global generators stay as they are.
+        token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): Tokens that the heads may draft, ascending; all
+            by default.
+        neurons (`int`, *optional*): Intermediate size of the MLP; the target's by default.
+        seed (`int`): Seed of the weights. torch's global generators are not used.
 
     Raises:
-        ValueError: for a target whose output is quantized.
+        ValueError: for a target whose output layer is quantized.
     """
     output: Any = target.get_output_embeddings()
     if not output.weight.is_floating_point():
-        raise ValueError("The heads begin with the target's output, which is quantized: train them before that.")
+        raise ValueError("The heads start from the target's output layer, which is quantized: train them before that.")
     config, layers = _layer_config(target, neurons), default_layers(target)
     size, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -60,7 +60,7 @@ def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
     config = target.config.get_text_config(decoder=True)
     heads = shared_value(config, "num_attention_heads") or 1
     rope = getattr(config, "rope_parameters", None)
-    # Others depend on the length of the text, or turn a part of each head only, which a Llama does not.
+    # Other types depend on the length of the text, or rotate only a part of each head, which a Llama does not.
     is_known = isinstance(rope, dict) and "rope_theta" in rope and rope.get("rope_type") in _ROPE
     turns_all = isinstance(rope, dict) and rope.get("partial_rotary_factor", 1.0) == 1.0
     return LlamaConfig(
@@ -78,7 +78,7 @@ def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
 
 
 def frequent_tokens(texts: Sequence[Text], num: int, vocab_size: int) -> torch.Tensor | None:
-    """The `num` most frequent tokens of responses, ascending; None where these are all that there are."""
+    """Return the `num` most frequent tokens of responses, ascending, int64 `[num]`; None if these are all tokens."""
     if num >= vocab_size:
         return None
     counts = np.bincount(np.concatenate([item.response for item in texts]), minlength=vocab_size)
@@ -88,11 +88,11 @@ def frequent_tokens(texts: Sequence[Text], num: int, vocab_size: int) -> torch.T
 
 class EagleDrafts:
     """
-    What heads draft behind every token of texts, with gradients.
+    Drafts of EAGLE-3's heads after every token of texts, with gradients.
 
     Args:
-        heads (`EagleHeads`): Of EAGLE-3.
-        num_steps (`int`): Tokens behind each.
+        heads (`EagleHeads`): EAGLE-3's heads.
+        num_steps (`int`): Tokens drafted after each token.
     """
 
     def __init__(self, heads: EagleHeads, num_steps: int):
@@ -104,16 +104,16 @@ class EagleDrafts:
         """
         Args:
             input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
-            states (`torch.Tensor` of shape `[rows, length, layers * hidden]`): The target's.
+            states (`torch.Tensor` of shape `[rows, length, layers * hidden]`): The target's hidden states.
 
         Yields:
-            Of every step, the logits `[n, own vocab]` of what is learnt from, and where that is, in the text without
-            its first `step + 1` tokens: bool `[rows, length - step - 1]`. In step k, position i has token i + k + 1,
-            and what the step before has left there.
+            For every step, the logits `[n, own vocab]` of the positions that are trained on, and a mask of these
+            positions, bool `[rows, length - step - 1]`. In step k, position i reads token i + k + 1, and the features
+            that the step before has left at position i.
         """
         heads, length = self.heads, input_ids.shape[1]
         features, first = heads.combine(states), 0
-        begin = max(int((labels != IGNORED).any(0).int().argmax()) - 2, 0)  # of what is learnt from
+        begin = max(int((labels != IGNORED).any(0).int().argmax()) - 2, 0)  # first position that is trained on
         memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(min(self.num_steps, length - 2)):
             end = length - step - 1
@@ -121,18 +121,19 @@ class EagleDrafts:
             x, residual = heads.inputs(heads.embed(input_ids[:, first + step + 1 :]), features[:, : end - first])
             features = heads.layer_output(residual + self._attend(x, positions, first, memory))
             where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
-            # All of a draft lies in the response, whatever the other texts' prompts are.
+            # Train on drafts that lie in the response as a whole.
             where[:, :-1] = (labels[:, 2 : end + 1] != IGNORED) & (labels[:, step + 2 :] != IGNORED)
             yield heads.logits(features[where[:, first:]], is_learnt=True), where
-            if step == 0:  # further steps are for what is learnt from only
+            if step == 0:  # further steps run at trained positions only
                 first, features = begin, features[:, begin:]
 
     def _attend(
         self, x: torch.Tensor, positions: torch.Tensor, first: int, memory: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
         """
-        Attention `[rows, n, hidden]` to the text so far, which the first step has seen, and, of what later steps have
-        seen, to this position's own, within the layer's window; n positions from `first` on.
+        Return attention outputs `[rows, n, hidden]` of the n positions from `first` on. A position attends to the text
+        so far by keys of the first step, and to keys of later steps at the same position only, within the layer's
+        window.
         """
         window, step = window_of(self.heads.config), len(memory)
         query, key, value = (self._split(name, x) for name in ("q_proj", "k_proj", "v_proj"))
@@ -158,41 +159,41 @@ class EagleDrafts:
         return self.heads.parts["o_proj"](output.transpose(1, 2).flatten(2))
 
     def _split(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, heads, n, head_dim]`"""
+        """Return the projection `name` of x, split into heads: `[rows, heads, n, head_dim]`."""
         return self.heads.parts[name](x).unflatten(2, (-1, self.heads.config.head_dim)).transpose(1, 2)
 
 
 class EagleTraining(nn.Module):
     """
-    The loss of heads that go on from their own features for some steps. Only the heads are parameters: the target is
-    frozen, and no part of what is saved.
+    Module whose forward returns the loss of heads that draft some steps from their own features. Only the heads are
+    trained and saved; the target is frozen.
 
     Args:
         target (`PreTrainedModel`): A decoder.
-        heads (`EagleHeads`): Of EAGLE-3, in float32.
-        num_steps (`int`): Tokens that they draft behind each token of a text.
+        heads (`EagleHeads`): EAGLE-3's heads, in float32.
+        num_steps (`int`): Tokens that the heads draft after each token of a text.
 
     Raises:
-        ValueError: for heads that look at what the last layer leaves, which transformers gives behind the norm only.
+        ValueError: for heads that read the last layer's output, which transformers returns only after the final norm.
     """
 
     def __init__(self, target: PreTrainedModel, heads: EagleHeads, num_steps: int = 4):
         super().__init__()
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         if not all(0 <= layer < num_layers for layer in heads.hidden_layers):
-            raise ValueError(f"Heads that look at layers {heads.hidden_layers} of {num_layers} cannot be trained.")
+            raise ValueError(f"Heads that read layers {heads.hidden_layers} of {num_layers} cannot be trained.")
         self.parts = heads.parts.requires_grad_(True)
         self.num_steps = num_steps
-        self._others = target.eval().requires_grad_(False), heads
+        self._frozen = target.eval().requires_grad_(False), heads  # in a tuple, so that they are no submodules
         self._drafts = EagleDrafts(heads, num_steps)
 
     @property
     def target(self) -> PreTrainedModel:
-        return self._others[0]
+        return self._frozen[0]
 
     @property
     def heads(self) -> EagleHeads:
-        return self._others[1]
+        return self._frozen[1]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """
@@ -200,45 +201,46 @@ class EagleTraining(nn.Module):
             input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
 
         Returns:
-            `loss`: cross-entropies with the target's distributions, means of every step, weighted by 0.8 ** step.
+            `loss`: each step's mean cross-entropy with the target's distributions, weighted by 0.8 ** step, summed.
         """
         device = input_ids.device.type
-        # Heads of a target of half precision are used in that, and learn in it: several times as fast.
+        # Heads draft in a half-precision target's dtype, and are trained in it: several times as fast.
         with torch.autocast(device, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
-            states, hidden = self._known(input_ids)
-            losses = [next(self.parts.parameters()).sum() * 0.0]  # of texts that are too short
+            states, hidden = self._target_states(input_ids)
+            losses = [next(self.parts.parameters()).sum() * 0.0]  # a loss with gradients where texts are too short
             for step, (logits, where) in enumerate(self._drafts(input_ids, labels, states)):
                 if len(logits):
-                    wanted = self._wanted(hidden[:, step + 1 :][where])
+                    wanted = self._target_probs(hidden[:, step + 1 :][where])
                     losses.append(-(_DECAY**step) * (wanted * logits.float().log_softmax(dim=-1)).sum(-1).mean())
         return {"loss": torch.stack(losses).sum()}
 
     @torch.no_grad()
-    def _known(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _target_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        The target's hidden states `[rows, length, layers * hidden]`, and those behind its norm, `[rows, length,
-        hidden]`.
+        Return the target's hidden states `[rows, length, layers * hidden]` that the heads read, and its last ones,
+        after the final norm, `[rows, length, hidden]`.
         """
         output = self.target.get_decoder()(input_ids=input_ids, output_hidden_states=True, use_cache=False)
         states = torch.cat([output.hidden_states[layer] for layer in self.heads.hidden_layers], dim=-1)
         return states.to(self.heads.dtype), output.last_hidden_state
 
     @torch.no_grad()
-    def _wanted(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's probabilities `[n, own vocab]` of what may be drafted, behind such states `[n, hidden]`."""
+    def _target_probs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the target's probabilities `[n, own vocab]` of the heads' tokens from last states `[n, hidden]`."""
         output: Any = self.target.get_output_embeddings()
         probs, ids = output(hidden).float().softmax(dim=-1), self.heads.token_ids
         return probs if ids is None else probs.index_select(-1, ids)
 
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """
-        For each step, how often the right token is among the 1, 3 or 8 likeliest, where all before it were right.
+        Return, for each step, the share of places where the right token is among the 1, 3 or 8 likeliest, given right
+        tokens before it.
         """
         return accuracy(self._guesses, self.num_steps, texts, max_length, batch_size, self.target.device)
 
     @torch.no_grad()
     def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        states, _ = self._known(ids)
+        states, _ = self._target_states(ids)
         for step, (logits, where) in enumerate(self._drafts(ids, labels, states)):
             best, own = likeliest(logits), self.heads.token_ids
             yield best if own is None else own[best], ids[:, step + 2 :][where[:, :-1]]

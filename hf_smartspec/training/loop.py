@@ -1,4 +1,4 @@
-"""The training loop is transformers' `Trainer`: progress and schedule are its."""
+"""The training loop: transformers' `Trainer`, with whole checkpoints about every minute and at Ctrl-C."""
 
 import signal
 import threading
@@ -24,13 +24,15 @@ _SAVE_SECONDS = 60.0  # between two checkpoints
 @dataclass(frozen=True)
 class Schedule:
     """
+    Length and learning rate of a training.
+
     Args:
         epochs (`float`): Passes over the texts.
         steps (`int`, *optional*): Updates in all, in place of epochs.
-        batch_size (`int`): Texts of an update.
-        max_length (`int`): Tokens of each.
-        learning_rate (`float`): Highest; a cosine down to 0 after a warm-up.
-        seed (`int`): Of the order.
+        batch_size (`int`): Texts per update.
+        max_length (`int`): Tokens per text.
+        learning_rate (`float`): Highest rate; after a warm-up it follows a cosine down to 0.
+        seed (`int`): Seed of the order of texts.
     """
 
     epochs: float = 3.0
@@ -49,12 +51,12 @@ def train(
     resume: Checkpoint | None = None,
 ) -> None:
     """
-    Train what is a parameter of a module that returns its loss. A checkpoint is written about every minute, at the end,
-    and at Ctrl-C, after the step that runs; a second Ctrl-C ends at once.
+    Train the parameters of a module whose forward returns its loss. Write a checkpoint about every minute, at the end,
+    and at Ctrl-C after the running step; a second Ctrl-C stops at once.
 
     Args:
-        folder (`Path`): Of checkpoints.
-        resume (`Checkpoint`, *optional*): Where to go on.
+        folder (`Path`): Folder of checkpoints.
+        resume (`Checkpoint`, *optional*): The checkpoint to resume from.
 
     Raises:
         KeyboardInterrupt: after the checkpoint.
@@ -73,7 +75,7 @@ def train(
         weight_decay=0.0,
         max_grad_norm=1.0,
         seed=schedule.seed,
-        save_strategy="no",  # `_Saving` says when
+        save_strategy="no",  # `_Saving` decides
         logging_steps=10,
         report_to=[],
         remove_unused_columns=False,
@@ -91,7 +93,7 @@ def train(
 
 
 class _Trainer(Trainer):
-    """Writes whole checkpoints or none, in which tied tensors lie once."""
+    """transformers' trainer with checkpoints that are written whole or not at all, and hold tied tensors once."""
 
     _place: Path | None = None
 
@@ -118,7 +120,10 @@ class _Trainer(Trainer):
 
 
 class _Order(Sampler):
-    """Texts of about one length together, for little padding. Each epoch has its order, wherever training resumes."""
+    """
+    Sampler that groups texts of similar lengths, for little padding. The order of an epoch depends on its number and
+    the seed only, so that training can resume anywhere.
+    """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
         self._lengths, self._batch_size, self._seed, self._epoch = list(lengths), batch_size, seed, 0
@@ -135,7 +140,7 @@ class _Order(Sampler):
 
 
 class _Saving(TrainerCallback):
-    """Asks for a checkpoint when one is due, and for the end when training was interrupted."""
+    """Callback that requests a checkpoint when one is due, and the end of training after an interrupt."""
 
     def __init__(self) -> None:
         self.is_interrupted = False
@@ -152,7 +157,7 @@ class _Saving(TrainerCallback):
 
 @contextmanager
 def _waiting_for_the_step(saving: _Saving) -> Iterator[None]:
-    """Let the first Ctrl-C wait for the step that runs: within an update, weights are half of it."""
+    """Let the first Ctrl-C wait for the running step: in the middle of an update, weights are half updated."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals do not arrive here
         return

@@ -1,4 +1,4 @@
-"""Token ids that drafters learn from, in batches."""
+"""Training texts of drafters as token ids, and their batches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +10,13 @@ IGNORED = -100
 
 
 class Text(NamedTuple):
-    """A request and its response as token ids, int64 `[n]` each; what is drafted later is the response."""
+    """A request and its response as token ids, int64 `[n]` each. Drafters learn to predict responses."""
 
     prompt: np.ndarray
     response: np.ndarray
 
     def example(self, max_length: int) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` `[n]`, which are ignored in the prompt; of long prompts, the end."""
+        """Return `input_ids` and `labels`, `[n]` each; the prompt's are ignored. Long prompts are cut at the start."""
         response = self.response[:max_length]
         prompt = self.prompt[max(len(self.prompt) + len(response) - max_length, 0) :]
         ids = torch.from_numpy(np.concatenate([prompt, response]))
@@ -27,8 +27,8 @@ class Text(NamedTuple):
 
 def collate(examples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """
-    Examples padded on the right, `[rows, length]`: nothing before it sees the padding under a causal mask, and nothing
-    is learnt of it.
+    Return examples as one batch `[rows, length]`, padded on the right: under a causal mask no token attends to the
+    padding, and its labels are ignored.
     """
     pad = torch.nn.utils.rnn.pad_sequence
     return {
@@ -39,8 +39,8 @@ def collate(examples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 def split(texts: Sequence[Text], part: float, seed: int = 0) -> tuple[list[Text], list[Text]]:
     """
-    Those that are learnt from, and a part that is held out: at least one each. Texts with the same prompt are on one
-    side.
+    Split texts into those to train on and a part that is held out, at least one each. Texts with the same prompt stay
+    together.
 
     Raises:
         ValueError: for fewer than two different prompts.

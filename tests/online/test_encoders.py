@@ -54,7 +54,7 @@ def test_samples_hold_what_the_encoder_has_read():
 def test_drafts_that_hear_cannot_learn():
     target, draft = new_model("whisper"), new_model("whisper", seed=1)
     online = OnlineDistillation(background=False)
-    with hf_smartspec.enabled(target), pytest.raises(ValueError, match="hears, or looks at the target's encoder"):
+    with hf_smartspec.enabled(target), pytest.raises(ValueError, match="hears, or reads the target's encoder"):
         target.generate(torch.zeros(1, 8, 40), assistant=SmartSpecConfig(draft, online=online), max_new_tokens=2)
 
 

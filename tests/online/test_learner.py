@@ -185,7 +185,7 @@ def test_who_gives_up_in_the_middle_of_an_update_keeps_nothing(target, ends):
     "options, message",
     [
         ({"loss": "tv"}, "`loss` must be one of"),
-        ({"every_requests": None}, "must say when"),
+        ({"every_requests": None}, "must not all be None"),
         ({"every_requests": 0}, "every_requests"),
         ({"beta": 1.0}, "`beta`"),
         ({"temperature": 0.0}, "`temperature`"),

@@ -192,7 +192,7 @@ def test_of_long_requests_no_more_is_kept_meanwhile_than_samples_need(target, ki
 
     def show(self, steps, logits):
         original(self, steps, logits)
-        most.extend((self._courses[name].num_hidden, self._courses[name].num_tokens) for name in steps)
+        most.extend((self._recordings[name].num_hidden, self._recordings[name].num_tokens) for name in steps)
 
     monkeypatch.setattr(SampleRecorder, "show", show)
     prompt, new = list(range(5, 45)), 20
@@ -224,4 +224,4 @@ def test_a_request_of_which_a_step_could_not_be_kept_teaches_nothing():
         recorder.show({"a": Shown(Committed(np.array([4])), 0)}, "none")
     recorder.show(*step([5]))
     recorder.stop("a")
-    assert not samples and not recorder._courses
+    assert not samples and not recorder._recordings

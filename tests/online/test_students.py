@@ -177,7 +177,7 @@ def test_kinds_that_cannot_learn_are_refused(target):
     del heads.parts["hidden_norm"]
     with pytest.raises(ValueError, match="EAGLE-1 and 2"):
         check_student(heads, target)
-    with pytest.raises(ValueError, match="hears, or looks at the target's encoder"):
+    with pytest.raises(ValueError, match="hears, or reads the target's encoder"):
         check_student(new_model("whisper"), target)
 
 
