@@ -1,4 +1,4 @@
-"""Load on an engine in virtual time: the real loop, scheduler, sources and policies; only forwards are a clock."""
+"""Simulation of an engine under load in virtual time: real loop, scheduler, sources and policies, without a model."""
 
 from .arrivals import Trace, alternating, gamma, poisson, read_trace
 from .clock import EventClock

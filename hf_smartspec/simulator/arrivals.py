@@ -1,4 +1,4 @@
-"""When requests arrive: renewal processes, phases of different rates, and recorded traces."""
+"""Arrival times of requests: renewal processes, phases of different rates, and recorded traces."""
 
 import csv
 import gzip
@@ -11,18 +11,18 @@ import numpy as np
 
 
 def poisson(rate: float, num_requests: int, rng: np.random.Generator) -> np.ndarray:
-    """Arrival times of a Poisson process of `rate` requests per second, `[num_requests]` float64, in seconds."""
+    """Draw arrival times of a Poisson process of `rate` requests per second, `[num_requests]` float64, in seconds."""
     return gamma(rate, 1.0, num_requests, rng)
 
 
 def gamma(rate: float, variation: float, num_requests: int, rng: np.random.Generator) -> np.ndarray:
     """
-    Arrival times whose intervals follow a Gamma distribution (Su et al., section 5.3).
+    Draw arrival times whose intervals follow a Gamma distribution (Su et al., section 5.3).
 
     Args:
         rate (`float`): Requests per second.
-        variation (`float`): Coefficient of variation of the intervals; 0 is regular, 1 a Poisson process, more comes in
-            bursts.
+        variation (`float`): Coefficient of variation of the intervals: 0 for regular arrivals, 1 for a Poisson process,
+            more for bursts.
 
     Returns:
         `np.ndarray` of shape `[num_requests]`, float64: seconds, rising.
@@ -35,11 +35,11 @@ def alternating(
     rates: Sequence[float], period: float, num_requests: int, rng: np.random.Generator, variation: float = 1.0
 ) -> np.ndarray:
     """
-    Arrival times under phases of `period` seconds, which have the given rates in turn (Su et al., Figure 6): a process
-    of rate 1 on a time that runs as fast as requests come.
+    Draw arrival times in phases of `period` seconds with the given rates in turn (Su et al., Figure 6). A process of
+    rate 1 is drawn, and its time rescaled by the phases' rates.
 
     Args:
-        rates (sequence of `float`): Requests per second, of each phase; after the last comes the first.
+        rates (sequence of `float`): Requests per second of each phase; the first phase follows the last.
         variation (`float`): As in `gamma`.
 
     Returns:
@@ -50,14 +50,14 @@ def alternating(
         raise ValueError("`rates` must name at least one rate, got none.")
     for rate in rates:
         _check_positive("rates", rate)
-    expected = np.cumsum(_intervals(variation, num_requests, rng))  # requests that are due at each arrival
+    expected = np.cumsum(_intervals(variation, num_requests, rng))  # expected number of requests by each arrival
     num_phases = len(rates) * (int(expected[-1] / (sum(rates) * period)) + 1) if num_requests else 0
     due = np.cumsum([0.0, *(rates[phase % len(rates)] * period for phase in range(num_phases))])
     return np.interp(expected, due, np.arange(num_phases + 1) * period)
 
 
 def _intervals(variation: float, num_requests: int, rng: np.random.Generator) -> np.ndarray:
-    """Intervals of mean 1, `[num_requests]` float64."""
+    """Draw intervals of mean 1, `[num_requests]` float64."""
     if not np.isfinite(variation) or variation < 0:
         raise ValueError(f"`variation` must be a number of at least 0, got {variation!r}.")
     if num_requests < 0:
@@ -78,9 +78,9 @@ class Trace(NamedTuple):
 
     Args:
         times (`np.ndarray` of shape `[n]`, float64): Seconds since the first.
-        prompt_lens, output_lens (`np.ndarray` of shape `[n]`, int64): Tokens, at least 1.
-        blocks (list of `np.ndarray`): For every request the ids of its prompt's blocks of 512 tokens, if the trace has
-            them: equal ids are equal text.
+        prompt_lens, output_lens (`np.ndarray` of shape `[n]`, int64): Numbers of tokens, at least 1.
+        blocks (list of `np.ndarray`, *optional*): For every request the ids of its prompt's blocks of 512 tokens, if
+            the trace has them: equal ids are equal text.
     """
 
     times: np.ndarray
@@ -94,19 +94,19 @@ class Trace(NamedTuple):
         return (len(self.times) - 1) / max(float(self.times[-1]), 1e-9)
 
     def at_rate(self, rate: float) -> "Trace":
-        """The same trace, played faster or slower."""
+        """Return the trace with its times scaled to `rate` requests per second."""
         _check_positive("rate", rate)
         return self._replace(times=self.times * (self.rate / rate))
 
     def shortened(self, max_prompt: int, max_output: int) -> "Trace":
-        """The same arrivals, with longer prompts and outputs cut to these numbers of tokens."""
+        """Return the trace with prompts and outputs cut to these numbers of tokens."""
         return self._replace(
             prompt_lens=np.minimum(self.prompt_lens, max_prompt), output_lens=np.minimum(self.output_lens, max_output)
         )
 
 
 class _Format(NamedTuple):
-    """The columns of one kind of trace."""
+    """Names of the columns of a kind of trace, and how to parse its times."""
 
     time: str
     prompt: str
@@ -128,12 +128,12 @@ _FORMATS = (
 
 def read_trace(path: str | Path, num_requests: int | None = None) -> Trace:
     """
-    The first requests of a trace: a .csv or .csv.gz file of the Azure LLM inference traces (TIMESTAMP, ContextTokens,
-    GeneratedTokens) or of Mooncake's (timestamp_ms, input_length, output_length, hash_ids).
+    Read a trace, or its first `num_requests` requests: a .csv or .csv.gz file of the Azure LLM inference traces
+    (TIMESTAMP, ContextTokens, GeneratedTokens) or of Mooncake's (timestamp_ms, input_length, output_length, hash_ids).
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no such trace.
+        ValueError: if the file is no such trace.
     """
     path = Path(path)
     try:
@@ -142,7 +142,7 @@ def read_trace(path: str | Path, num_requests: int | None = None) -> Trace:
             names = reader.fieldnames or []
             form = next((item for item in _FORMATS if {item.time, item.prompt, item.output} <= set(names)), None)
             if form is None:
-                raise ValueError(f"{str(path)!r} is no trace that is known: its columns are {', '.join(names)}.")
+                raise ValueError(f"{str(path)!r} is no trace of a known format: its columns are {', '.join(names)}.")
             rows = [row for _, row in zip(range(num_requests if num_requests is not None else 2**62), reader)]
         if not rows:
             raise ValueError(f"{str(path)!r} holds no requests.")
@@ -150,7 +150,7 @@ def read_trace(path: str | Path, num_requests: int | None = None) -> Trace:
         lens = np.array([[int(row[form.prompt]), int(row[form.output])] for row in rows], np.int64)
         blocks = [np.array(row[form.blocks].split(), np.int64) for row in rows] if form.blocks in names else None
     except (UnicodeDecodeError, EOFError, TypeError, AttributeError, csv.Error) as error:
-        raise ValueError(f"{str(path)!r} is no trace that is known: {error}") from error
+        raise ValueError(f"{str(path)!r} is no trace of a known format: {error}") from error
     order = np.argsort(times, kind="stable")
     prompt_lens, output_lens = np.maximum(lens[order], 1).T
     return Trace(times[order] - times.min(), prompt_lens, output_lens, blocks and [blocks[index] for index in order])

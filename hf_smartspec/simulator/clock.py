@@ -2,7 +2,7 @@
 
 
 class EventClock:
-    """Seconds that pass only where something is said to take them; called, it tells the time."""
+    """Virtual clock in seconds, which only `advance` and `jump` move. A call returns the time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -14,5 +14,5 @@ class EventClock:
         self.now += seconds
 
     def jump(self, time: float) -> None:
-        """Nothing happens until `time`; it may have passed already."""
+        """Move to `time`, unless that has passed."""
         self.now = max(self.now, time)

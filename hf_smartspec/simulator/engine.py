@@ -1,4 +1,4 @@
-"""The engine in virtual time: `runner.EngineRunner` without thread and model."""
+"""The engine in virtual time: `serving.runner.EngineRunner` without thread and model."""
 
 import copy
 import math
@@ -30,30 +30,31 @@ from .requests import LoadRequest
 from .results import LoadResult, Served
 from .sources import TimedCandidates, timed_stages
 
-_LIMITS = ModelLimits(vocab_size=2**62, num_positions=None)  # texts that mean nothing may have any tokens
+_LIMITS = ModelLimits(vocab_size=2**62, num_positions=None)  # random texts may have any token ids
 
 
 class SimulatedEngine:
     """
-    Serves loads as `Engine` does: the same decoding loop, scheduler, prefix reuse, candidate sources and length
-    policies. Only the target's forwards and the drafting are replaced by an event clock (SmartSpec, section 7.2).
+    Engine that serves loads in virtual time, with the decoding loop, scheduler, prefix reuse, candidate sources and
+    length policies of `Engine`. Only the target's forwards and the time of drafting are replaced, by an event clock
+    (SmartSpec, section 7.2).
 
-    What simulations leave out: memory that grows is copied in no time, and threads do not disturb one another.
+    Simulations leave out the time to copy memory that grows, and contention between threads.
 
     Args:
-        cost (`CostModel`): What the target's forwards take, with its corrections; is copied.
-        source (`TreeCandidateGenerator`): Drafts; keeps what it learns from one `run` to the next.
-        draft_cost (`DraftCost` or sequence of `DraftCost`): What drafting takes, stage by stage.
+        cost (`CostModel`): Cost of the target's forwards, with its corrections; it is copied.
+        source (`TreeCandidateGenerator`): The source that drafts; what it learns stays from one `run` to the next.
+        draft_cost (`DraftCost` or sequence of `DraftCost`): Cost of drafting, of each stage.
         max_batch_size (`int`): Requests that run at once.
         max_tokens (`int`): Tokens of key/value memory.
         max_prefill_tokens (`int`): Prompt tokens per step.
-        step_seconds (`float`): What every step takes besides.
-        request_seconds (`float`): What it takes from a request's arrival until it waits in the queue.
-        max_nodes (`int`, *optional*): Draft nodes per row; the source's default where not given.
+        step_seconds (`float`): Further seconds of every step.
+        request_seconds (`float`): Seconds from a request's arrival until it is queued.
+        max_nodes (`int`, *optional*): Draft nodes per row; the source's default if omitted.
         end_id (`int`): The end-of-sequence token.
 
     Raises:
-        ValueError: for a source that needs hidden states or scores: there is no target to have them from.
+        ValueError: for a source that needs hidden states or scores, since there is no target to compute them.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class SimulatedEngine:
         self._criteria = StoppingCriteriaList([EosTokenCriteria([end_id])])
 
     def continuation(self, request_id: Hashable) -> np.ndarray:
-        """The tokens that will follow in a running request: what the `Oracle` knows."""
+        """Return the next tokens of a running request, int64 `[n]`, for the `Oracle`."""
         return self.first_stage.continuation(request_id)
 
     @property
@@ -98,11 +99,11 @@ class SimulatedEngine:
         on_served: Callable[[LoadRequest, Sequence[int]], object] | None = None,
     ) -> LoadResult:
         """
-        Serves requests at their arrival times, until the last one is answered. Time begins anew.
+        Reset the clock, and serve requests at their arrival times until the last one is answered.
 
         Args:
-            policy (`LengthPolicy`): How much to speculate. It must not hold this engine's own `CostModel`.
-            on_served (`Callable`, *optional*): Gets every request when it ends, with its tokens.
+            policy (`LengthPolicy`): Decides how much to speculate. It must not hold this engine's own `CostModel`.
+            on_served (`Callable`, *optional*): Called with each request and its tokens when it ends.
 
         Raises:
             ValueError: before anything runs, for a request that can never fit into memory.
@@ -113,7 +114,7 @@ class SimulatedEngine:
         return run.result(requests)
 
     def begin(self, requests: Sequence[LoadRequest], policy: LengthPolicy) -> "Run":
-        """`run`, step by step."""
+        """Begin a load as `run` does, and return it for running step by step."""
         for request in requests:
             self.memory.scheduler.check(self._num_tokens(request))
         self.clock.now, self.forward.num_batched = 0.0, 0
@@ -125,7 +126,7 @@ class SimulatedEngine:
         return len(request.prompt) + request.max_new_tokens + min(self.max_nodes, DRAFT_ROOM)
 
     def new_call(self, item: LoadRequest) -> DecodingCall:
-        """What `prepare_call` makes of a greedy request."""
+        """Return the call that `prepare_call` and `decoding_call` make of a greedy request."""
         request = _KnownRequest.of(item, self.forward.end_id)
         batch = DecodingBatch([request], self._criteria, None)
         picker = TokenPicker(LogitsProcessorList(), 1, len(item.prompt))
@@ -136,7 +137,7 @@ class SimulatedEngine:
 
 
 class _KnownRequest(Request):
-    """A request whose text is known to its end, and need not be put together while it grows."""
+    """A request whose full text is known, and need not be assembled while tokens are added."""
 
     @classmethod
     def of(cls, item: LoadRequest, end_id: int) -> "_KnownRequest":
@@ -163,31 +164,31 @@ class _KnownRequest(Request):
 
 
 class Run:
-    """One load on its way through an engine."""
+    """A load that an engine serves, step by step."""
 
     def __init__(self, engine: SimulatedEngine, loop: DecodingLoop, requests: Sequence[LoadRequest]):
         self.engine, self.loop = engine, loop
         self.clock, self.memory = engine.clock, engine.memory
         self.coming = deque(requests)
         self.first_tokens: dict[DecodingCall, float] = {}
-        self.unanswered: list[DecodingCall] = []  # those that run and have no token yet
+        self.unanswered: list[DecodingCall] = []  # running calls that have no token yet
         self.served: dict[LoadRequest, Served] = {}
         self.seconds_waited = 0.0
 
     @property
     def next_time(self) -> float:
-        """When the next step begins; infinite if there is none."""
+        """Virtual time of the next step; infinite if there is none."""
         if len(self.memory.scheduler):
             return self.clock.now
         return max(self.clock.now, self._queued(self.coming[0])) if self.coming else math.inf
 
     def result(self, requests: Sequence[LoadRequest] | None = None) -> LoadResult:
-        """What has been served, in the order of `requests`, or of the ends."""
+        """Return the result so far, with served requests in the order of `requests`, or else in that of their ends."""
         served = [self.served[request] for request in requests or self.served]
         return LoadResult(served, self.loop.statistics, self.engine.forward.num_batched, self.seconds_waited)
 
     def step(self, on_served: Callable[[LoadRequest, Sequence[int]], object] | None = None) -> bool:
-        """The next step of the loop; False if there is none."""
+        """Run the next step of the loop and return True; return False if there is none."""
         if math.isinf(self.next_time):
             return False
         self.clock.jump(self.next_time)
@@ -229,8 +230,8 @@ class Run:
 
 
 def _item(request: Request) -> LoadRequest:
-    """What was asked for, which is the request's name."""
-    assert isinstance(request.request_id, LoadRequest), "requests of a simulation are their own names"
+    """Return the `LoadRequest`, which is the id of the decoding loop's request."""
+    assert isinstance(request.request_id, LoadRequest), "ids of simulated requests are LoadRequests"
     return request.request_id
 
 
@@ -239,7 +240,7 @@ def _text(request: Request) -> np.ndarray:
 
 
 class _SimulatedMemory(EngineMemory):
-    """An engine's memory that holds nothing: admission and prefix reuse are decided as they are for a model."""
+    """An engine's memory without keys and values; it decides about admission and prefix reuse as for a model."""
 
     scheduler: Scheduler[DecodingCall]  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Several engines in virtual time, and who serves what."""
+"""Several engines in virtual time, behind a router."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,12 @@ from .results import LoadResult
 @dataclass
 class FleetResult:
     """
+    Result of a load on a fleet.
+
     Args:
-        replicas (list of `LoadResult`): What each has served.
-        reused (list of `int`): Prompt tokens of each that were not computed again.
-        prompt_tokens (`int`): Of all requests.
+        replicas (list of `LoadResult`): Results of each replica.
+        reused (list of `int`): Prompt tokens of each replica that were found in its cache.
+        prompt_tokens (`int`): Prompt tokens of all requests.
     """
 
     replicas: list[LoadResult]
@@ -25,7 +27,7 @@ class FleetResult:
 
     @property
     def together(self) -> LoadResult:
-        """All requests, as if one had served them."""
+        """The results of all replicas as one, in the order of arrivals."""
         total = LoadResult()
         for result in self.replicas:
             total.served += result.served
@@ -45,14 +47,13 @@ class FleetResult:
 
 class SimulatedFleet:
     """
-    Replicas of a service, each a `SimulatedEngine` with a source of its own, behind a router that knows what everyone
-    does at the moment.
+    Replicas of a service, each a `SimulatedEngine` with its own source, and a router that reads their current load.
 
     Args:
         engines (sequence of `SimulatedEngine`): The replicas.
-        router (`Router`): Gives every request to one of them when it arrives.
-        exchange (`Callable`, *optional*): Lets their sources share what they know; takes no time,
-        interval (`float`): and happens every so many seconds.
+        router (`Router`): Chooses the replica of each request at its arrival.
+        exchange (`Callable`, *optional*): Shares what the replicas' sources have learnt; takes no virtual time.
+        interval (`float`): Seconds between two calls of `exchange`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class SimulatedFleet:
         self, requests: Sequence[LoadRequest], new_policy: Callable[[SimulatedEngine], LengthPolicy]
     ) -> FleetResult:
         """
-        Serves requests at their arrival times, until the last one is answered.
+        Serve requests at their arrival times, until the last one is answered.
 
         Raises:
             ValueError: before anything runs, for a request that can never fit into memory.
@@ -77,7 +78,7 @@ class SimulatedFleet:
         reused = [engine.memory.num_reused for engine in self.engines]
         runs = [engine.begin(requests, new_policy(engine)) for engine in self.engines]
         for run in runs:
-            run.coming.clear()  # they come when it is their turn
+            run.coming.clear()  # the router adds each request at its arrival
         due = self.interval
         for request in sorted(requests, key=lambda item: item.arrival):
             while self.exchange is not None and due <= request.arrival:
@@ -102,8 +103,8 @@ class SimulatedFleet:
 
 def _until(runs: Sequence[Run], time: float) -> None:
     """
-    Everyone works on until then. A step that has begun is not cut short, and none begins without what comes at its
-    time.
+    Run all replicas until `time`. A step that has begun is not cut short, and none begins at `time` or later, since
+    requests that arrive then belong to it.
     """
     for run in runs:
         while run.next_time < time:

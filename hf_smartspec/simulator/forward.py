@@ -1,4 +1,4 @@
-"""A target that takes its time and knows what it will say."""
+"""A simulated target, whose forwards take virtual time and whose answers are known."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from .clock import EventClock
 
 
 class ForwardSize(NamedTuple):
-    """What the cost of a forward depends on; see `CostModel.seconds`."""
+    """Size of a forward, which its cost depends on: arguments of `CostModel.seconds`."""
 
     context: int
     batched: int
@@ -22,8 +22,8 @@ class ForwardSize(NamedTuple):
     @classmethod
     def of(cls, inputs: Sequence[RowInput], call: int = TYPICAL_CALL) -> "ForwardSize":
         """
-        As `PackedForward` would run it: every part is padded to its longest context and its widest row, and every part
-        but the first costs a call of attention more, worth `call` columns.
+        Return the size of a forward as `PackedForward` would run it: every part is padded to its longest context and
+        its widest row, and every part after the first costs one more call of attention, worth `call` columns.
         """
         groups = arrange(inputs, call)
         context = pairs = call * (len(groups) - 1)
@@ -36,19 +36,19 @@ class ForwardSize(NamedTuple):
 
 class SimulatedForward:
     """
-    A `ModelForward` without a model: advances a clock by what the forward would cost, and picks the tokens of known
-    texts. The rows lie in a `SlotCache` without layers. Its "logits" are the picked tokens themselves.
+    A `ModelForward` without a model: advances a clock by the forward's cost, and picks the tokens of known texts. Rows
+    lie in a `SlotCache` without layers. The "logits" are the picked tokens themselves.
 
     Args:
-        cost (`CostModel`): Of the target.
-        clock (`EventClock`): Is advanced.
-        end_id (`int`): The token behind the end of every text.
-        call (`int`): What one more call of the target's attention costs, in columns of a row.
+        cost (`CostModel`): Cost of the target.
+        clock (`EventClock`): The clock that every forward advances.
+        end_id (`int`): The token after the end of every text.
+        call (`int`): Cost of one more call of the target's attention, in columns of a row.
     """
 
     trees = True
     rotary = None  # texts of any length are reused: no embedding depends on it
-    shares_prefixes = False  # what is reused is copied
+    shares_prefixes = False  # reused prefixes are copied
     taps = None  # there are no hidden states
 
     def __init__(self, cost: CostModel, clock: EventClock, end_id: int, call: int = TYPICAL_CALL):
@@ -58,7 +58,7 @@ class SimulatedForward:
         self._texts: dict[CacheRow, list[int]] = {}
 
     def set_text(self, row: CacheRow, text: np.ndarray) -> None:
-        """What the row's request will say, from its prompt on, int64 `[length]`."""
+        """Set the full text of a row's request, prompt and response, int64 `[length]`."""
         self._texts[row] = [*text.tolist(), self.end_id]
 
     def add(self) -> CacheRow:
@@ -81,8 +81,8 @@ class SimulatedForward:
     def forward(self, inputs: Sequence[RowInput]) -> tuple[Any, list[int]]:
         """
         Returns:
-            The target's tokens (list of `int`) behind every row's feed and behind every node, and for each row the
-            index of its first line. Behind nodes that do not come true stands any token: nobody will ask.
+            The target's tokens (list of `int`) after every row's feed and after every node, and for each row the index
+            of its first one. After nodes that are not accepted stands any token, which is never read.
         """
         size = ForwardSize.of(inputs, self.call)
         self.clock.advance(float(self.cost.seconds(*size)))
@@ -105,4 +105,4 @@ class SimulatedForward:
         return logits
 
     def top(self, logits: Any, count: int, num_lines: int, with_argmax: bool) -> None:
-        """Nothing: the tokens are not those of the logits."""
+        """Return None: there are no logits to take the top from."""

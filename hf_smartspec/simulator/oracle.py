@@ -1,4 +1,4 @@
-"""Oracles of simulated engines, which know what will come true."""
+"""An oracle policy of simulated engines, which reads ahead in the target's answers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,20 +17,22 @@ from .sources import TableCandidates
 
 class DraftOracle(Oracle):
     """
-    Knows also how much of a draft will come true before it is drafted, so that nothing is drafted in vain. A level
-    costs one call for all rows in it, and every node costs the same: the best nodes are those of the first levels.
+    Oracle that also reads how much of a draft will be accepted before it is drafted, so that only accepted tokens are
+    drafted. A level costs one call for all rows in it, and every node costs the same: the best nodes are those of the
+    first levels.
 
-    The drafter reads every prompt: rows that it is not asked for now say nothing about the next request.
+    The drafter prefills every prompt, with a gate of threshold 1: drafts that the oracle leaves out of this step are no
+    evidence against drafting for the next request.
 
     Args:
-        cost (`CostModel`): Of the target's forward.
-        engine (`SimulatedEngine`): Whose source is a `TableCandidates` of chains.
-        draft (`DraftCost`): What drafting really takes, by the level.
+        cost (`CostModel`): Cost of the target's forward.
+        engine (`SimulatedEngine`): An engine whose source is a `TableCandidates` of chains.
+        draft (`DraftCost`): The true cost of drafting, by the level.
     """
 
     def __init__(self, cost: CostModel, engine: SimulatedEngine, draft: DraftCost):
         super().__init__(cost, engine.continuation)
-        assert draft.is_autoregressive, "others draft all levels at once"
+        assert draft.is_autoregressive, "other drafters draft all levels at once"
         self.table, self.draft = engine.first_stage.source, draft
         engine.new_gate = partial(PrefillGate, threshold=1.0)
 
@@ -45,8 +47,8 @@ class DraftOracle(Oracle):
         return np.bincount(row[order[: self.num_paying(len(rows), seconds)]], minlength=len(rows))
 
     def _num_right(self, rows: StepRows) -> np.ndarray:
-        """How many of the next nodes of each row's draft will come true, `[rows]` int."""
-        assert isinstance(self.table, TableCandidates), "only a table tells what will come true"
+        """Return how many nodes of each row's next draft will be accepted, `[rows]` int64."""
+        assert isinstance(self.table, TableCandidates), "only a table holds what will be accepted"
         pairs = zip(rows.request_ids, rows.caps.tolist())
         return np.array([min(self.table.num_right(name), cap) if cap else 0 for name, cap in pairs], np.int64)
 

@@ -1,4 +1,4 @@
-"""Requests of a load: what is asked for, when, and what the target will answer."""
+"""Requests of a load: arrival times, prompts, and the target's answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +14,18 @@ _FIRST_BLOCK = 2**40  # token ids from here on stand for blocks of traces
 @dataclass(frozen=True, eq=False)
 class LoadRequest:
     """
-    One request of a load. In a simulation, it is also the name under which sources and policies know it.
+    One request of a load. In a simulation, the object is also the request's id for sources and policies.
 
     Args:
         arrival (`float`): Seconds from the beginning.
         prompt (`np.ndarray` of shape `[prompt_len]`, int64): Token ids.
-        max_new_tokens (`int`): Tokens after which it ends.
-        response (`np.ndarray` of shape `[n]`, int64): What the target answers; behind it stands the end of sequence.
-            Not needed on a real engine.
-        ranks (`np.ndarray` of shape `[n]`, int): For `TableCandidates`: the place of each response token among the
-            drafter's candidates for it, given the text before it; 0 is the first one.
-        probs (`np.ndarray` of shape `[n, k]`, float32): The probabilities that the drafter gives its candidates.
-        namespace (`str`): Whose text it is: whose earlier outputs drafts come from.
+        max_new_tokens (`int`): Limit of generated tokens.
+        response (`np.ndarray` of shape `[n]`, int64): The target's answer, without the end-of-sequence token that
+            follows it. Not needed on a real engine.
+        ranks (`np.ndarray` of shape `[n]`, int): For `TableCandidates`: the rank of each response token among the
+            drafter's candidates for it, given the text before it; 0 is the first.
+        probs (`np.ndarray` of shape `[n, k]`, float32): Probabilities that the drafter gives its candidates.
+        namespace (`str`): The group of requests whose outputs are drafted from.
     """
 
     arrival: float
@@ -44,7 +44,7 @@ class LoadRequest:
         output_lens: Sequence[int] | np.ndarray,
         rng: np.random.Generator,
     ) -> "list[LoadRequest]":
-        """Requests of given lengths, whose text means nothing: no two prompts have anything in common."""
+        """Return requests of the given lengths with random prompts, of which no two begin alike."""
         prompts = (rng.integers(0, _FIRST_BLOCK, int(length)) for length in prompt_lens)
         return [
             cls(float(time), prompt, int(length), np.ones(int(length), np.int64))
@@ -53,7 +53,7 @@ class LoadRequest:
 
     @classmethod
     def of_trace(cls, trace: Trace, rng: np.random.Generator) -> "list[LoadRequest]":
-        """The requests of a trace; their prompts begin alike where the trace says so."""
+        """Return the requests of a trace. Prompts share beginnings where the trace has the same blocks."""
         requests = cls.of_lengths(trace.times, trace.prompt_lens, trace.output_lens, rng)
         if trace.blocks is None:
             return requests
@@ -68,12 +68,15 @@ def with_acceptance(
     width: int = 1,
 ) -> list[LoadRequest]:
     """
-    The same requests with made-up drafts: each of a drafter's `width` candidates for a token is right with probability
-    alpha, independently (the assumption of SmartSpec's Eq. 8 for chains, and of Eq. 10 for trees of heads). Drafts
-    claim just that. Whether a token is drafted right does not depend on the policy, so that all meet the same luck.
+    Return the requests with random drafts: each of a drafter's `width` candidates for a token is right with probability
+    alpha, independently (the assumption of SmartSpec's Eq. 8 for chains, and of Eq. 10 for trees of heads), and the
+    drafts' probabilities are exact. The same tokens are drafted right under every policy.
 
     Args:
-        alphas (`float`, or one per request): In [0, 1].
+        alphas (`float`, or one per request): Acceptance probabilities, in [0, 1].
+
+    Raises:
+        ValueError: for an alpha outside [0, 1].
     """
     result = []
     for request, alpha in zip(requests, np.broadcast_to(alphas, len(requests)).tolist()):

@@ -1,4 +1,4 @@
-"""What became of a load: latencies and throughput, of a real engine or of a simulated one."""
+"""Results of a load: latencies and throughput of a real or a simulated engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,18 +19,20 @@ class Served(NamedTuple):
 
     @property
     def latency(self) -> float:
-        """From its arrival to its last token; waiting counts."""
+        """Seconds from the arrival to the last token, waiting included."""
         return self.end - self.arrival
 
 
 @dataclass
 class LoadResult:
     """
+    Result of a load.
+
     Args:
         served (list of `Served`): The requests that were answered, in the order of their arrival.
-        statistics (`GenerationStatistics`): Sums over all steps; times are virtual where the load was simulated.
+        statistics (`GenerationStatistics`): Sums over all steps; times of a simulated load are virtual.
         batched_tokens (`int`): Tokens in all forwards, prompts included.
-        seconds_waited (`float`): Of all requests in the queue, where that is known.
+        seconds_waited (`float`): Seconds in the queue, summed over requests, where known.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -40,16 +42,16 @@ class LoadResult:
 
     @property
     def latencies(self) -> np.ndarray:
-        """Seconds, `[n]` float64."""
+        """Seconds from arrival to last token of each request, `[n]` float64."""
         return np.array([item.latency for item in self.served])
 
     @property
     def mean_latency(self) -> float:
-        """Seconds; NaN where nothing was served."""
+        """Mean seconds from arrival to last token; NaN if no request was served."""
         return float(self.latencies.mean()) if self.served else np.nan
 
     def latency(self, percentile: float) -> float:
-        """The given percentile of the latencies, in seconds."""
+        """Return the given percentile of the latencies, in seconds; NaN if no request was served."""
         return float(np.percentile(self.latencies, percentile)) if self.served else np.nan
 
     @property
@@ -63,7 +65,7 @@ class LoadResult:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last end."""
+        """Seconds from the first arrival to the last end."""
         if not self.served:
             return 0.0
         return max(item.end for item in self.served) - min(item.arrival for item in self.served)
@@ -91,7 +93,7 @@ class LoadResult:
 
 
 def pooled(results: Sequence[LoadResult]) -> LoadResult:
-    """Repetitions of one load as one result: one after the other, so that goodput stays tokens by seconds."""
+    """Return repetitions of a load as one result, one after the other, so that goodput is all tokens by all seconds."""
     total = LoadResult()
     offset = 0.0
     for result in results:

@@ -1,4 +1,4 @@
-"""Drafts from a table, and the time that any source takes to draft."""
+"""Sources of simulations: drafts from a table, and sources whose drafts take virtual time."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -17,16 +17,15 @@ from .requests import LoadRequest
 
 class TableCandidates(TreeCandidateGenerator):
     """
-    Drafts as the `ranks` and `probs` of each `LoadRequest` say: those of a draft model or of heads, without running
-    them, or made up. The candidates for a token are taken to depend on its place only, as those of heads do, and
-    those of a draft model along the path that comes true.
+    Source whose drafts come from `ranks` and `probs` of each `LoadRequest`: recorded from a draft model or heads, or
+    random. Candidates for a token are assumed to depend on its place only. This holds for heads, and for a draft model
+    along the accepted path.
 
     Args:
-        widths (sequence of `int`): Candidates at each depth, below every node of the depth before; (1, 1, 1) is a chain
-            of three.
+        widths (sequence of `int`): Children per node at each depth; (1, 1, 1) is a chain of three.
         is_autoregressive (`bool`): Whether every level costs a forward of the drafter.
-        heeds_prices (`bool`): Whether chains end where a further level is not worth its price, as a draft model's do.
-            (That model's also branch where this is worth it, which these do not.)
+        heeds_prices (`bool`): Whether chains end where a further level is not worth its price, as those of a draft
+            model do. (A draft model also branches where that pays; a table does not.)
     """
 
     def __init__(self, widths: Sequence[int], is_autoregressive: bool, heeds_prices: bool = False):
@@ -51,11 +50,11 @@ class TableCandidates(TreeCandidateGenerator):
         self._chains: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}  # first candidates and their `probs`, by place
 
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
+        assert isinstance(request_id, LoadRequest), "ids of simulated requests are LoadRequests"
         ranks, probs = request_id.ranks, request_id.probs
         assert ranks is not None and probs is not None, "`with_acceptance` gives requests their drafts"
         self._num_seen[request_id] = 0
-        # A wrong candidate is any other token, each sibling another one.
+        # The i-th candidate, if wrong, is the right token plus i + 1, so that siblings differ.
         self._chains[request_id] = request_id.response + (ranks != 0), np.ascontiguousarray(probs[:, 0], np.float32)
 
     def propose(
@@ -78,7 +77,7 @@ class TableCandidates(TreeCandidateGenerator):
         return DraftTree.of(tokens, self._parents[: len(levels)], probs[at, siblings]).most_likely(limit)
 
     def num_right(self, request_id: Hashable) -> int:
-        """How many of the next tokens each have the drafter's first candidate right."""
+        """Return how many tokens of the next draft in a row will be right by the drafter's first candidates."""
         assert isinstance(request_id, LoadRequest) and request_id.ranks is not None
         first = self._num_seen[request_id]
         wrong = np.append(request_id.ranks[first : first + len(self.widths)] != 0, True)
@@ -93,7 +92,7 @@ class TableCandidates(TreeCandidateGenerator):
 
 
 def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
-    """The beginnings of chains that grow together, level by level, as long as a further one is worth its price."""
+    """Cut chains, which grow together level by level, where no further level is worth its price."""
     paths = [np.cumprod(np.minimum(chain.probs * price.trust, 1.0)) for chain in chains]
     depths = [min(len(chain), 1) for chain in chains]
     depth, growing = 1, [row for row, chain in enumerate(chains) if len(chain)]
@@ -113,7 +112,7 @@ def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
 
 
 def tree_size(widths: Sequence[int]) -> int:
-    """Nodes of a full tree with so many children at each depth (SmartSpec, section 4.3)."""
+    """Return the number of nodes of a full tree with `widths` children at each depth (SmartSpec, section 4.3)."""
     return int(np.cumprod(widths).sum())
 
 
@@ -126,9 +125,9 @@ class TimedCandidates(TreeCandidateGenerator):
     A source whose drafts take virtual time.
 
     Args:
-        source (`TreeCandidateGenerator`): Drafts.
-        clock (`EventClock`): Is advanced by every `propose`.
-        cost (`DraftCost`): What that takes.
+        source (`TreeCandidateGenerator`): The source that drafts.
+        clock (`EventClock`): The clock that every `propose` advances.
+        cost (`DraftCost`): Cost of `propose`, in seconds.
     """
 
     def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
@@ -177,8 +176,8 @@ class TimedCandidates(TreeCandidateGenerator):
         self.source.stop(request_id)
 
     def continuation(self, request_id: Hashable) -> np.ndarray:
-        """What the target will say next, for the `Oracle`; of requests that are not drafted for, nothing."""
-        assert isinstance(request_id, LoadRequest), "requests of a simulation are their own names"
+        """Return the target's next tokens, int64 `[n]`, for the `Oracle`; none for requests that have not started."""
+        assert isinstance(request_id, LoadRequest), "ids of simulated requests are LoadRequests"
         num_seen = self._num_seen.get(request_id)
         return request_id.response[num_seen:] if num_seen is not None else request_id.response[:0]
 
@@ -186,7 +185,7 @@ class TimedCandidates(TreeCandidateGenerator):
 def timed_stages(
     source: TreeCandidateGenerator, clock: EventClock, costs: Sequence[DraftCost]
 ) -> TimedCandidates | StagedCandidates:
-    """The source with each of its stages timed, by `costs` in the same order; the last one serves all that follow."""
+    """Return the source with each of its stages timed, by `costs` in order; further stages take the last cost."""
     stages = [TimedCandidates(stage, clock, costs[min(index, len(costs) - 1)])
               for index, stage in enumerate(source.stages)]  # fmt: skip
     return stages[0] if len(stages) == 1 else StagedCandidates(stages, getattr(source, "threshold", None))
