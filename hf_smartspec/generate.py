@@ -1,4 +1,4 @@
-"""Switching `assistant=` on and off in a model's `generate` and in its continuous batching."""
+"""Switch `assistant=` on and off in a model's `generate` and in its continuous batching."""
 
 import functools
 import inspect
@@ -28,23 +28,24 @@ _ADDED = """
         hf_smartspec adds:
 
             assistant (*optional*):
-                What drafts for this call: a preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH",
+                The drafter of this call: a preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH",
                 "tuned:PATH", "none", "mtp", "early_exit:N"), a draft model or its folder or hub id, a candidate source,
-                a list of these or a `hf_smartspec.SmartSpecConfig`. By default, what `enable` or a generation config
-                says.
+                a list of these or a `hf_smartspec.SmartSpecConfig`. By default, the one that `enable` or a generation
+                config has set.
         """
 _SEED = """    seed (`int` or sequence of `int`, *optional*):
-                For sampling: the same tokens for the same seed, whatever drafts; one seed, or one per row.
+                Seed of sampling, or one per row: the same seed gives the same tokens, whatever the assistant.
         """
 
 
 class _Method(NamedTuple):
     """
-    A method of models that is enabled.
+    A method of models that `enable` replaces.
 
     Args:
-        call (`Callable`): Serves a call of it, as `entry.generate` does.
-        documentation (`str`): What is added to its docstring.
+        call (`Callable`): Serves a call of the method, as `entry.generate` does.
+        documentation (`str`): Text that is added to the method's docstring.
+        parameters (`tuple` of `str`): Names of keyword arguments that are added to its signature.
     """
 
     call: Callable[[EnabledCall], Any]
@@ -67,24 +68,24 @@ def enable(model: None = None, assistant: Any = None) -> AbstractContextManager[
 def enable(model: ModelT, assistant: Any = None) -> ModelT: ...
 def enable(model: Any = None, assistant: Any = None) -> Any:
     """
-    Makes `generate` understand `assistant=` and `seed=`, and so transformers' continuous batching: `generate_batch`,
+    Add `assistant=` and `seed=` to `generate` and to transformers' continuous batching: `generate_batch`,
     `continuous_batching_context_manager` and `init_continuous_batching`. Calls without either go to the original
-    untouched, unless a default is given here, or as `assistant` in a generation config.
+    method unchanged, unless a default is given here, or as `assistant` in a generation config.
 
     Args:
         model (`PreTrainedModel`, *optional*): The model to enable, in place; a pipeline, PEFT's or torch.compile's
-            wrapper stands for the model inside. Without it, every model of the process.
-        assistant (*optional*): What drafts for calls that do not say so themselves, see `SmartSpecConfig.assistant`.
-            Calls that ask for what no assistant can do (beam search, another assistant, ...) go to the original. Where
-            not given, a default of before stays.
+            wrapper stands for the model inside. By default, every model of the process.
+        assistant (*optional*): Default assistant of calls that do not pass one, see `SmartSpecConfig.assistant`.
+            Calls that no assistant can serve (beam search, another assistant, ...) go to the original method. Without
+            it, an earlier default stays.
 
-    `model.smartspec_statistics` then tells what speculation did, in the last call (`.last`) and in all (`.total`).
+    `model.smartspec_statistics` then counts what speculation did, in the last call (`.last`) and in all (`.total`).
 
     Returns:
-        The model; without one, a context manager that disables again when it is left.
+        The model; without `model`, a context manager that disables all models again on exit.
 
     Raises:
-        TypeError: if `model` does not generate.
+        TypeError: if `model` has no `generate` of transformers.
         ValueError, TypeError: if `assistant` cannot draft.
 
     Example:
@@ -119,7 +120,7 @@ def _enable_methods(target: Any, default: Default) -> None:
 
 def _enable_all(assistant: Any) -> None:
     methods = {name: getattr(GenerationMixin, name) for name in _METHODS}
-    # Somebody else's patch may lie on top of one of them.
+    # Another library's patch may lie on top of one of them.
     defaults = [getattr(method, _PREVIOUS)[2] for method in methods.values() if _is_ours(method)]
     default = defaults[0] if defaults else Default(assistant)
     if assistant is not None:
@@ -131,9 +132,9 @@ def _enable_all(assistant: Any) -> None:
 
 def disable(model: Any = None) -> Any:
     """
-    Takes `enable` back; without effect where it was not called. What is remembered with the model is forgotten, and the
-    memory of keys and values that is kept for its next call freed; weights that were laid side by side in memory stay
-    so. Returns the model.
+    Undo `enable`, without effect on models that are not enabled, and return the model. State that is kept with the
+    model is deleted, and the cache of keys and values that is kept for its next call freed; weights that were laid side
+    by side in memory stay so.
     """
     if model is not None:
         target: Any = generating(model)
@@ -162,7 +163,7 @@ def _take_back(model: Any) -> Any:
 
 
 def _restore(name: str, previous: Callable) -> None:
-    """Puts a method of all models back; those of continuous batching come from a class below."""
+    """Restore a method of all models. Those of continuous batching are inherited, and return once ours is deleted."""
     delattr(GenerationMixin, name)
     if getattr(GenerationMixin, name, None) is not previous:
         setattr(GenerationMixin, name, previous)
@@ -170,7 +171,7 @@ def _restore(name: str, previous: Callable) -> None:
 
 @contextmanager
 def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[ModelT | None]:
-    """`enable` for the duration of a `with` block; what was enabled before, and its default, stays so."""
+    """Enable within a `with` block; models that were enabled before stay so, with their earlier default."""
     target = None if model is None else generating(model)
     was_enabled = _is_globally_enabled() if target is None else _is_enabled(target)
     default = _default_of(target) if was_enabled else None
@@ -179,7 +180,7 @@ def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[Mode
         yield model
     finally:
         if not was_enabled:
-            _take_back(model)  # what is known of it serves the next block
+            _take_back(model)  # keeps the model's state for the next block
         elif target is None:
             _common_default().assistant = default
         else:
@@ -204,8 +205,8 @@ def _disabling() -> Iterator[None]:
 
 class _EnabledMethod(partial):
     """
-    A method of an enabled model, for a place on the instance. A partial, not a bound method: only partials survive
-    pickling as an attribute of the model they are bound to. To `help` and `inspect` it looks like a method.
+    A method of an enabled model, set on the instance. It is a partial and not a bound method, since only partials
+    survive pickling as an attribute of the model they are bound to; `help` and `inspect` show it as a method.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> "_EnabledMethod":
@@ -217,7 +218,7 @@ class _EnabledMethod(partial):
 
     @property
     def previous(self) -> Callable | None:
-        """What was set on the instance before."""
+        """The attribute of the instance that this method has replaced, if any."""
         return self.args[2]
 
     @property
@@ -239,7 +240,7 @@ class _EnabledMethod(partial):
 
 
 def _with_ours(signature: inspect.Signature, method: str) -> inspect.Signature:
-    """The signature of a method, with the parameters that are added to it."""
+    """Return the signature with the method's added parameters, before `**kwargs`."""
     names = [name for name in _METHODS[method].parameters if name not in signature.parameters]
     parameters = list(signature.parameters.values())
     place = len(parameters) - any(item.kind is item.VAR_KEYWORD for item in parameters)
@@ -261,19 +262,19 @@ def _is_globally_enabled() -> bool:
 
 
 def _is_ours(function: Callable) -> bool:
-    # Somebody else's wrapper may have copied our attributes.
+    # Another library's wrapper may have copied our attributes.
     return getattr(function, _PREVIOUS, (None,))[0] is function
 
 
 def _call(name: str, model: Any, previous: Callable | None, default: Default, *args: Any, **kwargs: Any) -> Any:
-    """A method of an enabled model; `previous` is the one that was set on the instance before, if any."""
+    """Serve a method of an enabled model; `previous` is the one that was set on the instance before, if any."""
     original: Any = previous or MethodType(getattr(type(model), name), model)
     common = _common_default() if _is_globally_enabled() else None
     return _METHODS[name].call(EnabledCall(model, original, args, kwargs, default, common))
 
 
 def _routed(name: str, previous: Callable, default: Default) -> Callable:
-    """A method of every model, while enabled for all; `previous` is what stood there before."""
+    """Return the method that serves every model while all are enabled; `previous` is the method it replaces."""
 
     @functools.wraps(previous)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

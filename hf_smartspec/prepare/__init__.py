@@ -1,1 +1,1 @@
-"""From the arguments of a `generate` call to a call in the decoding loop."""
+"""Preparation: turns the arguments of a `generate` call into a call of the decoding loop."""

@@ -1,4 +1,4 @@
-"""The arguments of a `generate` call: refused before any work starts, or handed to a decoding method."""
+"""Check the arguments of a `generate` call before any work starts, and run a decoding method with them."""
 
 import copy
 import inspect
@@ -32,11 +32,12 @@ PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
 
 class CheckedArguments(NamedTuple):
     """
-    Keyword arguments of `generate` with which an assistant can draft.
+    Checked keyword arguments of `generate`, with which an assistant can draft.
 
     Args:
-        kwargs (`dict`): Those that transformers gets.
-        assistant: With its options: a `SmartSpecConfig`, or an `Assistant` that is resolved already.
+        kwargs (`dict`): Arguments for transformers' `generate`.
+        assistant: The assistant with its options: a `SmartSpecConfig`, or an `Assistant` that is already resolved.
+        seed (`int` or sequence of `int`, *optional*): One seed for sampling, or one per row.
     """
 
     kwargs: dict[str, Any]
@@ -53,11 +54,11 @@ class CheckedArguments(NamedTuple):
         to_read: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
         """
-        What `method` makes of the call, once `original`, transformers' own `generate`, has prepared it.
+        Let `original`, transformers' own `generate`, prepare the call, and return the result of `method` for it.
 
         Args:
-            gives_way (`bool`): Whether a call that turns out to be none for an assistant is decoded plainly.
-            to_read (mapping, *optional*): What the model's encoder will be given, where it is to run later.
+            gives_way (`bool`): Whether a call that the assistant cannot serve is decoded without it instead of raising.
+            to_read (mapping, *optional*): Inputs of the model's encoder, where the encoder runs later.
         """
         streamer = self.kwargs.get("streamer")  # transformers drops it on the way to a callable `custom_generate`
 
@@ -68,7 +69,7 @@ class CheckedArguments(NamedTuple):
                     **prepared,
                 )  # fmt: skip
             except (TypeError, ValueError) as error:
-                if not gives_way or self.seed is not None:  # which transformers would know nothing of
+                if not gives_way or self.seed is not None:  # transformers' own loop takes no seed
                     raise
                 logger.info(f"This call is left to transformers: {error}")
                 return model._sample(input_ids, streamer=streamer, **prepared)
@@ -90,7 +91,7 @@ def run_with(
     to_read: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """
-    Checks the arguments of a `generate` call and runs `method` with them: see `CheckedArguments`, and `resolve` for
+    Check the arguments of a `generate` call and run `method` with them: see `CheckedArguments`, and `resolve` for
     `drafters`.
     """
     arguments = check_arguments(model, kwargs, assistant, seed)
@@ -98,7 +99,13 @@ def run_with(
 
 
 def by_name(generate: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a model's own `generate` under their names: Whisper's begin with `input_features`."""
+    """
+    Return all arguments of a `generate` call by name. The names come from the model's own method, since the first
+    parameter of Whisper's is `input_features`.
+
+    Raises:
+        TypeError: for too many positional arguments, and for arguments that are passed twice.
+    """
     parameters = inspect.signature(generate).parameters.values()
     is_open = any(item.kind is item.VAR_POSITIONAL for item in parameters)
     names = PARAMETERS if is_open else [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD]
@@ -112,10 +119,10 @@ def by_name(generate: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str
 
 def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: Any, seed: Any) -> CheckedArguments:
     """
-    The arguments as an assistant can serve them; nothing has been computed yet.
+    Check the arguments and return them as an assistant can serve them, before anything is computed.
 
     Raises:
-        ValueError, TypeError: for those that contradict `assistant`, or that it cannot serve.
+        ValueError, TypeError: for arguments that contradict `assistant` or that it cannot serve.
     """
     kwargs = dict(kwargs)
     assistant = _with_tokenizers(_with_num_nodes(assistant, kwargs), kwargs)
@@ -124,7 +131,7 @@ def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: A
 
 
 def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig | Assistant:
-    """`num_assistant_tokens` says how much to draft, as for transformers' assistants."""
+    """Return the assistant with `num_assistant_tokens`, transformers' own argument, as its number of draft nodes."""
     num_nodes = kwargs.pop("num_assistant_tokens", None)
     if isinstance(assistant, SmartSpecConfig):
         if num_nodes is not None:
@@ -140,11 +147,11 @@ def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig |
 
 
 def _with_tokenizers(assistant: SmartSpecConfig | Assistant, kwargs: dict[str, Any]) -> SmartSpecConfig | Assistant:
-    """`tokenizer` and `assistant_tokenizer` say how to translate, as for transformers' assistants."""
+    """Return the assistant with the call's `tokenizer` and `assistant_tokenizer`, by which drafts are translated."""
     of_draft = kwargs.pop("assistant_tokenizer", None)
     if isinstance(assistant, Assistant):
         if of_draft is not None:
-            raise ValueError("`assistant_tokenizer` needs an `assistant` beside it: pass the draft model of this call.")
+            raise ValueError("`assistant_tokenizer` needs an `assistant`: pass the draft model of this call as well.")
         return assistant
     of_target = kwargs.get("tokenizer")
     return assistant.with_tokenizers(of_target if isinstance(of_target, PreTrainedTokenizerBase) else None, of_draft)
@@ -152,8 +159,8 @@ def _with_tokenizers(assistant: SmartSpecConfig | Assistant, kwargs: dict[str, A
 
 def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any) -> GenerationConfig:
     """
-    The settings of the call, merged as `generate` merges them: keywords, config object, the model's own defaults.
-    Refuses what contradicts `assistant` or cannot be served, before an encoder runs or a streamer is fed.
+    Return the settings of the call, merged as `generate` merges them: keywords, config object, the model's defaults.
+    Raise for settings that contradict `assistant` or cannot be served, before an encoder runs or a streamer is fed.
     """
     config = kwargs.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
@@ -178,8 +185,8 @@ def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any)
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], stop_strings: Any) -> dict[str, Any]:
     """
-    Turns `stop_strings` into a stopping criterion: transformers drops the tokenizer, which it needs for that, on the
-    way to a callable `custom_generate`.
+    Turn `stop_strings` into a stopping criterion here, since transformers drops the tokenizer that the criterion needs
+    before it calls `custom_generate`.
     """
     tokenizer = kwargs.pop("tokenizer", None)
     if stop_strings is None:
@@ -195,5 +202,5 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], stop_stri
         kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
         kwargs["generation_config"].stop_strings = None
     if getattr(model.generation_config, "stop_strings", None) is not None:
-        kwargs["stop_strings"] = None  # nothing but a keyword overrides the model's own default
+        kwargs["stop_strings"] = None  # only a keyword overrides the model's own default
     return kwargs

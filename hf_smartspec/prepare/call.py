@@ -1,4 +1,4 @@
-"""What `generate` has prepared, made ready for the decoding loop."""
+"""Turn the arguments that `generate` has prepared into a call of the decoding loop."""
 
 import math
 from collections.abc import Sequence
@@ -44,15 +44,15 @@ def model_limits(model: PreTrainedModel) -> ModelLimits:
 @dataclass(frozen=True, eq=False)
 class PreparedCall:
     """
-    What a decoding method of transformers gets from `generate`, and what drafts for it.
+    Arguments that `generate` passes to a decoding method, and the call's assistant.
 
     Args:
         input_ids (`torch.LongTensor` of shape `[batch, length]`): Prompts, padded on the left.
-        assistant (`Assistant`): What drafts, and how much.
-        seeds (sequence of `int`): One per row; None where the most probable token is taken.
-        tags (sequence of `str`): One per row; None where nothing is said of its text.
+        assistant (`Assistant`): The source that drafts, and its options.
+        seeds (sequence of `int`): One per row; None for greedy rows.
+        tags (sequence of `str`): One per row; None where the kind of text is unknown.
         model_kwargs (`dict`): Arguments of the model's forward: masks, positions, caches, images, ...
-        encoder_arguments (`dict`): Those of its encoder's forward, where it has one and they are known.
+        encoder_arguments (`dict`): Arguments of the encoder's forward, where there is one and they are known.
     """
 
     model: PreTrainedModel
@@ -69,11 +69,11 @@ class PreparedCall:
 
     @cached_property
     def route(self) -> Route:
-        """How it is served, decided once: the model may have to be probed."""
+        """The way the call is served, chosen once: the model may have to be probed."""
         return route_of(self.model, self.input_ids, self.generation_config, self.model_kwargs)
 
     def returns(self, name: str) -> bool:
-        """Whether the output is to have `name`, such as "scores"."""
+        """Return whether the output is to contain `name`, such as "scores"."""
         config = self.generation_config
         return bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
 
@@ -98,8 +98,8 @@ def prepare_call(
     **model_kwargs: Any,
 ) -> PreparedCall:
     """
-    The arguments of a decoding method, checked, as one value; `assistant` as in `resolve`, `encoder_arguments` as
-    `watch_encoder` has seen them.
+    Check the arguments of a decoding method and return them as one value. `assistant` is as in `resolve`;
+    `encoder_arguments` come from `watch_encoder`.
 
     Raises:
         ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
@@ -108,13 +108,13 @@ def prepare_call(
     check_settings(generation_config, synced_gpus)
     check_token_ids(model, input_ids)
     if not model.config.is_encoder_decoder:
-        # With a cache, or embeddings in their place, `input_ids` need not hold the whole text.
+        # Beside a cache or `inputs_embeds`, `input_ids` need not hold the whole text.
         is_whole = _is_empty(model, model_kwargs.get(CACHE)) and model_kwargs.get("inputs_embeds") is None
         check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
     seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     if generation_config.max_time is not None and is_sharded(model):
         raise ValueError("`max_time` would end at another token in each of the processes that hold the model.")
-    if seed is None and generation_config.do_sample:  # drawn
+    if seed is None and generation_config.do_sample:  # drawn at random in each process
         seeds = told_by_first(model, lambda: seeds)
     tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
     arguments = known_arguments(model, encoder_arguments or {}, len(input_ids))
@@ -135,10 +135,10 @@ def _is_empty(model: PreTrainedModel, cache: Any) -> bool:
 
 def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -> DecodingCall:
     """
-    The call as the decoding loop takes it.
+    Return the call in the form that the decoding loop takes.
 
     Args:
-        forward (`ModelForward`, *optional*): That of an engine, which calls share; else the call gets its own.
+        forward (`ModelForward`, *optional*): An engine's forward, which calls share; by default the call gets its own.
     """
     config, source = prepared.assistant
     requests = _requests(prepared)
@@ -199,7 +199,7 @@ def _requests(prepared: PreparedCall) -> list[Request]:
     # Plain decoding checks the length after a token, so that one is always generated; a limit may be a float.
     max_new_tokens = max(1, math.ceil(min(limits)) - ids.shape[1]) if limits else None
     return [
-        # Names are unique, since a source may serve several calls at once.
+        # Each request's id is a new object, and so unique: a source may serve several calls at once.
         Request(object(), row, ids[row], mask[row], max_new_tokens, prepared.seeds[row], prepared.tags[row])
         for row in range(len(ids))
     ]
@@ -228,7 +228,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     cache: Any = model_kwargs.get(CACHE)
     length = 0 if cache is None else cache.get_seq_length()
     renewal = renewal_length(model)
-    is_due = renewal is not None and length <= renewal < input_ids.shape[1]  # then the model leaves the cache aside
+    is_due = renewal is not None and length <= renewal < input_ids.shape[1]  # then the model ignores the cache
     if length > 0 and not is_due:
         for request in requests:
             request.row = forward.add()
@@ -237,7 +237,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
 
 
 def _encode(forward: EncodedForward, requests: list[Request], prepared: PreparedCall) -> None:
-    """Gives every request a row that sees its encoder's outputs."""
+    """Give every request a row that reads its encoder's outputs."""
     kwargs = prepared.model_kwargs
     mask = kwargs.get("attention_mask") if masks_encoder(prepared.model) else None
     keep = bool(prepared.generation_config.return_dict_in_generate)

@@ -1,4 +1,4 @@
-"""What a call must look like to be served: bad input is refused before any work starts, with the remedy named."""
+"""Checks of a call's arguments: they raise before any work starts, and their messages name the remedy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from transformers.generation import GenerationMode
 
 _SERVED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
-# Which argument asks for which of the other modes.
+# The argument that selects each of the other modes.
 _ASKS = {
     GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
     GenerationMode.DOLA_GENERATION: "dola_layers",
@@ -25,7 +25,7 @@ _SOURCE_OPTIONS = {
 
 
 def check_settings(config: GenerationConfig, synced_gpus: bool | None = None) -> None:
-    """Raises `ValueError` for generation settings that cannot be served."""
+    """Raise `ValueError` for generation settings that cannot be served."""
     mode = config.get_generation_mode()
     if mode not in _SERVED:
         name = _ASKS.get(mode, "num_beams")
@@ -54,7 +54,7 @@ def check_settings(config: GenerationConfig, synced_gpus: bool | None = None) ->
 
 
 def check_source_options(kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for options that would be dropped silently."""
+    """Raise `ValueError` for options of transformers' assistants, which would have no effect here."""
     for name, remedy in _SOURCE_OPTIONS.items():
         if kwargs.get(name) not in (None, 0, "constant"):
             raise ValueError(f"`{name}={kwargs[name]!r}` has no effect on `assistant`. Use {remedy} instead.")
@@ -62,7 +62,7 @@ def check_source_options(kwargs: dict[str, Any]) -> None:
 
 def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -> None:
     """
-    Raises unless `ids` are a batch of token ids of the model.
+    Check that `ids` are a batch of token ids of the model.
 
     Raises:
         TypeError: for anything but an integer tensor.
@@ -94,7 +94,16 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
 
 
 def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
-    """Raises unless `attention_mask` is a tensor of shape [batch, length], that of the prompts where it is given."""
+    """
+    Check that `attention_mask` is a tensor of shape [batch, length].
+
+    Args:
+        shape (sequence of `int`, *optional*): Shape of the prompts, which the mask must have.
+
+    Raises:
+        TypeError: for anything but a tensor of two dimensions.
+        ValueError: for another shape.
+    """
     if mask is None:
         return
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:

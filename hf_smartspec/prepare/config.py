@@ -1,4 +1,4 @@
-"""The options of speculative decoding that a call can name."""
+"""Options of speculative decoding that a call can pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,20 +15,20 @@ from ..decoding.verify import METHODS
 from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
 
-DATASTORE, TUNED = "datastore:", "tuned:"  # each before a path
-EARLY_EXIT = "early_exit:"  # before a number of layers
+DATASTORE, TUNED = "datastore:", "tuned:"  # prefixes of a path
+EARLY_EXIT = "early_exit:"  # prefix of a number of layers
 PRESET_NAMES = ["auto", "none", "prompt_lookup", "suffix", MTP, f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{TUNED}PATH"]
 
 
 def is_preset(assistant: Any) -> bool:
-    """Whether it is a name that stands for a source, not for a drafter that is loaded."""
+    """Return whether `assistant` is the name of a source, and not of a drafter that has to be loaded."""
     if not isinstance(assistant, str) or assistant == MTP:
         return False
     return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
 
 
 def is_source(assistant: Any) -> bool:
-    """Whether it drafts with options of its own, and is no draft model."""
+    """Return whether `assistant` is a source with its own options, and not a draft model."""
     return is_preset(assistant) or isinstance(assistant, CandidateGenerator)
 
 
@@ -40,31 +40,32 @@ class SmartSpecConfig:
     Args:
         assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "tuned:PATH", "none"), "mtp"
             (the target's own MTP layers), "early_exit:N" (its first layers), a draft model or its folder or hub id
-            (loaded once for each target), a candidate source, or a list of these, which are fused. "tuned:PATH" is what
-            `smartspec tune` found; its suffix trees are the model's own for this file.
-        num_nodes (`int`, *optional*): Draft nodes per row at every step. Where not given, a `GoodputAuction` decides at
-            every step how many of those that the source drafts by default are worth it.
-        width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. Where not given, chains, and
-            where goodput decides, trees where these pay (see `DraftModelCandidates`).
+            (loaded once for each target), a candidate source, or a list of these, which are fused. "tuned:PATH" is the
+            result of `smartspec tune`; each model keeps suffix trees of its own for each such file.
+        num_nodes (`int`, *optional*): Draft nodes per row at every step. By default, a `GoodputAuction` decides at
+            every step how many of the nodes that the source drafts by default are worth verifying.
+        width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. By default chains, or, where a
+            `GoodputAuction` decides, trees where these pay (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted), "rejection" (the
             same distribution; draft models only) or "typical" (Medusa's typical acceptance, *another* distribution:
             sampling rows keep every drafted token that is likely enough. Greedy rows stay as they are).
-        policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of both.
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of the target and of the draft model,
-            where these have two: drafts are translated (see `TranslatedDraftCandidates`). Where not given, and sizes of
-            vocabularies differ, those that lie beside the models.
-        namespace (`str`): For suffix trees: whose outputs are drafted from and joined; in an engine, whose keys and
-            values are reused, too. Tenants that must not see one another's text in drafts get different ones.
+        policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of `num_nodes` and the auction.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizers of the target and of the
+            draft model, where these differ: drafts are translated (see `TranslatedDraftCandidates`). By default, where
+            the sizes of the vocabularies differ, the tokenizers that are stored beside the models.
+        namespace (`str`): For suffix trees: the group of requests whose outputs are drafted from, and which this call's
+            outputs join; in an engine, also the group that shares keys and values. Give tenants that must not see one
+            another's text in drafts different namespaces.
         reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
         references (sequence of sequences of `int`): For suffix trees and prompt lookup: token ids of texts that the
-            answers are likely to repeat (a file to be edited, a predicted output, retrieved passages). They feed this
-            call only.
-        tag (`str` or sequence of `str`, *optional*): For `RoutedCandidates`: what kind of text the prompts are (a
+            answers are likely to repeat (a file to be edited, a predicted output, retrieved passages), for drafts of
+            this call only.
+        tag (`str` or sequence of `str`, *optional*): For `RoutedCandidates`: the kind of text of the prompts (a
             drafter's name, a language, a topic, ...), one for all or one for each; None in a sequence: unknown.
-        online (`OnlineDistillation`, *optional*): Draft models and heads learn from the call.
-        trace (`bool`): Whether it is kept which source drafted each token, and every step's draft tree:
-            `model.smartspec_statistics.last_traces` then has one `TracedRequest` per row, and outputs of an
-            engine have the same.
+        online (`OnlineDistillation`, *optional*): Trains draft models and heads on the call's tokens.
+        trace (`bool`): Whether to record which source drafted each token, and every step's draft tree:
+            `model.smartspec_statistics.last_traces` then has one `TracedRequest` per row, as have the outputs of an
+            engine.
     """
 
     assistant: Any = "prompt_lookup"
@@ -126,7 +127,7 @@ class SmartSpecConfig:
     def with_tokenizers(
         self, tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
     ) -> "SmartSpecConfig":
-        """The same with those of a target and a draft that a caller names beside it; the target's, if it has none."""
+        """Return the config with `assistant_tokenizer`, and with `tokenizer` if the config has no tokenizer itself."""
         changes: dict[str, Any] = {}
         if assistant_tokenizer is not None:
             changes["assistant_tokenizer"] = assistant_tokenizer
@@ -136,10 +137,10 @@ class SmartSpecConfig:
 
     def tags_of(self, num_rows: int, per_prompt: int = 1) -> list[str | None]:
         """
-        The tag of each row, of which there are so many for each prompt.
+        Return the tag of each row; `per_prompt` successive rows belong to one prompt.
 
         Raises:
-            ValueError: if there is another number of tags than of prompts.
+            ValueError: if the number of tags differs from the number of prompts.
         """
         if self.tag is None or isinstance(self.tag, str):
             return [self.tag] * num_rows
@@ -150,19 +151,19 @@ class SmartSpecConfig:
 
     @property
     def assignment(self) -> dict[str, Any]:
-        """Arguments of `TreeCandidateGenerator.assign`; empty where nothing was asked for."""
+        """Arguments of `TreeCandidateGenerator.assign`; empty where the config has no namespaces or references."""
         if not (self.namespace or self.reads or self.references):
             return {}
         references = [np.array(text, np.int64) for text in self.references]
         return {"namespace": self.namespace, "reads": tuple(self.reads), "references": references}
 
     def max_nodes_for(self, source: TreeCandidateGenerator) -> int:
-        """Draft nodes per row and step, at most."""
+        """Return the largest number of draft nodes per row and step."""
         policy = self.policy_for(source)
         return source.most_nodes if policy is None else policy.most_nodes(source.default_num_nodes, source.most_nodes)
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
-        """The policy that was asked for, by itself or by a number of nodes; None where goodput is to decide."""
+        """Return the policy set by `policy` or `num_nodes`; None where a `GoodputAuction` is to decide."""
         if self.policy is not None:
             return self.policy
         if self.num_nodes is None and source.default_num_nodes > 0 and self.verification != "rejection":

@@ -1,4 +1,4 @@
-"""Decoding one prepared `generate` call: checks, the choice of a way to serve it, the loop, and the output."""
+"""Decode one prepared `generate` call: choose a way to serve it, run the decoding loop, make the output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,16 +47,16 @@ logger = get_logger(__name__)
 
 @dataclass
 class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """transformers' output of `generate`, and what speculation did."""
+    """transformers' output of `generate`, with statistics of speculation."""
 
-    statistics: GenerationStatistics = None  # type: ignore[assignment]  # always set; ModelOutput wants None
+    statistics: GenerationStatistics = None  # type: ignore[assignment]  # always set; ModelOutput needs a default
 
 
 @dataclass
 class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """transformers' output of `generate` for encoder-decoder models, and what speculation did."""
+    """transformers' output of `generate` for encoder-decoder models, with statistics of speculation."""
 
-    statistics: GenerationStatistics = None  # type: ignore[assignment]  # always set; ModelOutput wants None
+    statistics: GenerationStatistics = None  # type: ignore[assignment]  # always set; ModelOutput needs a default
 
 
 def decode(
@@ -72,15 +72,15 @@ def decode(
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """
-    A decoding method for `model.generate(..., custom_generate=hf_smartspec.decode, assistant=...)`, called with what
-    `generate` has prepared. Used this way, transformers hands on neither `streamer` nor `tokenizer`: enable the model
-    (`hf_smartspec.enable`) to stream or to use `stop_strings`.
+    Decoding method for `model.generate(..., custom_generate=hf_smartspec.decode, assistant=...)`, called with the
+    arguments that `generate` has prepared. Used this way, transformers passes on neither `streamer` nor `tokenizer`:
+    enable the model (`hf_smartspec.enable`) to stream or to use `stop_strings`.
 
     Args:
         input_ids (`torch.LongTensor` of shape `[batch, length]`): Prompts, padded on the left.
-        assistant: What drafts: see `SmartSpecConfig.assistant`, or a `SmartSpecConfig`.
+        assistant: The drafter: see `SmartSpecConfig.assistant`, or a `SmartSpecConfig`.
         seed (`int` or sequence of `int`, *optional*): For sampling: one seed from which every row derives its own, or
-            one per row. Without it, torch's global generator supplies one.
+            one per row. By default, one is drawn from torch's global generator.
 
     Returns:
         As `generate`: token ids `[batch, length + new]`, or an output with `statistics`.
@@ -98,7 +98,7 @@ def decode(
 
 
 def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """`decode`, once the arguments are one value."""
+    """Decode a call whose arguments are checked; as `decode` does."""
     model, config = prepared.model, prepared.generation_config
     if prepared.route.way == "plain":
         warn_once(model, f"Decoding without speculation: {prepared.route.reason}.")
@@ -127,7 +127,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     assert call.batch.num_generated is not None, "a row has not stopped"
     sequences = call.batch.padded_batch(call.batch.num_generated)
     cache: Any = _export_cache(call, sequences.shape[1] - 1, given_cache) if call.keeps_cache else None
-    if isinstance(call.forward, PackedForward):  # after an error it is left alone: nobody knows what is under way
+    if isinstance(call.forward, PackedForward):  # not after an error, which may leave work under way on it
         take_back(call.forward)
     if not call.keeps_cache:
         return sequences
@@ -137,7 +137,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
 
 
 def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """The same tokens, for the same seed, from transformers' own loop."""
+    """Decode with transformers' own loop; the same seed gives the same tokens as with speculation."""
     forget_lengths(prepared.model)
     output, statistics = decode_plainly(prepared)
     record(prepared.model, statistics)
@@ -147,7 +147,7 @@ def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOn
 def _report(
     prepared: PreparedCall, statistics: GenerationStatistics, policy: LengthPolicy, traces: list[TracedRequest] | None
 ) -> None:
-    """Where the user finds what speculation did, without asking for a dictionary."""
+    """Store the call's statistics with the model, and log them."""
     record(prepared.model, statistics, traces)
     predicted = ""
     if isinstance(policy, GoodputAuction):
@@ -161,8 +161,8 @@ def _report(
 
 def _complete_rows(call: DecodingCall) -> None:
     """
-    Brings every row's cache and records to what plain decoding returns: rows that ran ahead of a criterion are taken
-    back, and rows that finished early are fed the padding that plain decoding goes on feeding them.
+    Bring every row's cache and records to the state that plain decoding returns: cut rows that ran past the end of the
+    batch, and feed rows that finished early the padding that plain decoding keeps feeding them.
     """
     batch, end = call.batch, call.batch.num_generated
     assert end is not None, "a row has not stopped"
@@ -185,7 +185,7 @@ def _complete_rows(call: DecodingCall) -> None:
 
 
 def _record_padding(call: DecodingCall, late: list[Request], padding: list[list[int]]) -> None:
-    """The padding is a draft that is known beforehand: one forward yields all its logits."""
+    """Record the logits and scores of padding, run as a draft chain in one forward, since its tokens are known."""
     inputs = [
         RowInput(request.cache_row, request.uncached(), DraftTree.chain(tokens))
         for request, tokens in zip(late, padding)
@@ -201,7 +201,7 @@ def _record_padding(call: DecodingCall, late: list[Request], padding: list[list[
 
 
 def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
-    """All rows' keys and values in the cache that `generate` prepared, as long as it is empty, else in a new one."""
+    """Return all rows' keys and values, in the cache that `generate` prepared if that is empty, else in a new one."""
     rows = [request.cache_row for request in call.batch.requests]
     if isinstance(call.forward, RowwiseForward):
         return call.forward.export(rows, prepared)

@@ -1,4 +1,4 @@
-"""Which assistant a `generate` call gets that may not name one itself."""
+"""Choice of a `generate` call's assistant: the call's own, or a default."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)
 
 
 class Default:
-    """An assistant that was given to `enable`. Copies of a model share it, whatever it holds."""
+    """An assistant given to `enable`. Deep copies of a model share it: what it holds is not copied."""
 
     def __init__(self, assistant: Any = None):
         self.assistant = assistant
@@ -26,9 +26,11 @@ class Default:
 
 class Choice(NamedTuple):
     """
+    The assistant chosen for a call.
+
     Args:
-        assistant: What the caller wants to draft; None for nothing.
-        is_default (`bool`): Whether the call did not ask for it itself: then it gives way to what it cannot go with.
+        assistant: The assistant; None to decode without one.
+        is_default (`bool`): Whether it is a default, which is dropped where it does not fit the call.
     """
 
     assistant: Any
@@ -40,10 +42,10 @@ class EnabledCall(NamedTuple):
     A call of a method of an enabled model.
 
     Args:
-        model (`PreTrainedModel`): Whose method it is.
-        original (`Callable`): The method as it was before.
-        args, kwargs: Of the call.
-        own, common (`Default`, *optional*): Of the model, and of all models.
+        model (`PreTrainedModel`): The model that the method belongs to.
+        original (`Callable`): The method as it was before `enable`.
+        args, kwargs: Arguments of the call.
+        own, common (`Default`, *optional*): Defaults of the model, and of all models.
     """
 
     model: PreTrainedModel
@@ -54,27 +56,28 @@ class EnabledCall(NamedTuple):
     common: Default | None = None
 
     def take(self) -> tuple[Any, Any]:
-        """Its `assistant` and `seed`, which transformers does not know; they are then no arguments any more."""
+        """Remove `assistant` and `seed`, which transformers does not accept, from the arguments and return them."""
         return self.kwargs.pop("assistant", None), self.kwargs.pop("seed", None)
 
     def plain(self) -> Any:
-        """What transformers makes of it."""
+        """Call the original method, without an assistant."""
         return self.original(*self.args, **self.kwargs)
 
 
 def choose(call: EnabledCall, assistant: Any, config: Any) -> Choice:
     """
-    The first that says something: `assistant=` of the call, its `generation_config`, the default of the model, the
-    model's own `generation_config`, the default of all models.
+    Return the first assistant found in: `assistant=` of the call, its `generation_config`, the default of the model,
+    the model's own `generation_config`, the default of all models.
 
-    Defaults are for calls of the user's: not for those that transformers makes within one (of a draft model), nor for
-    models with a `generate` of their own, which prepares more than one call; except Whisper, whose calls are all alike.
+    Defaults apply to the user's own calls: not to calls that transformers makes within one (of a draft model), nor to
+    models whose class has its own `generate`, which prepares more than one call; except Whisper, whose calls are all
+    alike.
 
     Args:
-        config (`GenerationConfig`, *optional*): That of the call.
+        config (`GenerationConfig`, *optional*): The call's own.
 
     Raises:
-        ValueError, TypeError: if a `generation_config` names what is no assistant.
+        ValueError, TypeError: if the assistant of a `generation_config` cannot draft.
     """
     if assistant is not None:
         return Choice(assistant)
@@ -91,18 +94,18 @@ def choose(call: EnabledCall, assistant: Any, config: Any) -> Choice:
 
 def asked_by(config: Any, model: PreTrainedModel) -> Any:
     """
-    The assistant that a call's `generation_config` names; None where it names none, or the model's own: then it is made
-    from that, as pipelines and servers do.
+    Return the assistant that a call's `generation_config` names. None if it names none, or the same as the model's own
+    config: pipelines and servers make a call's config from that one.
 
     Raises:
-        ValueError, TypeError: if it names what is no assistant.
+        ValueError, TypeError: if that assistant cannot draft.
     """
     of_call = assistant_of(config)
     return None if of_call is None or of_call == _of_model(model) else of_call
 
 
 def _of_model(model: PreTrainedModel) -> Any:
-    """What the model's own `generation_config` names, which transformers copies in every call, and saves."""
+    """Return the assistant of the model's own `generation_config`, which transformers saves and copies in each call."""
     assistant = assistant_of(getattr(model, "generation_config", None))
     if _is_live(assistant):
         raise ValueError(
@@ -114,7 +117,7 @@ def _of_model(model: PreTrainedModel) -> Any:
 
 
 def _is_live(assistant: Any) -> bool:
-    """Whether it is, or holds, more than names."""
+    """Return whether `assistant` is or contains an object, and not only names."""
     if isinstance(assistant, list | tuple):
         return any(map(_is_live, assistant))
     return not isinstance(assistant, str | None)
@@ -122,10 +125,10 @@ def _is_live(assistant: Any) -> bool:
 
 def assistant_of(config: Any) -> Any:
     """
-    What a `generation_config` names, if it is there and names something.
+    Return the assistant of a `generation_config`; None if there is no config, or no assistant in it.
 
     Raises:
-        ValueError, TypeError: if that is no assistant.
+        ValueError, TypeError: if that assistant cannot draft.
     """
     assistant = getattr(config, "assistant", None)
     if assistant is not None:
@@ -135,7 +138,7 @@ def assistant_of(config: Any) -> Any:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Calls of `generate` within have no default."""
+    """Context in which calls of `generate` get no default assistant."""
     token = _is_serving.set(True)
     try:
         yield
@@ -144,7 +147,7 @@ def serving() -> Iterator[None]:
 
 
 def without_assistant(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for transformers, which would copy whatever a config holds; the caller's config stays as it is."""
+    """Return the arguments with a config without `assistant`, which transformers would copy; the caller's stays."""
     config: Any = kwargs.get("generation_config")
     if getattr(config, "assistant", None) is None:
         return kwargs

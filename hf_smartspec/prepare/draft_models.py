@@ -1,4 +1,4 @@
-"""Which draft models can draft for which targets."""
+"""Check that a draft model can draft for a target."""
 
 from transformers import PreTrainedModel
 
@@ -14,17 +14,17 @@ def check_draft_model(
     draft: PreTrainedModel, target: PreTrainedModel, tokenizers: Tokenizers | None = None
 ) -> SharedVocabulary | Translation | None:
     """
-    How the draft model's vocabulary stands to the target's (see `vocabulary_between`).
+    Return how the draft model's vocabulary relates to the target's (see `vocabulary_between`).
 
     Raises:
-        ValueError: unless it can draft for the target.
+        ValueError: if the model cannot draft for the target.
     """
     vocabulary = vocabulary_between(draft, target, tokenizers)
     obstacle = None
     if is_stateful(draft):
         obstacle = "it keeps a state that cannot be taken back"
     elif target.config.is_encoder_decoder and reads_encoder(draft):
-        obstacle = _obstacle_behind_encoder(draft, target, vocabulary)
+        obstacle = _encoder_obstacle(draft, target, vocabulary)
     elif draft.config.is_encoder_decoder:
         obstacle = "it has an encoder, and the target has none whose inputs it could read"
     elif not can_pack(draft):
@@ -37,10 +37,10 @@ def check_draft_model(
     return vocabulary
 
 
-def _obstacle_behind_encoder(
+def _encoder_obstacle(
     draft: PreTrainedModel, target: PreTrainedModel, vocabulary: SharedVocabulary | Translation | None
 ) -> str | None:
-    """Why a draft model cannot read what the target's encoder has read, or left behind; None if it can."""
+    """Return why a draft model cannot use the inputs or outputs of the target's encoder; None if it can."""
     from ..target_model.encoded import encoder_size
     from ..target_model.support.capabilities import packing_obstacle
 

@@ -1,4 +1,4 @@
-"""A `generate` call of an enabled model: which assistant it gets, and who serves it."""
+"""Entry of `generate` calls on enabled models: choose the assistant, then speculate or call transformers."""
 
 from functools import partial
 from typing import Any
@@ -17,12 +17,17 @@ logger = get_logger(__name__)
 
 
 def generating(model: Any) -> GenerationMixin:
-    """The model inside a pipeline, PEFT's wrapper or torch.compile's; `TypeError` if there is none that generates."""
+    """
+    Return the model inside a pipeline, PEFT's wrapper or torch.compile's wrapper.
+
+    Raises:
+        TypeError: if that model has no `generate` of transformers.
+    """
     inner: Any = model.model if isinstance(model, Pipeline) else model
     while not isinstance(inner, GenerationMixin):
         if isinstance(inner, torch.nn.Module) and "_orig_mod" in inner._modules:  # torch.compile's
             inner = inner._modules["_orig_mod"]
-        elif hasattr(inner, "get_base_model"):  # PEFT's pass `generate` on to the model inside
+        elif hasattr(inner, "get_base_model"):  # PEFT's wrapper calls `generate` of the model inside
             inner = inner.get_base_model()
         else:
             raise TypeError(f"`model` must be a transformers model that can generate, got {type(model).__name__}.")
@@ -31,12 +36,12 @@ def generating(model: Any) -> GenerationMixin:
 
 def generate(call: EnabledCall) -> Any:
     """
-    The call with its assistant, or untouched. A default gives way to whatever it cannot go with: it never makes a call
-    fail that works without it.
+    Serve a call with its assistant, or pass it to transformers unchanged. A default assistant is dropped where it does
+    not fit the call, so that a default never makes a call fail that works without it.
     """
     assistant, seed = call.take()
     model, original, args, kwargs, *_ = call
-    if isinstance(original, partial):  # a recipe of the model's repository, which has a decoding method of its own
+    if isinstance(original, partial):  # the model's repository brings a decoding method: defaults do not apply
         call = call._replace(own=None, common=None)
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     choice = choose(call, assistant, config)
@@ -68,4 +73,4 @@ def _undrafted(call: EnabledCall, seed: Any) -> Any:
     try:
         return run_with(decode_undrafted, model, original, by_name(original, args, kwargs), "none", seed)
     except ValueError as error:
-        raise ValueError(str(error).replace("`assistant`", "`seed`")) from error  # it is served in the same calls
+        raise ValueError(str(error).replace("`assistant`", "`seed`")) from error  # seeds have the same limits

@@ -1,4 +1,4 @@
-"""Images, videos and the like in prompts: the model itself reads them, in one forward of its own."""
+"""Images, videos and sounds in prompts: one forward of the model itself reads them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from ..decoding.request import Request
 from ..target_model.compat import CACHE, MEDIA_KWARGS
 from ..target_model.forward.packed import PackedForward
 
-# Which tokens stand for images: 0 for text.
+# Arguments that hold the type of each token: 0 for text, others for images and the like.
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
-# How configs call the tokens that images, videos and sounds stand behind.
+# Names in configs of the tokens that stand for images, videos and sounds.
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
 def without_empty_media(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without those that say nothing but that a multimodal model is given text."""
+    """Return the arguments without the empty ones of media, which multimodal models get with text-only prompts."""
     return {key: value for key, value in model_kwargs.items() if not _is_empty(key, value, model_kwargs)}
 
 
@@ -26,12 +26,12 @@ def _is_empty(key: str, value: Any, model_kwargs: dict[str, Any]) -> bool:
     if key == "mm_encoder_outputs":
         return not any(output is not None for output in (value or {}).values())
     if key == "token_type_ids" and "mm_encoder_outputs" not in model_kwargs:
-        return False  # of a text model, in which type 0 may have an embedding
+        return False  # a text model's own, in which type 0 may have an embedding
     return key in _TOKEN_TYPES and value is not None and not bool(value.any())
 
 
 def media_kwargs(model_kwargs: dict[str, Any]) -> set[str]:
-    """Names of the arguments that hold images or say where they stand, which the prompt's forward alone reads."""
+    """Return the names of arguments that hold images or their places, which only the prompt's forward reads."""
     if not any(model_kwargs.get(key) is not None for key in MEDIA_KWARGS):
         return set()
     return {key for key in (*MEDIA_KWARGS, *_TOKEN_TYPES) if model_kwargs.get(key) is not None}
@@ -39,14 +39,14 @@ def media_kwargs(model_kwargs: dict[str, Any]) -> set[str]:
 
 def position_offsets(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> list[int] | None:
     """
-    By how much the positions of each row's text behind its prompt differ from the number of its tokens: images may
-    take fewer positions than tokens. None where a text's positions are no single numbers.
+    Return, for each row, by how much positions after the prompt differ from the number of tokens before them: images
+    may take fewer positions than tokens. None where a token of text has several different positions.
     """
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if positions is None:
         return [0] * len(mask) if bool(mask.all()) else None
-    planes = positions[None] if positions.dim() == 2 else positions[-3:]  # a plane of four counts for masks only
+    planes = positions[None] if positions.dim() == 2 else positions[-3:]  # the first of four planes serves masks only
     last = planes[:, :, -1].expand(-1, len(mask))
     if bool((last != last[0]).any()):
         return None
@@ -54,7 +54,7 @@ def position_offsets(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) 
 
 
 def ends_in_text(model: PreTrainedModel, input_ids: torch.LongTensor) -> bool:
-    """Whether the last token of every row is a word, and not part of an image."""
+    """Return whether the last token of every row is text, and not part of an image."""
     names = {getattr(model.config, name, None) for name in _PLACEHOLDERS}
     return input_ids.shape[1] > 1 and not names & set(input_ids[:, -1].tolist())
 
@@ -62,15 +62,15 @@ def ends_in_text(model: PreTrainedModel, input_ids: torch.LongTensor) -> bool:
 @torch.no_grad()
 def read_media(forward: PackedForward, requests: Sequence[Request], prepared: Any) -> None:
     """
-    Gives every request a row with the keys and values of its prompt, up to the last token, from a forward of the
-    model's own over the whole padded batch, in which images are what they are in plain decoding.
+    Give every request a row with the keys and values of its prompt, except for the last token. A forward of the model's
+    own over the whole padded batch computes them, so that images are read as in plain decoding.
     """
     model, ids = forward.model, prepared.input_ids[:, :-1]
     kwargs = {key: _before_last(key, value) for key, value in prepared.model_kwargs.items()}
     kwargs[CACHE] = DynamicCache(config=model.config.get_text_config(decoder=True))
     model._prefill(ids, prepared.generation_config, kwargs)  # type: ignore[operator]
     offsets = position_offsets(prepared.input_ids, prepared.model_kwargs)
-    assert offsets is not None, "the route has seen that there are some"
+    assert offsets is not None, "the route is packed only where there are offsets"
     for request, offset in zip(requests, offsets):
         request.row = forward.add()
         request.row.position_offset = offset
@@ -79,6 +79,6 @@ def read_media(forward: PackedForward, requests: Sequence[Request], prepared: An
 
 
 def _before_last(key: str, value: Any) -> Any:
-    """The argument for a prompt without its last token."""
+    """Return the argument for a prompt without its last token."""
     is_per_token = key in ("attention_mask", "position_ids", *_TOKEN_TYPES)
     return value[..., :-1] if is_per_token and value is not None else value

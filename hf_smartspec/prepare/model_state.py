@@ -1,4 +1,4 @@
-"""All that is remembered of a model from one call to the next."""
+"""State of a model that is kept from one call to the next."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -37,30 +37,30 @@ Found = TypeVar("Found")
 
 class ModelState:
     """
-    What calls on one model have learnt: its suffix trees, what they and other sources are worth, and the policies that
-    decide how much to draft. Calls may come from several threads.
+    State shared by all calls on one model: suffix trees, calibrated acceptance of sources, loaded drafters, and the
+    policies that decide how much to draft. Calls may come from several threads.
     """
 
     def __init__(self) -> None:
         self.calibrator = Calibrator()  # of fused sources
         self.alarm = AcceptanceAlarm()
         self.lock = Lock()
-        self._loading = Lock()  # held while files are read, which takes long: who needs none of them does not wait
+        self._loading = Lock()  # held while files are read, which takes long: calls without files do not wait for it
         self._trees: dict[str, tuple[dict[str, Any], SuffixTreeCandidates]] = {}  # with their options; "": the presets'
-        self._said: set[str] = set()  # warnings
+        self._warnings: set[str] = set()  # already logged
         self._drafters: dict[str, Drafter] = {}  # by folder or hub id
-        self._idle: dict[str, list[GoodputAuction]] = {}  # policies that nobody uses at present, by source
+        self._idle: dict[str, list[GoodputAuction]] = {}  # policies that no call uses at present, by source
         self._vocabularies: WeakKeyDictionary[PreTrainedModel, tuple[tuple, Any]] = WeakKeyDictionary()
 
     def is_new(self, message: str) -> bool:
-        """Whether nobody has asked this before."""
+        """Return whether this is the first call with this message."""
         with self.lock:
-            is_new = message not in self._said
-            self._said.add(message)
+            is_new = message not in self._warnings
+            self._warnings.add(message)
             return is_new
 
     def suffix_trees(self, path: str = "", **options: Any) -> SuffixTreeCandidates:
-        """The suffix trees of a tuned file, made anew when its options change; without one, those of the presets."""
+        """Return the suffix trees of a tuned file, new ones if its options have changed; of the presets by default."""
         with self.lock:
             if path not in self._trees or self._trees[path][0] != options:
                 self._trees[path] = options, SuffixTreeCandidates(**options)
@@ -68,8 +68,8 @@ class ModelState:
 
     def drafter(self, name: str, target: PreTrainedModel) -> Drafter:
         """
-        A draft model, or a learned drafter of the target, by its folder or hub id: loaded once, as long as the target
-        keeps its dtype and device.
+        Return a draft model, or a learned drafter of the target, by its folder or hub id. It is loaded once, and again
+        if the target's dtype or device changes.
 
         Raises:
             ValueError: if it cannot be loaded.
@@ -81,7 +81,7 @@ class ModelState:
             return found
 
     def vocabulary_of(self, draft: PreTrainedModel, key: tuple, find: Callable[[], Found]) -> Found:
-        """What was found out about the draft model's vocabulary, once for vocabularies and tokenizers of this key."""
+        """Return the result of `find` for the draft model's vocabulary, found once per key (sizes and tokenizers)."""
         with self._loading:
             known = self._vocabularies.get(draft)
             if known is None or known[0] != key:
@@ -91,8 +91,8 @@ class ModelState:
     @contextmanager
     def policy(self, source: str, cost: CostModel) -> Iterator[GoodputAuction]:
         """
-        A policy for the source of this name, with what it has learnt; nobody else uses it meanwhile, since it serves
-        one loop at a time.
+        Yield a policy for the source of this name, with its estimates from earlier calls. No other call uses it
+        meanwhile, since a policy serves one loop at a time.
         """
         with self.lock:
             idle = self._idle.setdefault(source, [])
@@ -106,7 +106,7 @@ class ModelState:
 
 
 def _device_of(drafter: Drafter, target: PreTrainedModel) -> torch.device:
-    """Where it belongs: learned drafters stand beside the target's head, which may lie elsewhere than first layers."""
+    """Return the drafter's device: of the target's head, which may differ from its first layers', if it is learned."""
     output: Any = target.get_output_embeddings() if isinstance(drafter, LearnedDrafter) else None
     return target.device if output is None else output.weight.device
 
@@ -116,7 +116,7 @@ def _load(name: str, target: PreTrainedModel) -> Drafter:
         return learned
     try:
         draft: Any = load_whole(_class_of(name, target), name, dtype=target.dtype)
-    except Exception as error:  # of many kinds: no such repository, no network, no weights, unreadable ones
+    except Exception as error:  # many kinds: no such repository, no network, no weights, unreadable ones
         found = "is a folder, but holds" if os.path.isdir(name) else "is neither a preset nor a folder that exists, and"
         raise ValueError(f"`assistant={name!r}` {found} no draft model that can be loaded: {error}") from error
     return draft.to(target.device).eval()
@@ -124,12 +124,12 @@ def _load(name: str, target: PreTrainedModel) -> Drafter:
 
 def load_whole(kind: Any, name: str, **options: Any) -> PreTrainedModel:
     """
-    Return `kind.from_pretrained(name, **options)`, a draft model. transformers makes up the weights that files lack,
-    and takes those that are no numbers: such a model drafts, but hardly anything that is accepted.
+    Return `kind.from_pretrained(name, **options)`, a draft model, after a check of its weights. transformers
+    initializes missing weights at random and loads NaN: hardly any draft of such a model is accepted.
 
     Raises:
-        ValueError: naming weights that are missing, but for those that are tied to others, or one with numbers that
-            are NaN or infinite. Quantized weights, and those that lie elsewhere than in memory, are not looked at.
+        ValueError: if weights are missing that are not tied to others, or if one is NaN or infinite. Quantized weights
+            and weights on the meta device are not checked.
     """
     draft, info = kind.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])
@@ -146,7 +146,7 @@ def load_whole(kind: Any, name: str, **options: Any) -> PreTrainedModel:
 
 
 def _class_of(name: str, target: PreTrainedModel) -> Any:
-    """What loads a draft model: one with an encoder of its own, if the target has one too."""
+    """Return the auto class that loads a draft model, with an encoder if both the draft and the target have one."""
     if not target.config.is_encoder_decoder or not AutoConfig.from_pretrained(name).is_encoder_decoder:
         return AutoModelForCausalLM
     return AutoModelForSeq2SeqLM if target.main_input_name == "input_ids" else AutoModelForSpeechSeq2Seq
@@ -155,8 +155,9 @@ def _class_of(name: str, target: PreTrainedModel) -> Any:
 @dataclass
 class ModelStatistics:
     """
-    What speculation did on a model: in the last call that it served, and in all since it was enabled. `last_traces` has
-    a `TracedRequest` for each row of the last call, if that drafted and was traced (`SmartSpecConfig(trace=True)`).
+    Statistics of speculation on a model: of the last call (`last`), and of all `num_calls` since it was enabled
+    (`total`). `last_traces` has a `TracedRequest` for each row of the last call, if that drafted and was traced
+    (`SmartSpecConfig(trace=True)`).
     """
 
     last: GenerationStatistics = field(default_factory=GenerationStatistics)
@@ -166,7 +167,7 @@ class ModelStatistics:
 
 
 def record(model: PreTrainedModel, statistics: GenerationStatistics, traces: list[TracedRequest] | None = None) -> None:
-    """Adds a call to `model.smartspec_statistics`."""
+    """Add a call to `model.smartspec_statistics`."""
     with state_of(model).lock:
         known = vars(model).setdefault("smartspec_statistics", ModelStatistics())
         known.last, known.total = statistics, known.total + statistics
@@ -174,7 +175,7 @@ def record(model: PreTrainedModel, statistics: GenerationStatistics, traces: lis
 
 
 def warn_once(model: PreTrainedModel, message: str) -> None:
-    """A warning, unless this model has had it."""
+    """Log a warning, once per model and message."""
     if state_of(model).is_new(message):
         logger.warning(message)
 
@@ -184,6 +185,6 @@ _lock = Lock()
 
 
 def state_of(model: PreTrainedModel) -> ModelState:
-    """The state goes when the model goes; copies of the model begin with one of their own."""
+    """Return the model's state, which is freed with the model; copies of the model start with a new state."""
     with _lock:
         return _states.setdefault(model, ModelState())

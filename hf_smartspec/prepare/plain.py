@@ -1,4 +1,4 @@
-"""Plain decoding with this library's seeds, for calls in which nothing can be verified ahead."""
+"""Decoding without speculation, with this library's seeds, for calls whose drafts could not be verified."""
 
 import copy
 import time
@@ -14,7 +14,7 @@ from .call import PreparedCall
 
 
 class _RecordingGumbel(SeededGumbelLogitsProcessor):
-    """Remembers the scores before the noise, which are what `generate` returns as `scores`."""
+    """Seeded noise that keeps the scores before it is added, which `generate` returns as `scores`."""
 
     def __init__(self, seeds: list[int], records: bool):
         super().__init__(seeds)
@@ -28,7 +28,7 @@ class _RecordingGumbel(SeededGumbelLogitsProcessor):
 
 
 class _CountingCriteria(StoppingCriteriaList):
-    """Counts steps, and the tokens that rows generate up to their ends; notes when the first step has ended."""
+    """Stopping criteria that count steps and the tokens of rows up to their ends, and time the first step's end."""
 
     def __init__(self, criteria: StoppingCriteriaList):
         super().__init__(criteria)
@@ -50,7 +50,7 @@ class _CountingCriteria(StoppingCriteriaList):
 def decode_plainly(
     prepared: PreparedCall,
 ) -> tuple[torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput, GenerationStatistics]:
-    """transformers' own loop. Sampling goes through seeded noise: the same seed gives the same tokens here too."""
+    """Run transformers' own loop. Sampling uses seeded noise: a seed gives the same tokens as with speculation."""
     start = time.perf_counter()
     counts = _CountingCriteria(prepared.stopping_criteria)
     config = copy.copy(prepared.generation_config)

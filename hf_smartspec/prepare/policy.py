@@ -1,4 +1,4 @@
-"""The length policies of models: what a policy has learnt about a model's speed and its drafts outlives the call."""
+"""Length policies of models, which keep between calls what they have learnt about a model's speed and its drafts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from .resolve import Assistant
 
 
 def cost_of(model: PreTrainedModel) -> CostModel | None:
-    """What the model's forward costs; None, with a warning, where that cannot be measured (no memory, say)."""
+    """Return the cost model of the model's forward; None, with a warning, if it cannot be measured (no memory, say)."""
     try:
         return load_or_profile(model)
     except (ValueError, RuntimeError) as error:
         warn_once(
             model,
             f"The speed of {type(model).__name__} cannot be measured, so drafts have their sources' usual size, "
-            f"whether it pays or not: {error!r}",
+            f"whether that pays or not: {error!r}",
         )
         return None
 
@@ -29,9 +29,9 @@ def cost_of(model: PreTrainedModel) -> CostModel | None:
 @contextmanager
 def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForward) -> Iterator[LengthPolicy]:
     """
-    The length policy for a call: what the caller has asked for, else the goodput auction, for the first time on this
-    machine after measuring the model's speed. Models that run row by row get drafts of the source's usual size: what
-    rows cost there does not depend on one another.
+    Yield the length policy of a call: the caller's own, else the goodput auction, which measures the model's speed at
+    its first use on this machine. Models that run row by row get drafts of the source's default size: the cost of a
+    row does not depend on the other rows there.
     """
     config, source = assistant
     fixed = config.policy_for(source)
@@ -47,4 +47,4 @@ def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForwar
         return
     with state_of(model).policy(source.name, cost) as policy:
         yield policy
-    doubt_profile(model, cost)  # by what this call's steps took
+    doubt_profile(model, cost)  # if this call's steps took other times than predicted

@@ -1,4 +1,4 @@
-"""What `assistant=` may be: from a name, a model or a list to the source that drafts."""
+"""Resolve `assistant=`: a name, a model or a list becomes the source that drafts."""
 
 import difflib
 import os
@@ -50,18 +50,19 @@ _DRAFTERS = (PreTrainedModel, CandidateGenerator, LearnedDrafter)
 
 
 class Assistant(NamedTuple):
-    """What drafts for a call, and how much."""
+    """A resolved `assistant=`: its options, and the source that drafts."""
 
     config: SmartSpecConfig
     source: TreeCandidateGenerator
 
 
 class Drafters:
-    """Models and learned drafters as sources: who drafts with one as others do shares its forwards with them."""
+    """Cache of drafter sources: requests with the same drafter share one source and its batched forwards."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # A source holds its model, so that no other one gets its id, and goes with the last request that needs it.
+        # Keys hold ids of models, which are not reused while their sources live: a source holds its model, and is
+        # freed with the last request that needs it.
         self._sources: WeakValueDictionary[tuple, TreeCandidateGenerator] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -74,7 +75,7 @@ class Drafters:
         samples: bool,
         vocabulary: SharedVocabulary | Translation | None,
     ) -> TreeCandidateGenerator:
-        """See `DraftModelCandidates`, and `TranslatedDraftCandidates`."""
+        """Return the source of a draft model: see `DraftModelCandidates` and `TranslatedDraftCandidates`."""
         make: Callable[[], TreeCandidateGenerator]
         if isinstance(vocabulary, Translation):
             make = partial(TranslatedDraftCandidates, model, vocabulary, width=width, samples=samples)
@@ -85,7 +86,7 @@ class Drafters:
     def of_layers(
         self, target: PreTrainedModel, num_layers: int, width: int | None, samples: bool
     ) -> TreeCandidateGenerator:
-        """See `EarlyExitCandidates`."""
+        """Return the source of the target's first layers: see `EarlyExitCandidates`."""
         make = partial(EarlyExitCandidates, target, num_layers, width=width, samples=samples)
         return self._shared((id(target), num_layers, width, samples, EARLY_EXIT), make)
 
@@ -102,11 +103,11 @@ class Drafters:
 
 def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None = None) -> Assistant:
     """
-    What `assistant=` means for `target`.
+    Return the options and the source that `assistant=` names for `target`.
 
     Args:
         assistant: As `SmartSpecConfig.assistant`, or a `SmartSpecConfig`.
-        drafters (`Drafters`, *optional*): Of requests that run together; by default, nothing is shared.
+        drafters (`Drafters`, *optional*): Sources shared by requests that run together; by default, none are shared.
 
     Raises:
         ValueError: for an unknown preset, or a draft model with another vocabulary.
@@ -130,7 +131,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
 
 
 def _check_for_sharded(config: SmartSpecConfig, source: TreeCandidateGenerator) -> None:
-    """The first of the processes drafts for all: nothing of it may need the others."""
+    """Raise `ValueError` for sources that need all processes: the first process drafts for all of them alone."""
     if config.verification == "rejection":
         raise ValueError("`verification='rejection'` does not work with a target that several processes hold.")
     for stage in source.stages:
@@ -144,7 +145,7 @@ def _check_for_sharded(config: SmartSpecConfig, source: TreeCandidateGenerator) 
 
 
 def tagged(assistant: Any, tag: str | None) -> Any:
-    """The same `assistant`, resolved or not, for texts of a kind."""
+    """Return `assistant`, resolved or not, with the tag set."""
     if tag is None:
         return assistant
     if isinstance(assistant, Assistant):
@@ -163,7 +164,7 @@ def _with_tag_checked(assistant: Assistant) -> Assistant:
 
 def check_assistant(assistant: Any) -> None:
     """
-    Raises unless this may be an `assistant`, whatever the target: before anything is loaded.
+    Check that this may be an `assistant` of some target, before anything is loaded.
 
     Raises:
         ValueError: for a name that is neither a preset nor a model.
@@ -193,7 +194,7 @@ def check_assistant(assistant: Any) -> None:
 
 
 def _unknown(name: str) -> str:
-    """Return what is wrong with a name that is neither a preset nor a model."""
+    """Return the error message for a name that is neither a preset nor a model."""
     if "/" in name or os.sep in name:
         there = "is a file, no folder of a model" if os.path.exists(os.path.expanduser(name)) else "does not exist"
         return f"`assistant={name!r}`: the path {there}."
@@ -207,7 +208,10 @@ def _unknown(name: str) -> str:
 
 
 def _may_be_model(name: str) -> bool:
-    """Layers of the target's, a folder, a hub id, or an old id without an owner if it has been downloaded."""
+    """
+    Return whether `name` may be a drafter that is loaded: the target's MTP layers, a folder, a hub id, or an old hub id
+    without an owner if it has been downloaded.
+    """
     if name == MTP:
         return True
     name = os.path.expanduser(name)
@@ -219,7 +223,7 @@ def _may_be_model(name: str) -> bool:
 def _is_downloaded(name: str) -> bool:
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:  # no id at all
+    except HFValidationError:  # not a valid id
         return False
 
 
@@ -235,10 +239,10 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
     if isinstance(assistant, str):
         assistant = _named(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
-        assistant.warm_up()  # not in the middle of decoding; compiles once per installation
+        assistant.warm_up()  # compiles, once per installation: here rather than in the middle of decoding
     if isinstance(assistant, DatastoreCandidates):
         check_datastore(assistant.datastore, target)
-    if hasattr(assistant, "get_base_model"):  # PEFT's wrapper of a draft: the adapter lies in the model inside
+    if hasattr(assistant, "get_base_model"):  # PEFT's wrapper: the model inside has the adapter's layers
         assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
         tokenizers = Tokenizers(config.tokenizer, config.assistant_tokenizer)
@@ -267,7 +271,7 @@ def _num_layers(name: str) -> int:
 
 
 def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
-    """Prepares a source that the caller has made, and those that it consists of, for the target."""
+    """Prepare a source that the caller has made, and its members, for the target; raise if one does not fit."""
     for member in source.sources if isinstance(source, MemberCandidates) else ():
         _fit(member, target)
     if isinstance(source, RoutedCandidates):
@@ -291,7 +295,7 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
 def _prepare_drafters(
     routed: RoutedCandidates, config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters
 ) -> None:
-    """Each drafter as a source, by options that all requests have in common."""
+    """Turn each drafter into a source, with the options that are the same for all requests."""
 
     def make(item: Any) -> TreeCandidateGenerator:
         tokenizer = None if is_source(item) else config.tokenizer
@@ -303,8 +307,8 @@ def _prepare_drafters(
 
 def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
     """
-    A list of assistants as one source: those that cost nothing by the level are merged, draft models and sources that
-    need hidden states are further stages, in their order.
+    Return a list of assistants as one source: sources that do not run a forward per level are merged, draft models and
+    sources that need hidden states become further stages, in their order.
     """
     items, discounts, options = _expanded(config.assistant, target)
     configs = [
@@ -326,7 +330,7 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters)
 
 
 def _check_apart(stages: Sequence[TreeCandidateGenerator]) -> None:
-    """Raises `ValueError` if a drafter that requests are routed to drafts for all of them anyway."""
+    """Raise `ValueError` if a drafter of a `RoutedCandidates` is in the list too, where it drafts for all requests."""
     for routed in stages:
         if isinstance(routed, RoutedCandidates):
             for name, source in zip(routed.drafters, routed.sources):
@@ -338,14 +342,14 @@ def _check_apart(stages: Sequence[TreeCandidateGenerator]) -> None:
 
 
 def _is_costly(source: TreeCandidateGenerator) -> bool:
-    # What is learnt of routed drafters is learnt of each: they are not merged with others.
+    # Acceptance is learnt for each routed drafter by itself: these are not merged with other sources.
     return source.is_autoregressive or bool(source.needs) or isinstance(source, RoutedCandidates)
 
 
 def _expanded(
     assistants: Sequence[Any], target: PreTrainedModel
 ) -> tuple[list[Any], list[float | Sequence[float]], dict[str, Any]]:
-    """The list with the sources of tuned files in their place, the sources' discounts, and how to fuse them."""
+    """Return the assistants, with each tuned file replaced by its sources, their discounts, and options of fusing."""
     items: list[Any] = []
     discounts: list[float | Sequence[float]] = []
     options: dict[str, Any] = {}
@@ -390,8 +394,8 @@ def _named(name: str, target: PreTrainedModel) -> Any:
 
 def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
     """
-    The suffix trees behind `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
-    calls within its bound on memory. `suffix_trees(model).remove_namespace("")` forgets them.
+    Return the suffix trees of `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
+    calls within its bound on memory. `suffix_trees(model).remove_namespace("")` deletes these outputs.
     """
     return state_of(model).suffix_trees()
 
@@ -403,12 +407,12 @@ def _datastore(path: str, **options: Any) -> DatastoreCandidates:
 
 @lru_cache(maxsize=4)
 def _opened_datastore(path: str, modified: int) -> Datastore:
-    """The file, opened and checked once as long as it stays as it is."""
+    """Open and check the file, once until it is modified."""
     return Datastore.open(path)
 
 
 def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:
-    """Raises `ValueError` if the datastore holds tokens that the target does not know."""
+    """Raise `ValueError` if the datastore's vocabulary is larger than the target's."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if datastore.vocab_size > vocab_size:
         raise ValueError(

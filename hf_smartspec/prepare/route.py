@@ -1,4 +1,4 @@
-"""Which of three ways serves a prepared `generate` call: packed, row by row, or plainly."""
+"""Choice between three ways to serve a prepared `generate` call: packed, row by row, or without speculation."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -17,19 +17,20 @@ from .media import ends_in_text, media_kwargs, position_offsets, without_empty_m
 # Arguments of the prepared call that the packed forward replaces or passes on.
 _PACKED_KWARGS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 
-# Likewise in decoders behind an encoder.
+# Further ones of encoder-decoder models.
 _ENCODED_KWARGS = {"encoder_outputs", "decoder_attention_mask"}
 
 
 class Route(NamedTuple):
     """
-    How a call is served.
+    The way a call is served.
 
     Args:
         way (`str`): "packed" (all rows' draft trees in one forward), "rowwise" (chains, one row after the other) or
             "plain" (transformers' own loop, without drafts).
-        reason (`str`, *optional*): Why it is not packed; None where it is.
-        reads_media (`bool`): Whether the prompts hold images or the like, which a packed call has the model read first.
+        reason (`str`, *optional*): Why the call is not packed; None where it is.
+        reads_media (`bool`): Whether the prompts hold images, videos or sounds, which a forward of the model's own
+            reads before a packed call decodes.
     """
 
     way: Literal["packed", "rowwise", "plain"]
@@ -38,7 +39,7 @@ class Route(NamedTuple):
 
 
 def way_of(model: PreTrainedModel) -> tuple[Literal["packed", "rowwise", "plain"], str | None]:
-    """The best way for texts on this model, whatever else is asked for; and why it is not packed, where it is not."""
+    """Return the best way for text prompts on this model, before arguments of a call, and why it is not packed."""
     if is_stateful(model):
         return "plain", _stateful_reason(model)
     obstacle = packing_obstacle(model)
@@ -51,7 +52,7 @@ def way_of(model: PreTrainedModel) -> tuple[Literal["packed", "rowwise", "plain"
 def route_of(
     model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Route:
-    """The best way for this model with these arguments, to be asked once per call: it may have to probe the model."""
+    """Return the best way for this model and these arguments. Call it once per call: it may have to probe the model."""
     reason = _plain_reason(model, input_ids, config, model_kwargs)
     if reason is not None:
         return Route("plain", reason)
@@ -77,10 +78,10 @@ def route_of(
 def _plain_reason(
     model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """Why this call must be left to plain decoding, whatever the model's attention; None if it need not be."""
+    """Return why this call must be decoded without speculation, whatever the model's attention; else None."""
     if is_stateful(model):
         return _stateful_reason(model)
-    if input_ids.shape[1] == 0:  # without a last token there are no logits: transformers raises, in its own words
+    if input_ids.shape[1] == 0:  # there are no logits without a last token: transformers raises its own error
         return "the prompt is empty"
     if has_adapters_by_row(model):
         return "every row has an adapter of its own (`adapter_names`)"
@@ -119,7 +120,7 @@ def _stateful_reason(model: PreTrainedModel) -> str:
 
 
 def _drops_attention(model: PreTrainedModel) -> bool:
-    """Whether the config says so; most attention modules copy it, and some read it at every call."""
+    """Return whether the config sets dropout of attention, which modules copy from it or read at every call."""
     return getattr(model.config.get_text_config(), "attention_dropout", 0.0) > 0
 
 
@@ -130,7 +131,7 @@ def _length_reason(
     model_kwargs: dict[str, Any],
     is_packed: bool,
 ) -> str | None:
-    """Why rotary embeddings that depend on the length of the text leave the call to plain decoding, if they do."""
+    """Return why length-dependent rotary embeddings rule speculation out for this call; None if they do not."""
     modules = lengthwise_modules(model)
     if modules and config.prefill_chunk_size is not None and input_ids.shape[1] > min(map(border, modules)):
         return "rotary embeddings that depend on the length differ with every chunk of `prefill_chunk_size` tokens"
@@ -148,8 +149,8 @@ def _packing_obstacle(
     model: PreTrainedModel, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], media: set[str]
 ) -> str | None:
     """
-    Why the packed forward does not serve this model with these arguments, of which `media` are read by a forward of the
-    model's own; None if it does.
+    Return why the packed forward does not serve this model with these arguments; None if it does. A forward of the
+    model's own reads the arguments named in `media`.
     """
     if model.config.is_encoder_decoder:
         return packing_obstacle(model) or _encoded_obstacle(model, model_kwargs)
@@ -163,7 +164,7 @@ def _packing_obstacle(
     if media and not ends_in_text(model, input_ids):
         return "the prompt ends in an image"
     if media and position_offsets(input_ids, model_kwargs) is None:
-        return "the text behind the prompt's images has positions of several dimensions"
+        return "the text after the prompt's images has positions of several dimensions"
     if not media and not _has_default_positions(input_ids, model_kwargs):
         return "the given `position_ids` do not count the tokens"
     if _has_holes_in_windows(model, model_kwargs.get("attention_mask")):
@@ -172,7 +173,7 @@ def _packing_obstacle(
 
 
 def _encoded_obstacle(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> str | None:
-    """The same for the arguments of a decoder behind an encoder."""
+    """Return why the packed forward does not serve these arguments of an encoder-decoder model; None if it does."""
     if extra := _extra_kwargs(model_kwargs) - _ENCODED_KWARGS:
         return f"the model arguments {sorted(extra)} cannot be packed"
     outputs, mask = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
@@ -190,12 +191,15 @@ def _encoded_obstacle(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> s
 
 
 def _is_given(cache: Any) -> bool:
-    """Whether the cache is the caller's own."""
+    """Return whether the caller has passed this cache; `generate` itself passes an empty one."""
     return cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False))
 
 
 def _can_load(cache: Any, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-    """An empty cache of any kind, or one of simple layers that holds the beginning of the very sequences passed."""
+    """
+    Return whether the packed cache can take over a given one: an empty cache of any kind, or one of simple layers that
+    holds the beginning of exactly these prompts.
+    """
     if cache.get_seq_length() == 0:
         return True
     layers = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -207,12 +211,12 @@ def _can_load(cache: Any, input_ids: torch.LongTensor, config: GenerationConfig,
 
 
 def _extra_kwargs(model_kwargs: dict[str, Any]) -> set[str]:
-    """Names of model arguments that the packed forward does not know."""
+    """Return the names of model arguments that the packed forward does not take."""
     return {key for key, value in model_kwargs.items() if value is not None and key not in _PACKED_KWARGS}
 
 
 def _has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether `position_ids` count the tokens that are not masked, as `generate` fills them in."""
+    """Return whether `position_ids` count the unmasked tokens, as those that `generate` fills in do."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is None:  # the model counts by itself, from the first column on
         return mask is None or bool(mask.all())
@@ -225,8 +229,8 @@ def _has_default_positions(input_ids: torch.LongTensor, model_kwargs: dict[str, 
 
 def _has_holes_in_windows(model: PreTrainedModel, mask: torch.Tensor | None) -> bool:
     """
-    Whether masked tokens within a row meet sliding windows: transformers' windows count them, those of the packed
-    forward, which leaves them out, do not.
+    Return whether masked tokens within a row meet sliding windows: transformers' windows count such tokens, and those
+    of the packed forward, which leaves them out, do not.
     """
     config = model.config.get_text_config(decoder=True)
     if mask is None or all(getattr(config, name, None) is None for name in WINDOWS):

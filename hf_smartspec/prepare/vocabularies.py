@@ -1,4 +1,4 @@
-"""Whether a draft model's token ids mean what its target's do, and what is done where they do not."""
+"""Comparison of a draft model's vocabulary with its target's: the same, shared in part, or to be translated."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ _ALIKE = 0.99  # of the smaller tokenizer's ids: some were reserved, and named l
 
 
 class Tokenizers(NamedTuple):
-    """Those of a target and of its draft model, as far as the caller has given them."""
+    """The target's and the draft model's tokenizers, where the caller has given them."""
 
     target: PreTrainedTokenizerBase | None = None
     draft: PreTrainedTokenizerBase | None = None
@@ -26,15 +26,15 @@ def vocabulary_between(
     draft: PreTrainedModel, target: PreTrainedModel, given: Tokenizers | None = None
 ) -> SharedVocabulary | Translation | None:
     """
-    How a draft model's vocabulary stands to its target's: None where they are one, a `SharedVocabulary` where one of
-    the two has more tokens, and a `Translation` where their tokenizers differ.
+    Return how a draft model's vocabulary relates to its target's: None if both are the same, a `SharedVocabulary` if
+    one of the two has more tokens, and a `Translation` if their tokenizers differ.
 
-    Sizes tell little: of one tokenizer, embeddings are padded to different multiples, or have grown by some tokens. So
-    tokenizers are compared: those that are given, or where sizes differ, those that lie beside the models on this
-    machine. Where there are none, vocabularies that differ by no more than one percent are taken to be one.
+    Sizes alone do not decide: models with the same tokenizer pad embeddings to different multiples, or have a few more
+    tokens. So tokenizers are compared: those that are given or, where sizes differ, those stored beside the models on
+    this machine. Without tokenizers, vocabularies whose sizes differ by at most one percent are taken to be the same.
 
     Raises:
-        ValueError: if nothing says what the ids of one mean to the other.
+        ValueError: if the vocabularies may differ and a tokenizer is missing.
     """
     given = Tokenizers() if given is None else given
     sizes = SharedVocabulary(_size(draft), _size(target))
@@ -57,7 +57,10 @@ def _size(model: PreTrainedModel) -> int:
 def _compare(
     draft: PreTrainedModel, target: PreTrainedModel, sizes: SharedVocabulary, given: Tokenizers
 ) -> SharedVocabulary | Translation | str:
-    """The sizes where ids below both mean the same, or how to translate; or why nobody knows."""
+    """
+    Return `sizes` if ids below both sizes mean the same tokens, else a translation; or the part of an error message
+    that says which tokenizer is missing.
+    """
     of_draft = _tokenizer_beside(draft) if given.draft is None else given.draft
     of_target = _tokenizer_beside(target) if given.target is None else given.target
     if of_draft is not None and of_target is not None:
@@ -67,25 +70,25 @@ def _compare(
         logger.info(f"Draft and target have two tokenizers, with {translation.num_shared} tokens in common.")
         return translation
     if given.draft is not None:
-        return "and the target's tokenizer is not beside it"
+        return "and the target's tokenizer is not stored beside it"
     if max(sizes) - min(sizes) <= _PADDING * max(sizes):
         logger.info(f"Vocabularies of {sizes.draft_size} and {sizes.target_size} tokens are taken to be one, padded.")
         return sizes
-    return f"which is more than padding (at most {_PADDING:.0%}), and beside one of them lies no tokenizer"
+    return f"which is more than padding (at most {_PADDING:.0%}), and one of them has no tokenizer stored beside it"
 
 
 def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, if it is on this machine."""
+    """Return the tokenizer stored beside the model on this machine, or None."""
     try:
         name = model.name_or_path
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception:  # of many kinds: no such folder, no tokenizer in it, one that needs code of its own
+    except Exception:  # many kinds: no such folder, no tokenizer in it, one that needs its own code
         return None
-    # Where there are no files, an empty one may be made up from the model's type.
+    # Without files, transformers may make up an empty tokenizer from the model's type.
     return tokenizer if 2 * len(tokenizer) > _size(model) else None
 
 
 def _share_ids(first: dict[str, int], second: dict[str, int]) -> bool:
-    """Whether the tokens of the smaller vocabulary have the same ids in the larger one."""
+    """Return whether (nearly) all tokens of the smaller vocabulary have the same ids in the larger one."""
     small, large = sorted((first, second), key=len)
     return sum(large.get(token) == number for token, number in small.items()) >= _ALIKE * len(small)

@@ -278,7 +278,7 @@ def test_refusals(target, draft):
     source = hf_smartspec.DraftModelCandidates(draft)
     only_draft = {"assistant_tokenizer": DRAFT}
     translated = TranslatedDraftCandidates(draft, Translation(TARGET, DRAFT, SIZE - 1, DRAFT_SIZE))
-    refused(target, r"the target's tokenizer is not beside it\. Pass both tokenizers", assistant=draft, **only_draft)
+    refused(target, r"tokenizer is not stored beside it\. Pass both", assistant=draft, **only_draft)
     refused(target, "Pass both tokenizers, `tokenizer=` and `assistant_tokenizer=`", assistant=draft)
     refused(target, "Pass both tokenizers", assistant=source)
     refused(target, "`assistant_tokenizer` has an effect on draft models only", assistant="suffix", **TOKENIZERS)
@@ -287,5 +287,5 @@ def test_refusals(target, draft):
     refused(
         target, "`assistant_tokenizer` must be", TypeError, assistant=draft, tokenizer=TARGET, assistant_tokenizer="a"
     )
-    with Engine(target, "none") as engine, pytest.raises(ValueError, match="needs an `assistant` beside it"):
+    with Engine(target, "none") as engine, pytest.raises(ValueError, match="needs an `assistant`: pass"):
         engine.add_request([3, 4], max_new_tokens=2, assistant_tokenizer=DRAFT)
