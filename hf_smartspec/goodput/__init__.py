@@ -1,4 +1,4 @@
-"""How much to speculate: plain arithmetic on numpy arrays, no torch and no model."""
+"""Decisions on how much to speculate: plain arithmetic on numpy arrays, without torch or a model."""
 
 from .acceptance import Calibrator, expected_calibration_error, outcomes
 from .auction import GoodputAuction, Prediction

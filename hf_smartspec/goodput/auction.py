@@ -20,35 +20,35 @@ from .stage import Stage
 from .stage_record import StageRecord
 from .trust import Trust
 
-_PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
-_BASELINE_INTERVAL = 200  # speculating steps after which one does without: what it costs must stay known
-_UNKNOWN = 0.16  # log standard deviation of what speculating steps take by plain ones, above which one does without
-_OPTIMISM = 2.0  # standard deviations by which sizes may be cheaper, where nothing pays else
+_PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
+_BASELINE_INTERVAL = 200  # steps with speculation before one without, so that the cost of plain steps stays known
+_UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a step runs without speculation
+_OPTIMISM = 2.0  # standard deviations by which sizes may be cheaper, if no draft pays otherwise
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
-_NUM_NARROW = 4  # of these, which are tried at any rate
+_NUM_NARROW = 4  # first bounds, which are always tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
-_TYPICAL_NODES = 4  # of a row, for what a further one costs
-_DEPTHS = 8  # of a draft, for what a further level costs
-_NODE_COUNTS = (8, 16, 32, 64)  # of a row, among which a further one is cheapest
-_UNPROMISING = 0.3  # tokens that a draft may promise at most where another source is tried beside it
-_LEAST_RATE = 0.1  # of levels that come true
-_EPSILON = 1e-9  # by which a child's bid is less than its parent's at equal probability
+_TYPICAL_NODES = 4  # nodes of a row at which the cost of a further one is taken
+_DEPTHS = 8  # levels of a draft for which the cost of a further one is computed
+_NODE_COUNTS = (8, 16, 32, 64)  # nodes of a row among which a further one is cheapest
+_UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
+_LEAST_RATE = 0.1  # lower bound on the acceptance rate of levels
+_EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
 
 
 class Won(NamedTuple):
-    """What an auction comes to."""
+    """Result of an auction."""
 
     num_nodes: int
-    tokens: float  # that the step is expected to yield
-    seconds: float  # that its forward takes, prompts aside
+    tokens: float  # expected tokens of the step
+    seconds: float  # expected time of its forward, without prompts
 
 
 class Prediction(NamedTuple):
-    """What the policy expects of the step that it has selected for."""
+    """Expected result of the step whose drafts were selected last."""
 
     tokens: float  # over all rows, accepted nodes and one more each
-    seconds: float  # of the forward and what surrounds it, without drafting
+    seconds: float  # of the forward and the work around it, without drafting
     draft_seconds: float
 
 
@@ -59,29 +59,29 @@ class GoodputAuction(LengthPolicy):
     totals, the best prefix is the best of all forests. T also depends a little on the widest row: there is one auction
     for each bound on the width, and the best of their winners wins.
 
-    The best maximises B + sum of a_n - lambda * T(S), where the price of time lambda = speed-up * B / T_plain is the
-    goodput of plain decoding in this step times what speculation has gained over it lately. With one price at all
+    The best prefix maximises B + sum of a_n - lambda * T(S), where the price of time lambda = speed-up * B / T_plain
+    is the goodput of plain decoding in this step times the recent gain of speculation over it. With one price in all
     steps, goodput over all of them is highest (Dinkelbach's theorem on ratios); the highest goodput of every single
-    step would draft too little where drafts are good, and too much where they are poor. Prompts in the forward are not
-    for speculation to pay.
+    step would draft too little where drafts are good, and too much where they are poor. The time that prompts add to
+    the forward is left out, since speculation does not change it.
 
-    Path probabilities are products of the drafts' own probabilities, corrected by what came true of them (`Trust`).
+    Path probabilities are products of the drafts' own probabilities, corrected by their observed acceptance (`Trust`).
 
-    Drafting is chosen too, stage by stage: a source is asked where its nodes, beside those that are there already,
-    bring more than they cost (`StageRecord`), by the same auction over the expected gains of each level (SmartSpec,
-    algorithm 2 with Eq. 5). An autoregressive drafter gets each row's depth; one that heeds prices (`price`) is told
-    what a further level must be worth, and ends drafts by its own confidence in them (algorithm 3, whose threshold is
-    then where drafting breaks even). A first source that drafts all levels in one call is asked for all that it may
-    propose, unless this call costs more than it brings; if it heeds prices, for all whose paths are worth verifying:
-    the less nodes cost, the more of them. Rows and sources that do not pay are tried again within 1 % of the time.
+    The policy also decides about drafting, stage by stage: a source is asked where its nodes, beyond those already
+    drafted, bring more than they cost (`StageRecord`), by the same auction over the expected gains of each level
+    (SmartSpec, algorithm 2 with Eq. 5). An autoregressive drafter gets each row's depth; one that heeds prices
+    (`price`) gets the least worth of a further level, and ends drafts by its own confidence (algorithm 3, whose
+    threshold is then where drafting breaks even). A first source that drafts all levels in one call is asked for as
+    many nodes as it may propose, unless this call costs more than it brings; if it heeds prices, for those nodes whose
+    paths are worth verifying. Rows and sources that do not pay are tried again within 1 % of the time.
 
     Args:
-        cost (`CostModel`): Of the target's forward. It is corrected by what steps really took.
-        margin (`float`): Speculation must promise at least this much more goodput than plain decoding.
+        cost (`CostModel`): Cost of the target's forward, corrected by measured steps.
+        margin (`float`): Share by which the goodput of speculation must exceed that of plain decoding.
         calibrates (`bool`): Whether drafts' probabilities are corrected.
 
     Attributes:
-        prediction (`Prediction`): For the latest selection.
+        prediction (`Prediction`): Expected result of the latest selection.
     """
 
     learns_late = True
@@ -93,9 +93,9 @@ class GoodputAuction(LengthPolicy):
         self.trust = Trust() if calibrates else None
         self.records: defaultdict[DraftCost, StageRecord] = defaultdict(StageRecord)
         self.prediction = Prediction(0.0, 0.0, 0.0)
-        self._plan = self._earlier_plan = Plan()  # of the latest two steps: the earlier one may be observed later
+        self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
         self.speedup = Speedup()
-        self._probe_seconds = 0.0  # saved for the next probe
+        self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
 
@@ -120,7 +120,7 @@ class GoodputAuction(LengthPolicy):
         self._plan.node_price = self._node_price(rows) if len(rows) else 0.0
 
     def _needs_baseline(self, rows: StepRows) -> bool:
-        """Whether it is not known any more, or not yet, what steps cost that do not speculate."""
+        """Return whether this step must run without speculation, since the cost of such steps is not known well."""
         if not self._num_since_baseline or not np.any(rows.caps > 0):
             return False
         is_unknown = self.cost.is_doubtful and self.cost.doubt(rows.num_batched, self._size) > _UNKNOWN
@@ -134,20 +134,21 @@ class GoodputAuction(LengthPolicy):
         return Before(forest, bids, np.bincount(forest.row, bids, minlength=len(rows)))
 
     def _levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
-        """`max_nodes` of a source that is asked for as many levels as pay."""
+        """Return `max_nodes` of a source that is asked by level: as many levels as pay, and probes."""
         best = self._weighed(rows, stage, caps, before)
         levels = self._with_probes(stage, best, (caps > 0) & (before.promises < _UNPROMISING))
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
-        # One that heeds prices sees better than averages do how deep the draft should be.
+        # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
 
     def _weighed(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """
-        The best levels, those in doubt where none pay else. What did not pay last time mostly does not even in doubt:
-        that is looked at first then, since no level that pays fails to pay in doubt.
+        Return the levels worth drafting, `[rows]` int64. If none pays by its mean estimate, use the optimistic one.
         """
         record = self.records[stage.cost]
+        # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
+        # optimistic one alone mostly decides, in one auction instead of two.
         hopes_first = not record.pays and stage.cost.is_autoregressive
         hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hopes_first else None
         if hoped is not None and not hoped.any():
@@ -161,7 +162,7 @@ class GoodputAuction(LengthPolicy):
     def _best_levels(
         self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False
     ) -> np.ndarray:
-        """The depth of each row's draft, `[rows]` int64, by the same maximum; all 0 if no draft pays."""
+        """Return the depth of each row's draft of the highest profit, `[rows]` int64; all 0 if no draft pays."""
         cost, record = stage.cost, self.records[stage.cost]
         gains = self._gains(rows, stage, caps, before, in_doubt)
         depths = np.arange(1, gains.shape[1] + 1)
@@ -184,14 +185,14 @@ class GoodputAuction(LengthPolicy):
         return np.bincount(row[chosen], minlength=len(rows))
 
     def _gains(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
-        """Tokens that each level of an autoregressive draft adds, `[rows, depths]` float64; 0 beyond the caps."""
+        """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""
         most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
         gains = self.records[stage.cost].gains(rows.request_ids, before.promises, int(most.max()), in_doubt)
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
         return gains
 
     def _with_probes(self, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
-        """Rows without a draft get one level now and then: what is drafted teaches, verified or not."""
+        """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
         idle = (levels == 0) & may
         if not idle.any():
             return levels
@@ -200,7 +201,7 @@ class GoodputAuction(LengthPolicy):
         return probed if self._affords(price) else levels
 
     def _pays(self, stage: Stage, caps: np.ndarray) -> bool:
-        """Whether a source whose levels cost nothing is asked."""
+        """Return whether to ask a source that drafts all levels in one call."""
         record = self.records[stage.cost]
         price, benefit = record.seconds(stage.cost, caps > 0), record.benefit
         return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
@@ -222,9 +223,9 @@ class GoodputAuction(LengthPolicy):
 
     def _deeper(self, rows: StepRows, record: StageRecord, cost: DraftCost) -> tuple[tuple[float, float], ...]:
         """
-        What a path must promise, for all rows together and for each, so that a level behind it pays: it has to be
-        drafted and verified, and yet to come true. Where forwards cost in steps, the levels behind that one may make it
-        worth while: as many are looked at together as are best.
+        Return the probabilities, per depth, that paths must exceed for a further level to pay: for all rows together,
+        and for each row. The level has to be drafted and verified, and is accepted at the source's rate only. Since the
+        cost of forwards rises in jumps, the level may pay together with those after it: the best number of them counts.
         """
         price, (per_call, per_row) = self._price(rows), record.timer.seconds(cost)
         rate = max(record.acceptance.rate, _LEAST_RATE)
@@ -232,25 +233,25 @@ class GoodputAuction(LengthPolicy):
         num = np.arange(2 * _DEPTHS + 1)
         seconds = np.asarray(self.cost.seconds(*rows.forward_size(num * len(rows), 1 + num)))
         verify = np.maximum(seconds[depths + more] - seconds[depths], 0.0) / len(rows)
-        promise = np.cumsum(rate**more)  # of the levels behind a path, by its own
+        promise = np.cumsum(rate**more)  # tokens of the levels after a path, per probability of the path
         call, row = price * per_call * more / promise, price * (per_row * more + verify) / promise
         best = (call / len(rows) + row).argmin(axis=1)
         return tuple(zip(call[best].tolist(), row[np.arange(_DEPTHS), best].tolist()))
 
     def _price(self, rows: StepRows) -> float:
-        """lambda, what a second yields in this step, in tokens."""
+        """Return lambda, the price of time in this step: tokens per second."""
         return self.speedup.ratio * len(rows) / self._plan.plain_seconds
 
     def _node_price(self, rows: StepRows) -> float:
-        """What verifying a node costs, in tokens, where rows have a few each."""
+        """Return the cost of verifying a further node, in tokens, where every row has a few nodes."""
         num, plain = _TYPICAL_NODES * len(rows), self._plan.plain_seconds + self._plan.prefill_seconds
         seconds = float(self.cost.seconds(*rows.forward_size(num, 1 + _TYPICAL_NODES)))
         return self._price(rows) * max(seconds - plain, 0.0) / num
 
     def _least_node_price(self, rows: StepRows) -> float:
         """
-        What verifying a node costs, in tokens, at the number of nodes where that is least. By the profile, corrected as
-        a whole: corrections of single sizes may have sizes cost less than smaller ones.
+        Return the cost of verifying a further node, in tokens, at the number of nodes where it is least. All sizes get
+        the same correction of the profile, since with their own ones larger sizes may cost less than smaller ones.
         """
         context, batched, width = rows.forward_size()
         plain = self.cost.profiled(context, batched, width)
@@ -261,7 +262,7 @@ class GoodputAuction(LengthPolicy):
         return self._price(rows) * min(more) * self.cost.correction(batched)
 
     def _affords(self, price: float) -> bool:
-        """Whether the time saved for probes has reached `price`, which it then pays."""
+        """Return whether the time saved for probes has reached `price` (seconds), and if so, spend it."""
         if not self._plan.has_saved:
             self._probe_seconds += _PROBE_SHARE * self._plan.plain_seconds
             self._plan.has_saved = True
@@ -279,8 +280,8 @@ class GoodputAuction(LengthPolicy):
 
     def _seconds(self, rows: StepRows, most: int, widths: np.ndarray) -> np.ndarray:
         """
-        T with 0 to `most` draft nodes, of which at most so many in one row, `[widths, most + 1]` float64; without what
-        the prompts in the step add, whatever is drafted.
+        Return T with 0 to `most` draft nodes, for each bound on the nodes of one row, `[widths, most + 1]` float64;
+        without the time that prompts add to the step.
         """
         num = np.arange(most + 1)
         width = 1 + np.minimum(num, widths[:, None])
@@ -309,10 +310,9 @@ class GoodputAuction(LengthPolicy):
 
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> Won | None:
         """
-        Marks the nodes that maximise the profit, B + sum of a_n - lambda * T(S): tokens, less what their time would
-        yield at other steps. None where none has the margin more than plain decoding. Where costs are doubtful, the
-        same bids are then compared with sizes as cheap as they may well be: what is too dear by a wrong profile only is
-        tried, and known then.
+        Mark the nodes that maximise the profit, B + sum of a_n - lambda * T(S), in tokens, and return the result; None
+        if no set of nodes exceeds plain decoding by the margin. If costs are doubtful, try again with the lowest likely
+        costs, so that sizes that are too expensive only by a wrong profile are run, and thus measured.
         """
         gains = forest.along_paths(forest.probs)
         # Strictly less than the parent's, rounding or not; nodes that cannot be accepted stay out.
@@ -337,13 +337,13 @@ class GoodputAuction(LengthPolicy):
         return won if won.num_nodes else None
 
     def _least_profit(self, rows: StepRows) -> float:
-        """Of a step that speculates: that of plain decoding, and the margin."""
+        """Return the least profit of a step with speculation: plain decoding's, and the margin."""
         return (1 - self.speedup.ratio + self.margin) * len(rows)
 
     def _learn_benefits(self, rows: StepRows, trees: Sequence[DraftTree], gained: float, added: float) -> None:
         """
-        Seconds that each source's drafts save: what the verified nodes' tokens (`gained`) take elsewhere, less what
-        verifying them adds (`added` seconds), shared among the stages by what each has added to the trees' promise.
+        Learn the seconds that each source's drafts save: the time of the gained tokens (`gained`) in other steps, less
+        the time of verifying them (`added` seconds), shared by the stages according to the promise that each added.
         """
         asked = [stage for stage in self._plan.before if stage.asked.any()]
         if not asked:
@@ -387,7 +387,7 @@ class GoodputAuction(LengthPolicy):
     def _learn_outcomes(
         self, plan: Plan, rows: StepRows, stage: Stage, forest: Forest, tokens: Sequence[np.ndarray]
     ) -> None:
-        """What came true of a stage's drafts, and of that, what the drafts before it did not hold."""
+        """Learn which of a stage's nodes were right, and how many of these the drafts before it did not hold."""
         nodes, hits = forest.outcomes(tokens)
         if self.trust is not None:
             self.trust.learn(stage.name, forest, nodes, hits)
@@ -409,5 +409,5 @@ class GoodputAuction(LengthPolicy):
 
 
 def _weighs_levels(stage: Stage) -> bool:
-    """Whether a source is asked by what its levels bring: where each costs a call, or joins what is there already."""
+    """Return whether a source is asked level by level: each level costs a call, or adds to earlier drafts."""
     return stage.cost.is_autoregressive or stage.position > 0

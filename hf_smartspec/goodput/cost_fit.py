@@ -1,4 +1,4 @@
-"""Finds the coefficients of a `CostModel` in measured forwards."""
+"""Least-squares fit of a `CostModel`'s coefficients to measured forwards."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,14 +8,14 @@ import numpy as np
 
 from .least_squares import nonnegative_least_squares
 
-_SAME = 1.08  # forwards that take at most so much longer than the host's time are taken to wait for it
-_NOISE = 0.01  # relative error that no measurement is free of
-_MOST_TURNS = 8  # of telling the host's forwards from the device's
+_SAME = 1.08  # forwards that take at most so many times the host's time are taken to wait for the host
+_NOISE = 0.01  # relative error of any measurement
+_MOST_TURNS = 8  # rounds of separating forwards that wait for the host from those that wait for the device
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Forwards, `[n]` float64 each; `batched` as it is run."""
+    """Measured forwards as in `CostPoint`, `[n]` float64 each."""
 
     context: np.ndarray
     batched: np.ndarray
@@ -27,17 +27,17 @@ class Measurements:
 
 
 class Fit(NamedTuple):
-    """Coefficients by their names in `CostModel`, and what they predict, `[n]` float64."""
+    """Coefficients by their names in `CostModel`, and their predictions in seconds, `[n]` float64."""
 
     numbers: dict[str, Any]
     predicted: np.ndarray
 
     def errors(self, seconds: np.ndarray) -> np.ndarray:
-        """Relative, `[n]`."""
+        """Return the relative errors, `[n]` float64."""
         return self.predicted / seconds - 1
 
     def badness(self, seconds: np.ndarray, used: np.ndarray) -> float:
-        """Schwarz's criterion, by which the error at the `used` points has to shrink for every further coefficient."""
+        """Return Schwarz's criterion at the `used` points: every further coefficient must reduce the error enough."""
         num_coefficients = 2 + (len(self.numbers.get("knots", ())) or 2) + ("host" in self.numbers)
         error = float((self.errors(seconds)[used] ** 2).mean()) + _NOISE**2
         num = np.count_nonzero(used)
@@ -46,22 +46,25 @@ class Fit(NamedTuple):
 
 def fit_coefficients(points: Measurements) -> dict[str, Any]:
     """
-    Least squares of the relative error, all coefficients at least 0: of the device's work alone, or of the larger of
-    the device's and a constant, the host's, whichever explains more with fewer coefficients (Schwarz's criterion).
+    Return the coefficients that minimise the squared relative error, all at least 0: for the device's time alone, or
+    for the larger of the device's time and a constant of the host, whichever fits better by Schwarz's criterion.
     """
     everything = np.ones(len(points.seconds), bool)
     fits = [_device(points, everything)]
     for guess in np.unique(np.quantile(points.seconds, np.linspace(0, 0.9, 10))):
-        fits += _beside_host(points, guess)
+        fits += _with_host(points, guess)
     numbers = min(fits, key=lambda fit: fit.badness(points.seconds, everything)).numbers
     of_one_token = numbers["curve"][0] if "curve" in numbers else numbers["gamma"] + numbers["delta"]
-    if not of_one_token and "host" not in numbers:  # all was put down to contexts, as noise may have it
+    if not of_one_token and "host" not in numbers:  # by noise, all time was put down to contexts
         numbers["host"] = float(points.seconds.min())
     return numbers
 
 
-def _beside_host(points: Measurements, guess: float) -> list[Fit]:
-    """The larger of the host's time, about `guess`, and the device's; nothing where too little is the device's."""
+def _with_host(points: Measurements, guess: float) -> list[Fit]:
+    """
+    Fit the larger of the host's time, about `guess`, and the device's; return no fit if too few forwards wait for the
+    device.
+    """
     waits = points.seconds <= _SAME * guess
     host = float(np.exp(np.log(points.seconds[waits]).mean()))
     used = ~waits
@@ -69,7 +72,7 @@ def _beside_host(points: Measurements, guess: float) -> list[Fit]:
         if np.count_nonzero(used) < 4 or len(np.unique(points.batched[used])) < 2:
             return []
         fit = _device(points, used)
-        # What waits for the host says that the device needs no longer: only what is said to need longer is told so.
+        # Forwards that wait for the host show only that the device takes no longer: use those for which the fit errs.
         wrong = waits & ~used & (fit.predicted > host)
         if not wrong.any():
             break
@@ -78,7 +81,7 @@ def _beside_host(points: Measurements, guess: float) -> list[Fit]:
 
 
 def _device(points: Measurements, used: np.ndarray) -> Fit:
-    """Fitted to the `used` points (`[n]` bool): a line over tokens, or a curve through all sizes."""
+    """Return the better fit to the `used` points (`[n]` bool): a line over tokens, or a curve through all sizes."""
     line, knots = _line(points, used), np.unique(points.batched[used])
     if len(knots) < 3:
         return line
@@ -93,7 +96,7 @@ def _line(points: Measurements, used: np.ndarray) -> Fit:
 
 
 def _curve(points: Measurements, used: np.ndarray, knots: np.ndarray, line: Fit) -> Fit:
-    """Its value at the first knot and its rises, all at least 0: it cannot fall."""
+    """Fit a curve by its value at the first knot and its rises, all at least 0, so that it cannot fall."""
     rises = [np.clip((points.batched - low) / (high - low), 0, 1) for low, high in pairwise(knots)]
     features = np.stack([*_attention(points), np.ones_like(points.seconds), *rises])
     coefficients = _fit_relative(features[:, used], points.seconds[used])
@@ -107,5 +110,5 @@ def _attention(points: Measurements) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fit_relative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients >= 0 of `features` (`[k, n]`) that minimise the squared relative error."""
+    """Return coefficients >= 0 of `features` (`[k, n]`) that minimise the squared relative error, `[k]`."""
     return nonnegative_least_squares((features / seconds).T, np.ones(len(seconds)))

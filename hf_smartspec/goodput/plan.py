@@ -1,4 +1,4 @@
-"""What an auction keeps in mind from the beginning of a step to its end."""
+"""State of an auction within one step."""
 
 import operator
 from collections.abc import Sequence
@@ -14,37 +14,38 @@ from .stage import Stage
 
 
 class Before(NamedTuple):
-    """What was there when a stage was asked."""
+    """Drafts of earlier stages when a stage was asked."""
 
     forest: Forest
-    bids: np.ndarray  # [n] float64: what each node is expected to bring, less what verifying it costs; at least 0
-    promises: np.ndarray  # [rows] float64: their sums, in tokens
+    bids: np.ndarray  # [n] float64: expected tokens of each node, less the cost of verifying it; at least 0
+    promises: np.ndarray  # [rows] float64: sums of bids, in tokens
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are worth verifying."""
+        """Number of nodes that are worth verifying."""
         return int(np.count_nonzero(self.bids))
 
     @property
     def width(self) -> int:
-        """Of these, those of the row that has most."""
+        """Number of such nodes in the row that has most."""
         return int(np.bincount(self.forest.row, self.bids > 0).max(initial=0)) if len(self.bids) else 0
 
 
 @dataclass
 class Plan:
     """
-    What an auction has decided and found out in the current step.
+    Decisions and estimates of an auction in the current step.
 
     Args:
-        rows (`StepRows`, *optional*): The step's.
-        plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and what the prompts add to it.
-        node_price (`float`): What verifying a node costs, in tokens.
-        is_baseline (`bool`): Whether the step does without speculation, so that what that costs stays known.
-        plain_tokens (`float`): What the step's time would have yielded plainly.
-        has_saved (`bool`): Whether the step's share of time for probes has been put aside.
-        before (`dict`): What was there when each stage was asked.
-        drafted (`dict`): What each stage has drafted, with its own probabilities.
+        rows (`StepRows`, *optional*): The step's rows.
+        plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
+        node_price (`float`): Cost of verifying a node, in tokens.
+        is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
+        plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
+        has_saved (`bool`): Whether the step's share of time for probes has been saved.
+        before (`dict`): Earlier stages' drafts when each stage was asked.
+        drafted (`dict`): Drafts of each stage, with its own probabilities.
+        forest (`Forest`, *optional*): The latest forest of the step's trees.
     """
 
     rows: StepRows | None = None
@@ -59,7 +60,7 @@ class Plan:
     forest: Forest | None = None
 
     def forest_of(self, trees: Sequence[DraftTree]) -> Forest:
-        """The latest forest if it was made of these trees, or a new one."""
+        """Return the latest forest if it was made of these trees, else a new one."""
         known = self.forest
         if known is None or len(known.trees) != len(trees) or not all(map(operator.is_, known.trees, trees)):
             self.forest = known = Forest(trees)
@@ -67,7 +68,10 @@ class Plan:
 
 
 def known_continuation(tree: DraftTree, num_accepted: int) -> np.ndarray:
-    """What a verified chain and the number of accepted nodes tell of the continuation; of other trees, nothing."""
+    """
+    Return what a verified chain and its number of accepted nodes show of the continuation: the accepted tokens, and -1
+    for the rejected one, int64 `[n]`; none for trees with branches.
+    """
     if not tree.is_chain:
         return np.zeros(0, np.int64)
     return np.append(tree.tokens[:num_accepted], -1)[: len(tree)]

@@ -1,4 +1,4 @@
-"""The contract of length policies: how many draft nodes each row may have drafted, and which of them are verified."""
+"""The interface of length policies, which decide how many nodes each row drafts, and which of them are verified."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -19,20 +19,19 @@ __all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "Stage",
 @dataclass
 class StepRows:
     """
-    What is known of a step before anything is drafted.
+    A step's rows and sources before drafting.
 
     Args:
         request_ids (sequence of `Hashable`): One per row.
         context_lens (`np.ndarray` of shape `[rows]`, int): Committed tokens whose keys and values the step reads.
-        caps (`np.ndarray` of shape `[rows]`, int): The most nodes that each row may be given.
-        num_prefill_tokens (`int`): Prompt tokens that ride in the same forward.
-        prefill_context, prefill_pairs (`int`): Columns that these read, and queries times columns. Attention treats
-            long prompts apart: they do not widen the other rows.
+        caps (`np.ndarray` of shape `[rows]`, int): The largest number of nodes of each row.
+        num_prefill_tokens (`int`): Prompt tokens in the same forward.
+        prefill_context, prefill_pairs (`int`): Columns that these tokens attend to, and their queries times columns.
+            Attention runs long prompts apart: they do not widen the other rows.
         num_waiting (`int`): Requests in the queue.
-        stages (list of `Stage`): The sources that may be asked, in this order. Where none are given, one that costs
-            nothing.
-        padded_context (`int`, *optional*): Columns that attention reads of the rows, prompts aside. Where not given, as
-            many of every row as the longest has.
+        stages (list of `Stage`): The sources that may be asked, in this order. By default, one that costs no time.
+        padded_context (`int`, *optional*): Columns that attention reads for the rows, without prompts. By default, as
+            many for every row as for the longest.
     """
 
     request_ids: Sequence[Hashable]
@@ -53,26 +52,26 @@ class StepRows:
 
     @property
     def num_context(self) -> int:
-        """N_context: attention is padded, if not to the longest of all rows."""
+        """N_context, the columns that attention reads, padding included."""
         if self.padded_context is not None:
             return self.padded_context
         return len(self) * int(np.max(self.context_lens, initial=0))
 
     @property
     def num_batched(self) -> int:
-        """N_batched without any draft: one token of every row, and the prompts."""
+        """N_batched without drafts: one token of every row, and the prompts' tokens."""
         return len(self) + self.num_prefill_tokens
 
     def forward_size(self, num_nodes: Any = 0, width: Any = 1) -> tuple[Any, Any, Any]:
         """
-        What `CostModel.seconds` asks for, of the step's forward with draft nodes.
+        Return the arguments of `CostModel.seconds` for the step's forward with draft nodes.
 
         Args:
-            num_nodes, width (`int` or arrays that broadcast): Draft nodes of all rows, and tokens of the row that has
-                most: one, and its nodes.
+            num_nodes, width (`int` or arrays that broadcast): Draft nodes of all rows, and tokens of the widest row:
+                one, and its nodes.
 
         Returns:
-            Context, tokens in the forward, and the width, on average over the context.
+            Context, tokens in the forward, and the mean width over the context.
         """
         context = self.num_context + self.prefill_context
         if context > self.num_context:
@@ -80,7 +79,7 @@ class StepRows:
         return context, self.num_batched + num_nodes, width
 
     def first(self, num_rows: int) -> "StepRows":
-        """The context of the first rows alone; of what is padded, their share."""
+        """Return the first rows alone, with their share of the padded context."""
         if num_rows == len(self):
             return self
         ids, lens = self.request_ids[:num_rows], self.context_lens[:num_rows]
@@ -89,7 +88,7 @@ class StepRows:
         return replace(self, request_ids=ids, context_lens=lens, padded_context=padded)
 
     def without_prefill(self) -> "StepRows":
-        """The same step without the prompts that ride in it."""
+        """Return the step without its prompts."""
         if not (self.num_prefill_tokens or self.prefill_context or self.prefill_pairs):
             return self
         return replace(self, num_prefill_tokens=0, prefill_context=0, prefill_pairs=0)
@@ -97,14 +96,14 @@ class StepRows:
 
 class LengthPolicy(ABC):
     """
-    Decides how much to speculate, anew at every step: before each stage drafts (drafting may cost), and in the end,
-    when the probabilities of all drafted nodes are known. A last call tells what came of it.
+    Base class of policies that decide at every step how much to speculate: before each stage drafts (`max_nodes`), and
+    after drafting, when the probabilities of all nodes are known (`select`). `observe` then passes the step's outcome.
 
-    Steps may have no rows at all (prompts only).
+    Steps may have no rows (prompts only).
 
     Attributes:
-        learns_late (`bool`): Whether `observe` may come when the next step's drafts have been selected: on an
-            accelerator, the host then learns while the device runs that step's forward. Not unless a policy says so.
+        learns_late (`bool`): Whether `observe` may be called after the next step's drafts have been selected: on an
+            accelerator, the host then learns while the device runs that step's forward. False by default.
     """
 
     learns_late = False
@@ -112,30 +111,31 @@ class LengthPolicy(ABC):
     @abstractmethod
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
         """
-        The number of nodes that the stage's source may propose for each row, no more than `stage.caps`; 0 where it is
-        not asked. `trees` are what the stages before it have drafted, by row.
+        Return the number of nodes that the stage's source may propose for each row, at most `stage.caps`; 0 for rows
+        that it is not asked for. `trees` are the drafts of earlier stages, one per row.
         """
 
     def most_nodes(self, usual: int, most: int) -> int:
         """
-        Draft nodes per row and step at most, of a source whose drafts usually have `usual` and never more than `most`:
-        by default `usual`. `most` is for policies that set prices, by which sources know where to end.
+        Return the largest number of draft nodes per row and step for a source whose drafts have `usual` nodes by
+        default and never more than `most`: by default `usual`. Policies that set prices return `most`, since sources
+        end drafts by these.
         """
         return usual
 
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """
-        What a further level of an autoregressive draft, or a node of any other, must be worth in this step, for sources
-        that go by it. None, the default, has drafts of their usual size.
+        Return the least worth of a further level of an autoregressive draft, or of a further node of any other, for
+        sources that heed prices. None, the default, gives drafts of their usual size.
         """
         return None
 
     def calibrated(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """What the stage has drafted, with probabilities that can be relied on; by default, the source's own."""
+        """Return the stage's drafts with corrected probabilities; by default, the source's own."""
         return list(trees)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """The part of each row's tree that is verified; closed under parents."""
+        """Return the part of each row's tree that is verified; it must be closed under parents."""
         return list(trees)
 
     def observe(  # noqa: B027
@@ -148,25 +148,26 @@ class LengthPolicy(ABC):
         tokens: Sequence[np.ndarray] | None = None,
     ) -> None:
         """
-        Learns from a step; by default, nothing.
+        Learn from a step; a no-op by default.
 
         Args:
-            rows (`StepRows`): The one that `max_nodes` got; by now its stages say what they were asked and proposed.
-            proposed, verified (sequences of `DraftTree`): What `select` was given, and what was verified in the end.
-            accepted (sequence of `int`): Accepted nodes of each row.
-            seconds (`StepSeconds`): What the step took.
-            tokens (sequence of `np.ndarray`, *optional*): The tokens that each row committed, with which nodes that
-                were not verified teach as well. Without them, only chains do.
+            rows (`StepRows`): The object passed to `max_nodes`; its stages now hold how many nodes they were asked for
+                and their proposals.
+            proposed, verified (sequences of `DraftTree`): Trees passed to `select`, and trees that were verified.
+            accepted (sequence of `int`): Number of accepted nodes of each row.
+            seconds (`StepSeconds`): Time of the step.
+            tokens (sequence of `np.ndarray`, *optional*): Tokens that each row committed, by which also nodes that were
+                not verified can be judged. Without them, only chains can.
         """
 
     def renew(self, source: str, number: int) -> None:  # noqa: B027
         """
-        The source of this name has learnt, for the `number`-th time: what its drafts were worth before says little.
-        Comes with every request that it drafts for, mostly with the same number.
+        Reset estimates of a source whose weights have changed for the `number`-th time. Called for every request that
+        the source drafts for, mostly with the same number.
         """
 
     def forget(self, request_id: Hashable) -> None:  # noqa: B027
-        """The request has ended. Unknown ids are ignored."""
+        """Delete the state of a request that has ended. Unknown ids are ignored."""
 
 
 class FixedLength(LengthPolicy):
@@ -174,9 +175,9 @@ class FixedLength(LengthPolicy):
     The same number of nodes for every row at every step.
 
     Args:
-        num_nodes (`int`): At least 0.
-        is_usual (`bool`): Whether that is just the size that drafts of the source usually have. They may then be
-            smaller, where the source finds nothing likely; else it is asked for as many as there can be.
+        num_nodes (`int`): Draft nodes per row, at least 0.
+        is_usual (`bool`): Whether `num_nodes` is the source's default size. Drafts may then be smaller, if the source
+            finds few likely tokens; otherwise it is asked for as many as possible.
     """
 
     def __init__(self, num_nodes: int, is_usual: bool = False):
@@ -200,7 +201,7 @@ class FixedLength(LengthPolicy):
 
 
 class NoSpeculation(FixedLength):
-    """Plain decoding: nothing is drafted."""
+    """Plain decoding: no source is asked for drafts."""
 
     def __init__(self) -> None:
         super().__init__(0)

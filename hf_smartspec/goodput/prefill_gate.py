@@ -1,4 +1,4 @@
-"""When a draft model's work can be saved: on prompts that nobody will draft for."""
+"""Prefill disabling: draft models skip prompts of requests that they would not draft for."""
 
 from collections.abc import Hashable, Sequence
 
@@ -7,20 +7,19 @@ import numpy as np
 
 class PrefillGate:
     """
-    Whether the draft model reads a new request's prompt (SmartSpec, section 5, "Prefill disabling"). Where it proposed
-    nothing in more than `threshold` of the latest steps, it does not, and the request is served without speculation.
+    Decides whether the draft model prefills a new request's prompt (SmartSpec, section 5, "Prefill disabling"). If
+    drafts were empty in more than `threshold` of the latest steps, it does not, and does not draft for the request.
 
-    Of `retry` new requests in a row that are not, the last `group` are let through all the same: without any, the share
-    would never change again, and together, because a draft model's call may pay for several rows where it does not for
-    one.
+    Of every `retry` new requests that would be refused, the last `group` are admitted: otherwise the share would never
+    change again. They come together, since a draft model's call may pay for several rows where it does not for one.
 
     Args:
-        threshold (`float`): Share of steps without a proposal, in [0, 1]; a step counts by the share of its rows.
-        window (`int`): The latest steps that count.
-        retry, group (`int`): At least 1, and `group` at most `retry`.
+        threshold (`float`): Share of steps with empty drafts, in [0, 1]; a step counts by the share of its rows.
+        window (`int`): Number of latest steps that count.
+        retry, group (`int`): Numbers of requests, at least 1, and `group` at most `retry`.
     """
 
-    _LEAST_STEPS = 16  # before the first judgement
+    _LEAST_STEPS = 16  # steps before the first request is refused
 
     def __init__(self, threshold: float = 0.7, window: int = 256, retry: int = 64, group: int = 8):
         if not 0 <= threshold <= 1:
@@ -37,18 +36,18 @@ class PrefillGate:
 
     @property
     def idle_share(self) -> float:
-        """Share of the latest steps in which nothing was proposed; 0 before the first one."""
+        """Share of the latest steps with empty drafts; 0 before the first step."""
         return self._idle / self._steps if self._steps else 0.0
 
     def observe(self, request_ids: Sequence[Hashable], num_nodes: Sequence[int] | np.ndarray) -> None:
-        """The proposed lengths of one step. Requests that were refused do not count."""
+        """Count one step's draft lengths. Requests that were refused do not count."""
         idle = [num == 0 for request_id, num in zip(request_ids, num_nodes) if request_id not in self._refused]
         if idle:
             decay = 1 - 1 / self.window
             self._steps, self._idle = self._steps * decay + 1, self._idle * decay + sum(idle) / len(idle)
 
     def admits(self, request_id: Hashable) -> bool:
-        """Whether the draft model serves the request that begins now."""
+        """Return whether the draft model serves this new request."""
         if self.idle_share <= self.threshold or self._steps < self._LEAST_STEPS:
             return True
         self._num_met = (self._num_met + 1) % self.retry
@@ -58,5 +57,5 @@ class PrefillGate:
         return False
 
     def forget(self, request_id: Hashable) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """Delete the state of a request that has ended. Unknown ids are ignored."""
         self._refused.discard(request_id)

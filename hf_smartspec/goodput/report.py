@@ -1,4 +1,4 @@
-"""What speculation did, and what it should have done: the answer to 'why was it slow?'."""
+"""Reports on speculation: its costs, its results, and those of other lengths in hindsight."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -15,24 +15,27 @@ from .policy import LengthPolicy, StepRows
 from .stage import Stage
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
-_EVERY = 8  # of the steps is looked at in hindsight
+_EVERY = 8  # one step in so many is evaluated in hindsight
 _RECENT = 2000  # steps over which predictions are compared
 
 
 @dataclass
 class SpeculationReport:
     """
+    Results of speculation over many steps.
+
     Args:
-        seconds (`dict`): Of all steps, by what they were spent on: "draft", "prefill" (the prompts' share of forwards),
-            "verify" (the rest of them) and "other" (selection, commit, observation).
-        drafted, accepted (`int`): Verified draft nodes, and those of them that came true.
-        nodes_per_row (`dict`): How often a row had so many nodes verified.
-        acceptance (`dict`): By source, for every depth: levels tried, and the share of them that came true.
-        break_even (`float`, *optional*): Probability above which verifying one more node has paid, on average.
-        tokens_error, seconds_error (`float`, *optional*): Median relative errors of what the policy predicted of steps.
-        goodput (`float`): Tokens per second of the steps that were looked at in hindsight.
-        hindsight (`dict`): What each fixed number of nodes would have yielded there, by the cost model. Draft nodes
-            whose outcome is unknown count as wrong.
+        seconds (`dict`): Seconds of all steps by kind of work: "draft", "prefill" (the prompts' share of forwards),
+            "verify" (the rest of forwards) and "other" (selection, commit, observation).
+        drafted, accepted (`int`): Verified draft nodes, and accepted ones.
+        nodes_per_row (`dict`): Number of rows by their number of verified nodes.
+        acceptance (`dict`): By source, for every depth: number of tried levels, and the share of accepted ones.
+        break_even (`float`, *optional*): Mean probability above which verifying one more node has paid.
+        tokens_error, seconds_error (`float`, *optional*): Median relative errors of the policy's predictions of steps.
+        goodput (`float`): Tokens per second of the steps that are evaluated in hindsight.
+        hindsight (`dict`): Goodput that each fixed number of nodes would have had in these steps, by the cost model.
+            Draft nodes whose outcome is unknown count as wrong.
+        extras (`dict`): Further entries that are printed.
     """
 
     seconds: dict[str, float]
@@ -49,12 +52,12 @@ class SpeculationReport:
 
     @property
     def in_vain(self) -> int:
-        """Verified draft nodes that did not come true."""
+        """Number of verified draft nodes that were rejected."""
         return self.drafted - self.accepted
 
     @property
     def best_fixed(self) -> int | None:
-        """The fixed number of nodes that would have been best, 0 for none; None if nothing is known."""
+        """The fixed number of nodes with the highest goodput in hindsight, 0 for none; None without data."""
         return max(self.hindsight, key=self.hindsight.__getitem__, default=None)
 
     def __str__(self) -> str:
@@ -85,11 +88,11 @@ class SpeculationReport:
 
 class LoggedPolicy(LengthPolicy):
     """
-    Passes everything on to a policy and counts what came of it.
+    Wrapper that passes all calls on to a policy and counts the results of its decisions.
 
     Args:
-        policy (`LengthPolicy`): Decides.
-        cost (`CostModel`, *optional*): Says what other decisions would have cost; without it there is no hindsight.
+        policy (`LengthPolicy`): The policy that decides.
+        cost (`CostModel`, *optional*): Predicts the cost of other decisions; without it there is no hindsight.
     """
 
     def __init__(self, policy: LengthPolicy, cost: CostModel | None = None):
@@ -101,7 +104,7 @@ class LoggedPolicy(LengthPolicy):
         self._break_even: deque[float] = deque(maxlen=_RECENT)
         self._predictions: deque[tuple[StepRows, Any]] = deque(maxlen=2)  # the earlier one may be observed later
         self._errors: deque[tuple[float, float]] = deque(maxlen=_RECENT)
-        self._real = np.zeros(2)  # tokens and seconds of the steps looked at in hindsight
+        self._real = np.zeros(2)  # tokens and seconds of the steps evaluated in hindsight
         self._fixed = np.zeros((len(_FIXED), 2))  # the same for every fixed length
 
     @property
@@ -179,7 +182,7 @@ class LoggedPolicy(LengthPolicy):
         draft = seconds.draft
         real = np.array([len(rows) + num_accepted, draft + seconds.forward + seconds.other])
         self._real += real
-        # The model's error in this step is that of every choice in it.
+        # The cost model's error in this step is taken to be the same for every choice.
         factor = (real[1] - draft) / self._forward_seconds(rows, sizes, self.cost.seconds)
         ranks = forest.ranks()[true_nodes]
         for index, length in enumerate(_FIXED):
@@ -187,8 +190,8 @@ class LoggedPolicy(LengthPolicy):
             shorter = [min(len(tree), length) for tree in proposed]
             forward = factor * self._forward_seconds(rows, shorter, self.cost.seconds)
             self._fixed[index] += len(rows) + gained, forward + (draft if length else 0.0)
-        # One node more, by the profile: what was learnt of this size and of the next one, each for itself, may say that
-        # the larger forward takes less time, which is noise, and no price.
+        # One node more, by the profile alone: with the corrections of this size and the next, which are learnt apart,
+        # the larger forward may take less time by noise.
         here, larger = (
             self._forward_seconds(rows, [size + more for size in sizes], self.cost.profiled) for more in (0, 1)
         )
@@ -216,7 +219,7 @@ class LoggedPolicy(LengthPolicy):
         self._levels[stage.name] = known + counts
 
     def report(self, **extras: Any) -> SpeculationReport:
-        """What has happened so far; `extras` are printed with it."""
+        """Return the results so far, with `extras`."""
         errors = np.median(np.array(self._errors), axis=0).tolist() if self._errors else [None, None]
         tokens, seconds = self._real
         return SpeculationReport(

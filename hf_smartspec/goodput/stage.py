@@ -1,4 +1,4 @@
-"""A step's stages: which sources may draft in it, the cheapest first, and what came of asking them."""
+"""A step's stages: the sources that may draft in it, the cheapest first, and their drafts."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,21 @@ from .draft_cost import DraftCost
 
 class Stage:
     """
-    One source of a step, and the rows that it drafts for. Stages stand in line: what a later one drafts joins the trees
-    that the earlier ones have drafted.
+    One source of a step, and the rows that it drafts for. Stages draft in order: drafts of a later one are merged into
+    the trees of earlier ones.
 
     Args:
-        cost (`DraftCost`): What drafting costs, and whose probabilities the drafts hold.
-        caps (`np.ndarray` of shape `[rows]`, int): The most nodes that each row's draft may have; 0 for rows that the
+        cost (`DraftCost`): Cost of drafting, and name of the source whose probabilities the drafts hold.
+        caps (`np.ndarray` of shape `[rows]`, int): The largest number of nodes of each row's draft; 0 for rows that the
             source does not draft for.
-        position (`int`): Its place in the line; 0 drafts where there is nothing yet.
-        threshold (`float`): τ of SuffixDecoding's hybrid, for policies that do not weigh gains against costs: behind
-            the first place, a source is asked where the trees promise at most so many tokens.
+        position (`int`): Place in the order; the stage at 0 drafts first.
+        threshold (`float`): τ of SuffixDecoding's hybrid, for policies that do not weigh gains against costs: a later
+            source is asked where the trees promise at most so many tokens.
 
     Attributes, which the loop fills in:
-        asked (`np.ndarray` of shape `[rows]`, int): The nodes that each row's draft was asked for.
-        proposed (list of `DraftTree`): What the source drafted for each row, with its own probabilities.
-        seconds (`float`): What that took.
+        asked (`np.ndarray` of shape `[rows]`, int): Number of nodes that each row's draft was asked for.
+        proposed (list of `DraftTree`): The source's draft for each row, with its own probabilities.
+        seconds (`float`): Time of drafting.
     """
 
     def __init__(self, cost: DraftCost, caps: np.ndarray, position: int = 0, threshold: float = np.inf):
@@ -39,7 +39,7 @@ class Stage:
 
     @property
     def levels(self) -> np.ndarray:
-        """Levels that were drafted for each row, `[rows]` int64; 0 where the source was not asked, silence counts 1."""
+        """Levels drafted for each row, `[rows]` int64; 0 for rows that were not asked for, 1 for empty drafts."""
         asked = (self.asked > 0).astype(np.int64)
         if not self.cost.is_autoregressive:
             return asked
@@ -48,8 +48,8 @@ class Stage:
 
     def limits(self, num_nodes: int | np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
         """
-        At most `num_nodes` for each row; behind the first place, only where the trees that are there promise little
-        (SuffixDecoding's hybrid, with its appendix B.1 for the threshold).
+        Return `num_nodes` within the caps, `[rows]` int; for later stages, 0 where the trees promise more than the
+        threshold (SuffixDecoding's hybrid, appendix B.1).
         """
         limits = np.minimum(self.caps, num_nodes)
         if not self.position:

@@ -11,8 +11,8 @@ from ...jit import compiled
 @compiled
 def locate(scores, depths, lengths, edges, bins, starts, cells):
     """
-    Finds every node's cells. A score's bin is the number of `edges` (float64) that it reaches; a depth's or length's
-    is its entry in `bins` (int64, the last one for all that follow). `starts` are the levels' first cells.
+    Write every node's cells to `cells`. A score's bin is the number of `edges` (float64) that it reaches; a depth's or
+    length's is its entry in `bins` (int64, the last one for larger ones, too). `starts` are the levels' first cells.
     """
     num_lengths, last = bins[-1] + 1, len(bins) - 1
     for node in range(len(scores)):
@@ -30,8 +30,8 @@ def locate(scores, depths, lengths, edges, bins, starts, cells):
 @compiled
 def estimate(num, hits, cells, scores, ratio, strength, probs):
     """
-    Probabilities (float64) from the raw score, times `ratio`, level by level to the finest cell: each draws to what
-    the coarser one says, by `strength` observations.
+    Write probabilities (float64) to `probs`: from the raw score times `ratio`, level by level to the finest cell. Each
+    level's frequency is shrunk to the estimate of the coarser one, by `strength` observations.
     """
     for node in range(len(scores)):
         prob = min(scores[node] * ratio, 1.0)
@@ -43,7 +43,7 @@ def estimate(num, hits, cells, scores, ratio, strength, probs):
 
 @compiled
 def count(num, hits, decay, cells, outcomes):
-    """Lets all counts decay, and adds nodes that came true or did not (`outcomes`, float64). They count alike."""
+    """Decay all counts, then add nodes, accepted or not (`outcomes`, float64 1 or 0), with equal weight."""
     for cell in range(len(num)):
         num[cell] *= decay
         hits[cell] *= decay

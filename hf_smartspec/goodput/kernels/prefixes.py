@@ -1,4 +1,4 @@
-"""The auction's scan: of all rows' nodes, sorted by what they promise, which prefix pays best."""
+"""The auction's scan for the prefix of all rows' sorted nodes that pays best."""
 
 import numpy as np
 
@@ -8,19 +8,18 @@ from ...jit import compiled
 @compiled
 def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, counts, mask):
     """
-    For every bound on the nodes of one row, takes the nodes (`order`, int64 `[n]`) one after the other while their rows
-    are within it, and stops where the profit, tokens - price * seconds, is highest. Of all bounds, the best one's nodes
-    are marked in `mask` (bool, of all nodes).
+    For every bound on the nodes of one row, take the nodes (`order`, int64 `[n]`) one after the other while their rows
+    are within the bound, up to the highest profit, tokens - price * seconds. Mark the nodes of the best bound in `mask`
+    (bool, one per node).
 
     Args:
-        row, gains: Of all nodes, int64 and float64: whose they are, and their path probabilities.
-        widths (int64): The bounds, ascending, below the most nodes that a row of `order` has, which is tried last.
-            Behind the first `num_narrow` of them, a bound that does worse than a lower one is the last.
-        costs (float64 `[7]`): Tokens and profit of the step without drafts, the latter with what speculation must
-            promise more; the price; of the forward: seconds without tokens, per token of the widest row, at least; and
-            seconds that are left out.
-        seconds, factors (float64 `[n + 1]`): What 0, 1, ... further tokens take, and are to be multiplied with.
-        counts (int64 `[rows]`): Is overwritten.
+        row, gains: Row (int64) and path probability (float64) of every node.
+        widths (int64): The bounds, ascending. Bounds of at least the largest row's nodes are skipped; that number is
+            tried last. After the first `num_narrow` bounds, the scan ends at one with less profit than a lower one.
+        costs (float64 `[7]`): Tokens of the step without drafts; the least profit; the price of time; seconds of the
+            forward: without tokens, per token of the widest row, and at least; and seconds that are left out.
+        seconds, factors (float64 `[n + 1]`): Seconds of 0, 1, ... further tokens, and the factors of whole forwards.
+        counts (int64 `[rows]`): Buffer, which is overwritten.
 
     Returns:
         Number of nodes, expected tokens of the step, and its seconds; no nodes if none have the profit.
@@ -37,7 +36,7 @@ def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, 
         width = most
         if number < len(widths):
             width = widths[number]
-            if width >= most or len(counts) == 1:  # where there is one row only, none is needed
+            if width >= most or len(counts) == 1:  # a single row needs no bounds
                 continue
         counts[:] = 0
         num, tokens, reached, profit_there, tokens_there, seconds_there = 0, tokens_before, 0, -np.inf, 0.0, 0.0
@@ -54,7 +53,7 @@ def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, 
             best_profit, num_best, best_width = profit_there, reached, width
             best_tokens, best_seconds = tokens_there, seconds_there
         if profit_there < highest and number >= num_narrow:
-            break  # wider rows cost ever more
+            break  # wider rows cost more and more
         highest = max(highest, profit_there)
     counts[:] = 0
     num = 0

@@ -1,4 +1,4 @@
-"""How many tokens a draft of a given length yields: the papers' formulas, and the lengths that they call optimal."""
+"""The papers' formulas for the tokens that a draft yields by its length, and for optimal lengths."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,14 +10,14 @@ _LONGEST = 1024.0  # nodes; the search for an optimum ends here
 
 def expected_length(alpha: float | np.ndarray, num_nodes: int | np.ndarray) -> np.ndarray:
     """
-    l(alpha, k) of SmartSpec, Eq. 8: tokens that a chain of k nodes yields on average, the bonus token included, if each
-    is accepted with probability alpha given those before it. Summed over requests, it is Eq. 9.
+    Return l(alpha, k) of SmartSpec, Eq. 8: mean tokens of a chain of k nodes, the bonus token included, if each node is
+    accepted with probability alpha given those before it. Summed over requests, it is Eq. 9.
 
     Args:
         alpha, num_nodes (numbers or arrays that broadcast): alpha in [0, 1] and k of at least 0.
 
     Returns:
-        `np.ndarray`, float64.
+        `np.ndarray`, float64: Tokens, of the arguments' common shape.
 
     Raises:
         ValueError: for an alpha outside [0, 1], or a negative k.
@@ -34,12 +34,12 @@ def expected_length(alpha: float | np.ndarray, num_nodes: int | np.ndarray) -> n
 
 def expected_tree_length(alphas: Sequence[float], widths: Sequence[int]) -> float:
     """
-    l(alpha_1 ... alpha_h, k_1 ... k_h) of SmartSpec, Eq. 10: tokens that a full tree of h heads yields on average, the
-    bonus token included. Head i proposes `widths[i]` tokens; each of them is right with probability `alphas[i]`,
+    Return l(alpha_1 ... alpha_h, k_1 ... k_h) of SmartSpec, Eq. 10: mean tokens of a full tree of h heads, the bonus
+    token included. Head i proposes `widths[i]` tokens; each of them is right with probability `alphas[i]`,
     independently.
 
     Eq. 10 as printed counts a head that fails by alpha_{i+1} alone, whatever its width, and leaves out the step in
-    which the first head fails, which yields the bonus token. Both are mended here, so that heads of width 1 and one
+    which the first head fails, which yields the bonus token. Both are corrected here, so that heads of width 1 and one
     rate agree with Eq. 8.
 
     Raises:
@@ -63,6 +63,8 @@ class PowerLaw(NamedTuple):
     @classmethod
     def fit(cls, lengths: Sequence[float], accepted: Sequence[float]) -> "PowerLaw":
         """
+        Fit the law to measurements by least squares of logarithms.
+
         Args:
             lengths, accepted (sequences of `float`): Draft lengths, and the mean accepted nodes at each. Both positive.
 
@@ -78,8 +80,8 @@ class PowerLaw(NamedTuple):
 
 def optimal_length(law: PowerLaw, per_node: float, per_step: float) -> float:
     """
-    s_opt of Su et al.: where (alpha_b * s + beta) / (c * s^gamma + 1), the seconds per token at batch size b, is least
-    (Eq. 12).
+    Return s_opt of Su et al. (Eq. 12): the length that minimises (alpha_b * s + beta) / (c * s^gamma + 1), the seconds
+    per token at batch size b.
 
     Args:
         law (`PowerLaw`): c and gamma.
@@ -87,7 +89,10 @@ def optimal_length(law: PowerLaw, per_node: float, per_step: float) -> float:
         per_step (`float`): beta, seconds of a step without drafts.
 
     Returns:
-        `float`: At least 0, where even one node does not pay; at most 1024.
+        `float`: Nodes, at most 1024; 0 if even one node does not pay.
+
+    Raises:
+        ValueError: for a negative `per_node`, or a `per_step` that is not positive.
     """
     if not (per_node >= 0 and per_step > 0):
         raise ValueError(f"`per_node` must be at least 0 and `per_step` positive, got {per_node} and {per_step}.")
@@ -105,5 +110,5 @@ def optimal_length(law: PowerLaw, per_node: float, per_step: float) -> float:
     for _ in range(60):
         middle = float(np.sqrt(low * high))
         low, high = (low, middle) if slope(middle) > 0 else (middle, high)
-    # A power law rises infinitely fast at 0, which no draft does: less than one node is no draft.
+    # A power law rises infinitely fast at 0, unlike real drafts: below one node, decide between none and one.
     return high if high >= 1 else float(seconds_per_token(1.0) < per_step)

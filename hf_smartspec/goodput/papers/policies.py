@@ -15,11 +15,11 @@ from ..policy import LengthPolicy, StepRows
 from ..stage import Stage
 from .length import PowerLaw, expected_length, optimal_length
 
-_NEWEST = 0.02  # weight of the latest step in what an oracle has gained lately
+_NEWEST = 0.02  # weight of the latest step in an oracle's running speed-up
 
 
 class _Lengths(LengthPolicy):
-    """Policies that settle on lengths before anything is drafted: drafts of several stages together have no other."""
+    """Base of policies that set lengths before drafting; merged drafts of several stages are cut to them."""
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         asked = np.max([stage.asked for stage in rows.stages], axis=0)
@@ -28,8 +28,8 @@ class _Lengths(LengthPolicy):
 
 class BatchLookupTable(_Lengths):
     """
-    The optimal length of every batch size, looked up (Su et al., section 4). Between two profiled batch sizes the
-    smaller of their lengths is taken, beyond the last ones theirs.
+    Policy that looks up the optimal length of every batch size (Su et al., section 4). Between two profiled sizes, the
+    smaller of their two lengths is used; beyond the smallest or largest size, that size's length.
 
     Args:
         lengths (mapping of `int` to `int`): Draft nodes per row by batch size, profiled at powers of two.
@@ -46,11 +46,11 @@ class BatchLookupTable(_Lengths):
         cls, seconds_per_token: Callable[[int, int], float], max_batch_size: int = 32, max_length: int = 8
     ) -> "BatchLookupTable":
         """
-        Profiles every power of two up to `max_batch_size` with every length up to `max_length` (a grid search, as in
-        the paper).
+        Profile every power of two up to `max_batch_size` with every length up to `max_length` (a grid search, as in the
+        paper).
 
         Args:
-            seconds_per_token (`Callable`): Measures, for a batch size and a length.
+            seconds_per_token (`Callable`): Measures seconds per token for a batch size and a length.
         """
         table = {}
         for size in _powers_of_two(max_batch_size):
@@ -62,7 +62,7 @@ class BatchLookupTable(_Lengths):
         cls, cost: CostModel, law: PowerLaw, mean_context: float, max_batch_size: int = 32, max_length: int = 8
     ) -> "BatchLookupTable":
         """
-        The table that the paper's model gives: t_L(b, s) = alpha_b * s + beta as far as the cost model is a line, and
+        Compute the table by the paper's model: t_L(b, s) = alpha_b * s + beta, a line fitted to the cost model, and
         l(s) = c * s^gamma.
         """
         table = {}
@@ -75,7 +75,7 @@ class BatchLookupTable(_Lengths):
         return cls(table)
 
     def length(self, batch_size: int) -> int:
-        """The length for any batch size."""
+        """Return the length for any batch size."""
         place = int(np.searchsorted(self._sizes, batch_size))
         if place < len(self._sizes) and self._sizes[place] == batch_size:
             return self.lengths[batch_size]
@@ -97,15 +97,15 @@ def _powers_of_two(largest: int) -> list[int]:
 
 
 class StepPlan(NamedTuple):
-    """What SmartSpec's algorithm 2 settles on."""
+    """Result of SmartSpec's algorithm 2."""
 
-    num_requests: int  # the first of the queue
-    num_nodes: int  # drafted and verified for each of them
+    num_requests: int  # requests that run: the first ones of the queue
+    num_nodes: int  # nodes that are drafted and verified for each of them
     goodput: float  # expected tokens per second
 
 
 class _SmartSpec(_Lengths):
-    """What both granularities share: a cost that follows the steps, and acceptance by moving averages."""
+    """Base of both granularities: a cost model that measured steps correct, and moving averages of acceptance."""
 
     def __init__(self, cost: CostModel, max_length: int = 8):
         if max_length < 0:
@@ -146,11 +146,11 @@ class _SmartSpec(_Lengths):
 
 class StepGoodput(_SmartSpec):
     """
-    SmartSpec with the global acceptance rate (algorithms 1 and 2): one length for all rows of a step, that of the
-    highest goodput.
+    SmartSpec with the global acceptance rate (algorithms 1 and 2): one length for all rows of a step, which maximises
+    goodput.
 
     Args:
-        cost (`CostModel`): Of the target's forward.
+        cost (`CostModel`): Cost of the target's forward.
         max_length (`int`): V, the longest draft considered.
     """
 
@@ -161,17 +161,17 @@ class StepGoodput(_SmartSpec):
 
     def plan(self, rows: StepRows, least: int = 1, has_slots: Callable[[int, int], bool] | None = None) -> StepPlan:
         """
-        Algorithm 2: the candidate batches are the prefixes of the queue; of each the best length is found, and of all
-        the best goodput wins.
+        Return the batch and length of the highest goodput (algorithm 2). Candidate batches are the prefixes of the
+        queue, each with its best length.
 
         Args:
             rows (`StepRows`): The whole queue, in order.
-            least (`int`): Rows that run in any case.
-            has_slots (`Callable`, *optional*): Whether the KV cache has room for so many requests with drafts of such a
-                length; candidates without are left out.
+            least (`int`): Number of rows that run in any case.
+            has_slots (`Callable`, *optional*): Returns whether the KV cache has room for a number of requests with
+                drafts of a length; candidates without room are left out.
 
         Returns:
-            `StepPlan`; of no requests where none has room.
+            `StepPlan`, of no requests if none has room.
         """
         best = StepPlan(0, 0, -1.0)
         for num_requests in range(max(least, 1), len(rows) + 1):
@@ -184,7 +184,7 @@ class StepGoodput(_SmartSpec):
         return best
 
     def _goodput(self, rows: StepRows, num_requests: int) -> tuple[np.ndarray, np.ndarray]:
-        """Algorithm 1 for every length. (As printed, its line 4 has the number of requests twice.)"""
+        """Return lengths and their goodput (algorithm 1). (As printed, its line 4 has the number of requests twice.)"""
         lengths = np.arange(min(self.max_length, int(np.max(rows.caps[:num_requests]))) + 1)
         tokens = num_requests * expected_length(self.acceptance.rate, lengths)
         seconds = self.cost.seconds(*rows.first(num_requests).forward_size(num_requests * lengths, 1 + lengths))
@@ -194,11 +194,11 @@ class StepGoodput(_SmartSpec):
 
 class RequestGoodput(_SmartSpec):
     """
-    SmartSpec with every request's own acceptance rate (section 4.4, Eq. 9): the lengths k_1 ... k_n of the highest
-    goodput. Position j of request i is worth alpha_i^j: the best lengths are a prefix of all positions by worth.
+    SmartSpec with every request's own acceptance rate (section 4.4, Eq. 9): lengths k_1 ... k_n that maximise goodput.
+    Position j of request i is worth alpha_i^j: the best lengths are a prefix of all positions sorted by worth.
 
     Args:
-        cost (`CostModel`): Of the target's forward.
+        cost (`CostModel`): Cost of the target's forward.
         max_length (`int`): V, the longest draft considered.
     """
 
@@ -226,17 +226,17 @@ class RequestGoodput(_SmartSpec):
 
 class Oracle(LengthPolicy):
     """
-    Knows what every draft is worth: verifies accepted nodes only, and of these as many as pay. For simulations, where
-    the continuation is known.
+    Policy that verifies only nodes that will be accepted, and of these as many as pay. For simulations, where the
+    continuation is known.
 
     Args:
-        cost (`CostModel`): Of the target's forward.
-        continuation (`Callable`): The tokens (`np.ndarray` of shape `[m]`) that will follow in a request.
+        cost (`CostModel`): Cost of the target's forward.
+        continuation (`Callable`): Returns the next tokens (`np.ndarray` of shape `[m]`) of a request.
     """
 
     def __init__(self, cost: CostModel, continuation: Callable[[Hashable], np.ndarray]):
         self.cost, self.continuation = cost, continuation
-        self._gain = 1.0  # goodput by that of plain decoding, lately
+        self._gain = 1.0  # running goodput relative to plain decoding's
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return stage.caps
@@ -245,7 +245,7 @@ class Oracle(LengthPolicy):
         return most
 
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
-        """Sources propose whatever they can: what does not come true is not verified, and costs nothing."""
+        """Return price 0: sources propose all they can, since nodes that would be rejected are not verified."""
         cost = stage.cost
         return None if cost.is_autoregressive or not cost.heeds_prices else FREE
 
@@ -262,9 +262,9 @@ class Oracle(LengthPolicy):
 
     def num_paying(self, num_rows: int, seconds: np.ndarray) -> int:
         """
-        How many further tokens pay, if n of them have the step last `seconds[n]` without its prompts. Time has the
-        price of what it has yielded lately: by the step's own goodput, which is higher where there is much to gain, too
-        little would be drafted there and too much elsewhere.
+        Return how many further tokens pay, if the step takes `seconds[n]` with n of them, without its prompts. The
+        price of time is the recent goodput: at the step's own goodput, steps with much to gain would draft too little,
+        and others too much.
         """
         if not num_rows:
             return 0

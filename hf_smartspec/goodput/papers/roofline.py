@@ -1,4 +1,4 @@
-"""How many tokens ride free in a forward that waits for its weights (SSSD, section 3.2.1): what explains a profile."""
+"""Free tokens of forwards that wait for their weights (SSSD, section 3.2.1), to explain a profile."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ _MOST_TOKENS = 2**16  # tokens; the search for the end of the free budget stops 
 
 class Roofline(NamedTuple):
     """
-    What a device can do.
+    Speed of a device.
 
     Args:
         flops (`float`): Floating-point operations per second.
@@ -24,8 +24,9 @@ class Roofline(NamedTuple):
     @classmethod
     def of_profile(cls, cost: CostModel, num_parameters: int, bytes_per_parameter: float) -> "Roofline":
         """
-        What the model's forward reaches on its device: 2 operations per parameter and token in the time of a further
-        token, all parameters read in the time of a forward of one. Infinite where further tokens cost nothing.
+        Return the speed that a model's forward reaches on its device: 2 operations per parameter in the time of a
+        further token, and all parameters read in the time of a forward of one token. `flops` is infinite if further
+        tokens cost nothing.
         """
         per_token = _slope(cost)
         flops = 2 * num_parameters / per_token if per_token > 0 else np.inf
@@ -33,8 +34,8 @@ class Roofline(NamedTuple):
 
     def free_tokens(self, hidden_size: int, bytes_per_parameter: float = 2.0) -> float:
         """
-        Tokens in a forward (rows times tokens per row) up to which reading a square weight matrix takes longer than
-        multiplying with it; infinite where the activations alone keep memory busy.
+        Return the number of tokens in a forward (rows times tokens per row) up to which reading a square weight matrix
+        takes longer than multiplying with it; infinite if reading activations always takes longer.
 
         Example:
             >>> round(Roofline(flops=280e12, bandwidth=0.8e12).free_tokens(hidden_size=4096))  # SSSD: about 435
@@ -46,7 +47,8 @@ class Roofline(NamedTuple):
 
 def free_tokens(cost: CostModel, slack: float = 0.1) -> int:
     """
-    The most tokens whose forward, without context, takes at most (1 + `slack`) times as long as that of one.
+    Return the largest number of tokens whose forward, without context, takes at most (1 + `slack`) times as long as
+    that of one token.
 
     Raises:
         ValueError: for a negative slack.
@@ -60,7 +62,7 @@ def free_tokens(cost: CostModel, slack: float = 0.1) -> int:
 
 
 def _slope(cost: CostModel) -> float:
-    """Seconds that one token more adds to a large forward."""
+    """Return the seconds that a further token adds to a large forward."""
     if not cost.knots:
         return cost.gamma
     return (cost.curve[-1] - cost.curve[-2]) / (cost.knots[-1] - cost.knots[-2])
