@@ -1,4 +1,4 @@
-"""How likely draft nodes are accepted: raw scores of sources, calibrated by what was observed."""
+"""Acceptance probabilities of draft nodes: raw scores of sources, calibrated by observed acceptance."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -27,7 +27,7 @@ _LENGTH_BINS = np.searchsorted(_LENGTH_EDGES, np.arange(_LENGTH_EDGES[-1] + 1), 
 _SIZES = np.array([1, _NUM_SCORES, _NUM_SCORES * _NUM_LENGTHS, _NUM_SCORES * _NUM_LENGTHS**2])
 _STARTS = np.cumsum(_SIZES) - _SIZES
 
-_MOST_SOURCES = 512  # that are known
+_MOST_SOURCES = 512  # sources whose counts are kept
 
 
 class Calibrator:
@@ -35,15 +35,15 @@ class Calibrator:
     Maps (source, raw score bin, depth, match length) to the observed acceptance frequency (docs/design.md, "Trust").
 
     Every cell shrinks towards the next coarser one by `strength` pseudo-observations, and the coarsest towards the raw
-    score: without data the raw score is returned, with little data it is scaled by how far the source as a whole is
-    off, with much data the observed frequency of the finest cell is returned. Counts decay, so that what a source has
-    learnt since, or another kind of text, shows.
+    score: without data the raw score is returned, with little data it is scaled by the source's overall error, with
+    much data the observed frequency of the finest cell is returned. Counts decay, so that estimates follow a source
+    that learns, or another kind of text.
 
-    The 512 sources that learnt last are known, in 39 kB each. Calls may come from several threads.
+    Counts of the 512 sources that were updated last are kept, in 39 kB each. Calls may come from several threads.
 
     Args:
         half_life (`float`): Observed nodes of a source after which an observation counts half. Recorded text changes
-            within a file, so that much longer ones lag behind.
+            within a file, so that much longer half-lives lag.
         strength (`float`): Weight of the coarser level, in observations.
 
     Example:
@@ -68,14 +68,16 @@ class Calibrator:
         match_lengths: Sequence[int] | np.ndarray | int = 0,
     ) -> np.ndarray:
         """
+        Return calibrated acceptance probabilities of nodes.
+
         Args:
-            source: Whose scores they are; sources are kept apart.
+            source: Name of the source; each has separate counts.
             scores (`[n]` floats): Raw estimates that a node is accepted given its parent was; clipped to [0, 1].
             depths (`[n]` integers): Depth of each node, 1 for children of the last committed token.
             match_lengths (`[n]` integers or one): Tokens of context that the draft was found by; 0 where unknown.
 
         Returns:
-            `np.ndarray` of shape `[n]`, float32: acceptance probabilities, to be put in place of `DraftTree.probs`.
+            `np.ndarray` of shape `[n]`, float32: Acceptance probabilities, to replace `DraftTree.probs`.
 
         Raises:
             ValueError: if the arrays differ in length.
@@ -83,7 +85,7 @@ class Calibrator:
         return self.calibrate_located(source, Located.at(scores, depths, match_lengths))
 
     def calibrate_located(self, source: Hashable, nodes: "Located") -> np.ndarray:
-        """`calibrate` of nodes whose cells are known."""
+        """Return `calibrate` for nodes whose cells are already located."""
         with self._lock:
             table = self._tables.get(source)
             probs = nodes.scores if table is None else table.probs(*nodes, self.strength)
@@ -98,8 +100,8 @@ class Calibrator:
         hits: Sequence[bool] | np.ndarray,
     ) -> None:
         """
-        Learns whether nodes came true. Give it only nodes whose parent did, see `outcomes`; `scores` are the raw ones,
-        not what `calibrate` has returned.
+        Learn whether nodes were right (`hits`). Pass only nodes whose parent was right, see `outcomes`, and their raw
+        scores, not those that `calibrate` has returned.
 
         Raises:
             ValueError: if the arrays differ in length.
@@ -110,7 +112,7 @@ class Calibrator:
         self.update_located(source, nodes, hits)
 
     def update_located(self, source: Hashable, nodes: "Located", hits: np.ndarray) -> None:
-        """`update` with nodes whose cells are known; `hits` are float64."""
+        """Do `update` with nodes whose cells are already located; `hits` are float64."""
         if not len(hits):
             return
         with self._lock:
@@ -123,13 +125,13 @@ class Calibrator:
             table.add(*nodes, hits, 0.5 ** (len(hits) / self.half_life))
 
     def calibrated(self, source: Hashable, tree: DraftTree) -> DraftTree:
-        """The tree with calibrated probabilities."""
+        """Return the tree with calibrated probabilities."""
         if not len(tree):
             return tree
         return replace(tree, probs=self.calibrate(source, tree.probs, tree.depths, tree.match_lengths))
 
     def learn(self, source: Hashable, tree: DraftTree, tokens: Sequence[int] | np.ndarray) -> None:
-        """Learns from a tree with raw probabilities, verified or not, and the tokens that were committed behind it."""
+        """Learn from a tree with raw probabilities, verified or not, and the tokens that were committed after it."""
         if not len(tree):
             return
         nodes, hits = outcomes(tree, tokens)
@@ -138,7 +140,7 @@ class Calibrator:
 
 
 class Located(NamedTuple):
-    """Nodes as a `Calibrator` sees them: raw scores in [0, 1], float64 `[n]`, and their cells, int64 `[n, levels]`."""
+    """Input of a `Calibrator`: nodes' raw scores in [0, 1], float64 `[n]`, and their cells, int64 `[n, levels]`."""
 
     scores: np.ndarray
     cells: np.ndarray
@@ -151,6 +153,8 @@ class Located(NamedTuple):
         match_lengths: Sequence[int] | np.ndarray | int,
     ) -> "Located":
         """
+        Locate nodes; arguments are as in `Calibrator.calibrate`.
+
         Raises:
             ValueError: if the arrays differ in length.
         """
@@ -158,7 +162,7 @@ class Located(NamedTuple):
 
     @classmethod
     def of_forest(cls, forest: Forest) -> "Located":
-        """All nodes of a step."""
+        """Locate all nodes of a forest."""
         return cls._of(forest.probs.astype(np.float64), forest.depths, forest.match_lengths)
 
     @classmethod
@@ -168,7 +172,7 @@ class Located(NamedTuple):
         return cls(scores, cells)
 
     def of(self, nodes: np.ndarray) -> "Located":
-        """Those of some nodes (indices)."""
+        """Return the entries of some nodes, by index."""
         return Located(self.scores[nodes], self.cells[nodes])
 
 
@@ -178,14 +182,14 @@ class _Table:
     def __init__(self) -> None:
         self.num = np.zeros(_SIZES.sum())
         self.hits = np.zeros(_SIZES.sum())
-        self.expected = 0.0  # sum of raw scores: what the source itself expected of `hits[0]`
+        self.expected = 0.0  # decayed sum of raw scores: the source's own expectation of `hits[0]`
 
     def add(self, scores: np.ndarray, cells: np.ndarray, hits: np.ndarray, decay: float) -> None:
         self.expected = self.expected * decay + scores.sum()
         count(self.num, self.hits, decay, cells, hits)
 
     def probs(self, scores: np.ndarray, cells: np.ndarray, strength: float) -> np.ndarray:
-        """`[n]` float64: from the raw score, level by level, to the finest cell."""
+        """Return probabilities `[n]` float64, from the raw score, level by level, to the finest cell."""
         ratio = (self.hits[0] + strength) / (self.expected + strength)
         probs = np.empty_like(scores)
         estimate(self.num, self.hits, cells, scores, ratio, strength, probs)
@@ -205,7 +209,7 @@ def _checked(
             "`scores`, `depths` and `match_lengths` must be of one length, got shapes "
             f"{scores.shape}, {depths.shape} and {match_lengths.shape}."
         )
-    # A score that is no number says nothing: an even chance.
+    # NaN scores carry no information: an even chance.
     if np.isnan(scores).any():
         scores = np.nan_to_num(scores, nan=0.5)
     return np.clip(scores, 0.0, 1.0), np.ascontiguousarray(depths), np.ascontiguousarray(match_lengths)
@@ -216,7 +220,7 @@ def _integers(values: Sequence[int] | np.ndarray | int) -> np.ndarray:
 
 
 class Outcomes(NamedTuple):
-    """Which nodes of a tree can be judged, and how they fared."""
+    """Nodes of a tree whose outcome is known, and their outcomes."""
 
     nodes: np.ndarray  # [m] int64, indices of nodes whose parent is on the true path and whose depth is known
     hits: np.ndarray  # [m] bool, whether each of them is the true token
@@ -224,12 +228,12 @@ class Outcomes(NamedTuple):
 
 def outcomes(tree: DraftTree, tokens: Sequence[int] | np.ndarray) -> Outcomes:
     """
-    Scores a proposal against what really followed, whether its nodes were verified or not (docs/design.md, "Trust").
+    Compare a proposal with the true continuation, whether its nodes were verified or not (docs/design.md, "Trust").
 
     Args:
-        tree (`DraftTree`): The proposal, as drafted: not what a selector left of it.
-        tokens (`[n]` integers): The true tokens after the one that the tree hangs on, as many as are known. Nodes
-            deeper than n are left out: their truth is unknown.
+        tree (`DraftTree`): The proposal as drafted, before any selection.
+        tokens (`[n]` integers): The true tokens after the tree's root, as many as are known. Nodes deeper than n are
+            left out, since their outcome is unknown.
     """
     nodes, hits = Forest([tree]).outcomes([np.asarray(tokens, np.int64)])
     return Outcomes(nodes, hits)
@@ -239,8 +243,8 @@ def expected_calibration_error(
     probs: Sequence[float] | np.ndarray, hits: Sequence[bool] | np.ndarray, num_bins: int = 15
 ) -> float:
     """
-    Mean distance between predicted probability and observed frequency, over `num_bins` bins of equal width in [0, 1],
-    weighted by the number of nodes in them (ECE). 0 is perfect; 0 too where there are no nodes.
+    Return the mean distance between predicted probability and observed frequency, over `num_bins` bins of equal width
+    in [0, 1], weighted by the number of nodes in them (ECE). 0 is perfect; 0 also without nodes.
 
     Raises:
         ValueError: if the arrays differ in length, or for less than one bin.

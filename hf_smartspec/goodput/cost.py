@@ -1,4 +1,4 @@
-"""What a step costs: SmartSpec's linear model, bent where the line fails, fitted to measurements, kept up to date."""
+"""The cost of a step: SmartSpec's linear model, with a curve where a line fails, corrected by every step."""
 
 import math
 from bisect import bisect_right
@@ -12,30 +12,31 @@ import numpy as np
 from .cost_fit import Measurements, fit_coefficients
 from .kernels.forwards import by_tokens
 
-_NUM_BINS = 21  # of the running correction, at 1, 2, 4, ... tokens per forward
-_WRONG = 1.5  # factor by which corrections of two sizes differ where the profile is not this machine's
-_PROOF = 24.0  # observations of each of the two, by then
-_STEADY = 0.2  # mean error of predictions, up to which the machine is taken to do nothing else
-_MEMORY = 0.05  # weight of the newest error in it
+_NUM_BINS = 21  # bins of the running correction, at 1, 2, 4, ... tokens per forward
+_WRONG = 1.5  # ratio of two sizes' corrections from which a profile counts as wrong
+_PROOF = 24.0  # observations that each of the two sizes needs for that
+_STEADY = 0.2  # mean error of predictions up to which the machine is taken to be otherwise idle
+_MEMORY = 0.05  # weight of the newest error in that mean
 
-# Of the logarithm of what a step takes by what is predicted, as standard deviations:
+# Standard deviations of the logarithm of measured / predicted seconds of a step:
 _STEP = 0.1  # of single steps
-_SCALE, _SHAPE = 1.5, 0.25  # of a profile: of all sizes together, which says little, and of each of them beside that
-_SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of what comes between two steps
-_REACH = 2.0  # bins after which what is known of a size's shape counts 1/e for another
-_SURPRISE = 2.0  # beyond which a step counts less: a hiccup of the machine is no news
+_SCALE, _SHAPE = 1.5, 0.25  # of a profile: of a factor common to all sizes, and of each size's own factor
+_SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors between two steps
+_REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
+_SURPRISE = 2.0  # standard deviations beyond which a step counts less, as a disturbance of the machine
 
 
 def _covariance(scale: float, shape: float) -> np.ndarray:
-    """Of the log factors of all bins, `[bins, bins]` float64."""
+    """Return the covariance of the log factors of all bins, `[bins, bins]` float64."""
     bins = np.arange(_NUM_BINS)
     return scale**2 + shape**2 * np.exp(-np.abs(bins[:, None] - bins) / _REACH)
 
 
 _DOUBT = _covariance(_SCALE, _SHAPE)
 _DRIFT = _covariance(_SCALE_DRIFT, _SHAPE_DRIFT)
-# Share of the doubt that goes with every step. Without it, drift would add up for sizes that no step has: after weeks,
-# they would seem to be free in doubt. With it, a size's shape is never less known than before the first step.
+# Share of the doubt that is dropped at every step. Without it, drift would add up for sizes that no step has: after
+# weeks, an optimistic estimate would take them to be free. With it, a size's own factor is never more uncertain than
+# before the first step.
 _FADING = (_SHAPE_DRIFT / _SHAPE) ** 2
 
 
@@ -49,7 +50,7 @@ class CostPoint(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """Where the time of one step went."""
+    """Seconds of one step by kind of work."""
 
     draft: float
     forward: float
@@ -63,21 +64,24 @@ class CostModel:
 
         T = max(host, alpha * N_context + beta * N_context * width + f(N_batched))
 
-    f is the line gamma * N_batched + delta, or where that misses some sizes, a monotone curve of straight
-    pieces: through the jump from 1 token to 2, where CPUs turn from matrix-vector to matrix products, and the knee
-    behind which a GPU waits for its multipliers and no longer for its memory. `alpha` is what reading keys and values
-    costs, `beta` what each query costs per column. Attention is padded to the row with most queries, `width`; Eq. 7
-    leaves this out, and CPUs notice it. `host` is the time that launching a forward's kernels takes: a GPU works
-    meanwhile, and whatever it does in less time costs nothing.
+    f is the line gamma * N_batched + delta, or where that does not fit, a monotone curve of straight pieces: with the
+    jump from 1 token to 2, where CPUs change from matrix-vector to matrix products, and the knee after which a GPU is
+    bound by its multipliers and no longer by its memory. `alpha` is the cost of reading keys and values, `beta` the
+    cost of each query per column. Attention is padded to the row with most queries, `width`; Eq. 7 leaves this out, but
+    it matters on CPUs. `host` is the time to launch a forward's kernels: a GPU works meanwhile, so that shorter work on
+    the device adds no time.
 
-    `observe` corrects the prediction while serving: a factor per size of the forward, learnt from measured steps.
+    `observe` corrects predictions while serving, by a factor per size of the forward, learnt from measured steps.
 
     Args:
         alpha, beta, gamma (`float`): Seconds per context token, per query and column, per batched token.
         delta (`float`): Seconds of any forward.
-        knots, curve (sequences of `float`): f at rising numbers of tokens; both empty for the line.
-        host (`float`): Seconds that a forward takes at least.
-        is_provisional (`bool`): Whether the machine was busy when this was measured.
+        knots, curve (sequences of `float`): Rising numbers of tokens, and f in seconds there; both empty for the line.
+        host (`float`): Least seconds of a forward.
+        is_provisional (`bool`): Whether the machine was busy when the profile was measured.
+
+    Raises:
+        ValueError: for negative numbers, knots that do not rise, a curve that falls, or forwards without any cost.
     """
 
     alpha: float
@@ -109,15 +113,15 @@ class CostModel:
             raise ValueError(f"`knots` must rise and `curve` must not fall, got {self.knots} and {self.curve}.")
         self.knots, self.curve = tuple(map(float, self.knots)), tuple(map(float, self.curve))
         if self.profiled(0, 1) <= 0:
-            raise ValueError("A forward must cost something: `gamma`, `delta` and `curve` say that it costs nothing.")
+            raise ValueError("A forward must cost something: `gamma`, `delta` and `curve` make it free.")
 
     def seconds(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """
-        Predicted seconds of forwards, corrected by what was observed.
+        Return the predicted seconds of forwards, corrected by observed steps.
 
         Args:
             context, batched, width (numbers or arrays that broadcast): Context tokens read, tokens in the forward, and
-                tokens of the row that has most.
+                tokens of the widest row.
 
         Returns:
             `np.ndarray` of their common shape, float64; a float for numbers.
@@ -128,7 +132,7 @@ class CostModel:
         )
 
     def observe(self, context: float, batched: float, seconds: float, width: float = 1) -> None:
-        """Learns from one measured step."""
+        """Learn from one measured step. Arguments are as in `seconds`; `seconds` is the measured time."""
         predicted = float(self.seconds(context, batched, width))
         if not (predicted > 0 and seconds > 0 and math.isfinite(seconds)):
             return
@@ -146,25 +150,25 @@ class CostModel:
         self._num_observed[low + 1] += share
 
     def correction(self, batched: float) -> float:
-        """The factor by which steps of this size have lately differed from the profile."""
+        """Return the factor between recent steps of this size and the profile."""
         return math.exp(self._log_factor(batched))
 
     @property
     def is_doubtful(self) -> bool:
         """
-        Whether sizes that were not observed may cost far more, or less, than predicted by those that were. A profile
-        that is wrong as a whole is doubted, too, not only one whose factors differ: while all steps are of one size,
-        all factors move together, and show nothing of errors in the shape, which are likely where the scale is wrong.
-        Doubt costs little where the shape is right: sizes that were tried are known.
+        Whether unobserved sizes may cost far more, or less, than predicted from the observed ones. This holds not only
+        if factors differ, but also if all of them are far from 1: while all steps have one size, all factors move
+        together and hide errors between sizes, which are likely where the common factor is wrong. Doubt costs little if
+        there are no such errors, since sizes are known once they are tried.
         """
         return self.is_provisional or float(np.abs(self._log_factors).max()) > math.log(_WRONG)
 
     @property
     def is_wrong(self) -> bool:
         """
-        Whether steps of some sizes have lately differed from the profile much more than others, and that was seen often
-        enough, and steps of a size were alike: then it was measured while the machine did other things, say. A machine
-        that is slower as a whole is no sign of that, and one that does other things now cannot tell.
+        Whether recent steps of some sizes differ from the profile much more than others, in enough observations, while
+        steps of one size agree: then the profile was measured on a busy machine, say. A machine that is slower as a
+        whole is no such sign, and on a machine that is busy now the question stays open.
         """
         if self._mean_error > _STEADY:
             return False
@@ -172,7 +176,7 @@ class CostModel:
         return len(proven) > 1 and float(np.ptp(proven)) > math.log(_WRONG)
 
     def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
-        """`seconds` before any correction: never less for larger forwards."""
+        """Return `seconds` without the correction, which never falls with the size of a forward."""
         device = (self.alpha + self.beta * width) * context + self._tokens_seconds(batched)
         if not self.host:
             return device
@@ -191,9 +195,9 @@ class CostModel:
 
     def by_tokens(self, first: int, num: int, optimism: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """
-        f(N) in seconds for N = `first`, `first` + 1, ... tokens, by the profile, and what predictions for forwards of
-        so many are multiplied with: `[num]` float64 each. With `optimism`, the factors are so many standard deviations
-        lower, for what is not known of a size beside the first.
+        Return f(N) in seconds by the profile for N = `first`, `first` + 1, ... tokens, and the correction factors of
+        such forwards, `[num]` float64 each. With `optimism`, factors are lowered by so many standard deviations of each
+        size's cost relative to the first size's.
         """
         seconds, factors = np.empty((2, num))
         logs = self._log_factors - optimism * self._doubts(first) if optimism else self._log_factors
@@ -201,13 +205,13 @@ class CostModel:
         return seconds, factors
 
     def doubt(self, batched: float, other: float) -> float:
-        """How little is known of what forwards of one size take by those of another: a log standard deviation."""
+        """Return the log standard deviation of the cost of one size relative to that of another."""
         low, share = self._bin(batched)
         doubts = self._doubts(other)
         return float((1 - share) * doubts[low] + share * doubts[low + 1])
 
     def _doubts(self, than: float) -> np.ndarray:
-        """Of all bins beside a size, `[bins]` float64: log standard deviations."""
+        """Return the log standard deviations of all bins' costs relative to that of a size, `[bins]` float64."""
         low, share = self._bin(than)
         shared = (1 - share) * self._doubt[low] + share * self._doubt[low + 1]
         own = (1 - share) * shared[low] + share * shared[low + 1]
@@ -218,7 +222,7 @@ class CostModel:
         return np.array(self.knots, np.float64), np.array(self.curve, np.float64)
 
     def _bin(self, batched: Any) -> tuple[Any, Any]:
-        """Between which two bins a size lies, and how far from the lower one."""
+        """Return the bin below a size, and the size's distance from it, in [0, 1)."""
         if isinstance(batched, (int, float)) or not np.ndim(batched):  # numpy is slow on single numbers
             place = min(max(math.log2(max(batched, 1)), 0.0), _NUM_BINS - 1.001)
             return int(place), place - int(place)
@@ -236,8 +240,8 @@ class CostModel:
     @classmethod
     def fit(cls, points: Sequence[CostPoint]) -> "CostModel":
         """
-        Fits measured forwards by least squares of the relative error, all coefficients at least 0. The curve is taken
-        in place of the line, and a time of the host's, where this explains more than noise would.
+        Fit measured forwards by least squares of the relative error, with all coefficients at least 0. The curve, and
+        the host's time, are used only where they explain more than noise would.
 
         Raises:
             ValueError: for fewer than four points, or seconds that are not positive.
@@ -250,23 +254,25 @@ class CostModel:
         return cls(**fit_coefficients(Measurements(context, batched, width, seconds)))
 
     def errors(self, points: Sequence[CostPoint]) -> np.ndarray:
-        """Relative errors of the prediction, `[n]` float64: above 0 where it is too high."""
+        """Return the relative errors of predictions, `[n]` float64: above 0 where they are too high."""
         context, batched, width, seconds = np.array(points, np.float64).T
         return self.seconds(context, batched, width) / seconds - 1
 
     def median_error(self, points: Sequence[CostPoint]) -> float:
-        """Median of the absolute relative errors."""
+        """Return the median of the absolute relative errors."""
         return float(np.median(np.abs(self.errors(points))))
 
     def as_dict(self) -> dict[str, Any]:
-        """The profile as plain numbers, without what was learnt while serving."""
+        """Return the profile as plain numbers, without the corrections that were learnt while serving."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> "CostModel":
         """
+        Make a cost model of the numbers that `as_dict` returns.
+
         Raises:
-            ValueError: for entries that are missing, unknown or no cost.
+            ValueError: for entries that are missing, unknown or not valid.
         """
         try:
             return cls(**numbers)

@@ -1,36 +1,34 @@
-"""How likely drafts are accepted, judged by what was accepted lately: over all requests, and per request and depth."""
+"""Estimates of acceptance rates from recent drafts: over all requests, per depth, and per request."""
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-CERTAIN = 0.995  # no rate is estimated above: a perfect record proves little
-_NUM_DEPTHS = 8  # that are told apart in what is kept of a request; deeper levels count as the last
-_DOUBT = (
-    12.0  # tried levels that are added where the doubt in a rate is estimated, so that little is not taken for none
-)
+CERTAIN = 0.995  # upper bound on estimated rates: a perfect record proves little
+_NUM_DEPTHS = 8  # depths in the counts of a request; deeper levels count as the last
+_DOUBT = 12.0  # tried levels that are added when the doubt in a rate is estimated, so that few tries leave some doubt
 
 
 class AcceptanceEstimator:
     """
     Moving averages of the acceptance rate (SmartSpec, section 4.4): of all requests, per depth, and per request.
 
-    A level of a draft is tried if all levels above it came true, and succeeds if one of its nodes does. Counts decay,
-    so that the averages follow the text. What was seen little is drawn to what is known in general: a depth to the
-    level above it, a request to the average of all. What a request has that the average has not is reckoned with
-    today's average: where it is the only one, the two are the same, and its luck does not count twice.
+    A level of a draft is tried if all levels above it were accepted, and succeeds if one of its nodes is. Counts decay,
+    so that the averages follow the text. Estimates from few counts are shrunk: a depth's towards the level above it, a
+    request's towards the average of all. A request's successes are compared with those that the current averages
+    expect: for a single request the two agree, so that its luck does not count twice.
 
     Args:
         half_life (`float`): Tried levels after which one counts half in the averages over all requests. The paper finds
             results hardly sensitive to the window.
-        request_half_life (`float`): The same for one request's.
-        prior (`float`): The rate before anything is known. Optimistic: it takes a try to find out.
+        request_half_life (`float`): The same for the averages of one request.
+        prior (`float`): The rate before the first draft. It is optimistic, since only drafts can correct it.
     """
 
-    # Of what is known in general, in tried levels:
-    _PRIOR_STRENGTH = 4.0  # of the prior
-    _DEPTH_STRENGTH = 12.0  # of the level above, where a depth is judged
-    _REQUEST_STRENGTH = 12.0  # of all requests, where one of them is judged
+    # Weights of priors, in tried levels:
+    _PRIOR_STRENGTH = 4.0  # of `prior`
+    _DEPTH_STRENGTH = 12.0  # of the level above, for a depth's rate
+    _REQUEST_STRENGTH = 12.0  # of all requests, for one request's rate
 
     def __init__(self, half_life: float = 300.0, request_half_life: float = 30.0, prior: float = 0.7):
         for name, value in (("half_life", half_life), ("request_half_life", request_half_life)):
@@ -40,17 +38,19 @@ class AcceptanceEstimator:
             raise ValueError(f"`prior` must lie in [0, 1], got {prior!r}.")
         self.half_life, self.request_half_life, self.prior = half_life, request_half_life, prior
         self._tried, self._succeeded = np.zeros(1), np.zeros(1)  # per depth
-        self._requests: dict[Hashable, int] = {}  # their lines in the two arrays below
+        self._requests: dict[Hashable, int] = {}  # lines of requests in the two arrays below
         self._free: list[int] = []  # lines of requests that have ended
         self._request_tried = np.zeros((0, _NUM_DEPTHS))  # per request and depth, decayed
         self._request_succeeded = np.zeros(0)
 
     def update(self, request_ids: Sequence[Hashable], tried: np.ndarray, succeeded: np.ndarray) -> None:
         """
+        Count the outcomes of one step's drafts.
+
         Args:
-            request_ids (sequence of `Hashable`): The rows.
-            tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool): Which levels of each row's draft could be
-                judged, and which of them came true.
+            request_ids (sequence of `Hashable`): The rows' requests.
+            tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool): Levels of each row's draft that could be
+                judged, and those that were accepted.
         """
         numbers = tried.sum(axis=1)
         judged = np.flatnonzero(numbers)
@@ -71,7 +71,7 @@ class AcceptanceEstimator:
         self._succeeded[: tried.shape[1]] += succeeded.sum(axis=0)
 
     def _line(self, request_id: Hashable) -> int:
-        """Where a request's counts are; a new one's are 0."""
+        """Return the line of a request's counts; a new request gets a line of zeros."""
         line = self._requests.get(request_id)
         if line is None:
             if not self._free:
@@ -94,20 +94,20 @@ class AcceptanceEstimator:
     @property
     def doubt(self) -> float:
         """
-        By how much the rate may well be higher than it seems, one standard deviation. Drafts that were out of luck at
-        first are given up for long, those that were in luck show soon what they are: the doubt is theirs.
+        One standard deviation of the rate, by which an optimistic estimate is higher. Drafts that were rejected by
+        chance at first would not be tried again for long, while rates that are too high are soon corrected.
         """
         rate = self.rate
         return float(np.sqrt(rate * (1 - rate) / (self._tried.sum() + _DOUBT)))
 
-    def doubt_all(self) -> None:
-        """What was observed counts little against what will be."""
+    def decay_counts(self) -> None:
+        """Shrink past counts to the prior's weight, so that new observations dominate."""
         share = min(1.0, self._PRIOR_STRENGTH / max(self._tried.sum(), 1e-9))
         for counts in (self._tried, self._succeeded, self._request_tried, self._request_succeeded):
             counts *= share
 
     def by_depth(self, num_depths: int) -> np.ndarray:
-        """The rate at depths 1 to `num_depths`, given that the levels above came true; `[num_depths]` float64."""
+        """Return the rates at depths 1 to `num_depths`, given accepted levels above, `[num_depths]` float64."""
         rates, rate = [], self.rate
         for tried, succeeded in zip(self._tried[:num_depths].tolist(), self._succeeded[:num_depths].tolist()):
             rate = _drawn(succeeded, tried, rate, self._DEPTH_STRENGTH)
@@ -115,15 +115,15 @@ class AcceptanceEstimator:
         return np.array(rates + [rate] * (num_depths - len(rates)))
 
     def of_requests(self, request_ids: Sequence[Hashable], num_depths: int = 1) -> np.ndarray:
-        """The same for each request, `[rows, num_depths]` float64: all depths scaled by how it does on the whole."""
+        """Return `by_depth` for each request, scaled by its own acceptance, `[rows, num_depths]` float64."""
         return np.minimum(self.by_depth(num_depths) * self._ratios(request_ids)[:, None], CERTAIN)
 
     def rates(self, request_ids: Sequence[Hashable]) -> np.ndarray:
-        """alpha of each request, one for all depths; `[rows]` float64."""
+        """Return alpha of each request, over all depths, `[rows]` float64."""
         return np.minimum(self.rate * self._ratios(request_ids), CERTAIN)
 
     def _ratios(self, request_ids: Sequence[Hashable]) -> np.ndarray:
-        """Observed successes by those that the averages over all requests expect."""
+        """Return each request's successes relative to those that the averages over all requests expect, `[rows]`."""
         lines = np.array([self._requests.get(name, -1) for name in request_ids], np.int64)
         prior = max(self._REQUEST_STRENGTH * self.rate, 1e-9)
         if not self._requests:
@@ -133,7 +133,7 @@ class AcceptanceEstimator:
         return np.where(lines < 0, 1.0, ratios)
 
     def forget(self, request_id: Hashable) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """Delete the counts of a request that has ended. Unknown ids are ignored."""
         line = self._requests.pop(request_id, None)
         if line is not None:
             self._request_tried[line], self._request_succeeded[line] = 0.0, 0.0
@@ -141,12 +141,12 @@ class AcceptanceEstimator:
 
 
 def _drawn(succeeded: float, tried: float, general: float, strength: float) -> float:
-    """A rate that is drawn to the general one."""
+    """Return a rate that is shrunk towards the general one, by `strength` tries."""
     return min(float((succeeded + strength * general) / (tried + strength)), CERTAIN)
 
 
 def _folded(tried: np.ndarray) -> np.ndarray:
-    """`[rows, _NUM_DEPTHS]` of `[rows, depths]`: deeper levels are added to the last."""
+    """Return counts by depth `[rows, depths]` as `[rows, _NUM_DEPTHS]`: deeper levels are added to the last."""
     result = np.zeros((len(tried), _NUM_DEPTHS))
     num = min(tried.shape[1], _NUM_DEPTHS)
     result[:, :num] = tried[:, :num]

@@ -1,14 +1,14 @@
-"""What the auction remembers of the latest steps."""
+"""Running means of the auction over the latest steps."""
 
-_DRIFT_DECAY = 0.96  # per step, of what tells that acceptance changes
-_DRIFT_STRENGTH = 3.0  # of the assumption that it does not, in accepted nodes
-_SPEEDUP_DECAY = 0.98  # per step, of what tells how much speculation gains
-_SPEEDUP_STRENGTH = 10.0  # of the assumption that it gains nothing, in tokens
+_DRIFT_DECAY = 0.96  # decay per step of expected and observed acceptance
+_DRIFT_STRENGTH = 3.0  # weight of the prior that they are equal, in accepted nodes
+_SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
+_SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _MEMORY = 0.1  # weight of the newest step in the running benefit of drafting
 
 
 class Drift:
-    """How calibrated probabilities fare over the latest steps: quicker than the `Calibrator`, and coarser."""
+    """Ratio of observed to expected acceptance over the latest steps: quicker and coarser than the `Calibrator`."""
 
     def __init__(self) -> None:
         self._expected = self._observed = 0.0
@@ -24,8 +24,8 @@ class Drift:
 
 class Speedup:
     """
-    Tokens of the latest steps by what their time would have yielded plainly, at least 1. Goodput over many steps is
-    highest if time has one price at all of them (Dinkelbach): steps whose drafts are poor leave it to the others.
+    Ratio of the tokens of the latest steps to those of plain decoding in the same time, at least 1. Goodput over many
+    steps is highest if time has one price in all of them (Dinkelbach): steps with poor drafts leave it to the others.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Speedup:
 
 
 class Running:
-    """A moving average that begins as a plain one."""
+    """A moving average that starts as a plain average."""
 
     def __init__(self) -> None:
         self.num, self.mean = 0, 0.0

@@ -1,4 +1,4 @@
-"""What an auction remembers of each source: what its drafts cost, and what they bring beside those already there."""
+"""Estimates of an auction for each source: the cost of its drafts, and their gain beyond earlier sources' drafts."""
 
 from collections.abc import Hashable, Sequence
 
@@ -10,35 +10,35 @@ from .estimators import CERTAIN, AcceptanceEstimator
 from .running import Running
 from .stage import Stage
 
-_EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # of what earlier drafts promise, tokens
-_PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # of the share: where much is promised, little is left to add
-_HALF_LIFE = 300.0  # of a level that came true, in such levels of its bin
-_STRENGTH = 4.0  # of what is known in general, in levels
-_MOST_LEFT_OUT = 8  # drafts in a row with prompts among them
+_EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens
+_PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, which falls with the promise
+_HALF_LIFE = 300.0  # of an accepted level, in accepted levels of its bin
+_STRENGTH = 4.0  # weight of the prior, in levels
+_MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 
 
 class StageRecord:
     """
-    One source's. `acceptance` (what came true of its own drafts, verified or not) is kept of sources that are asked by
-    what their levels bring.
+    Estimates for one source. `acceptance` (of its own drafts, verified or not) is learnt for sources that are asked by
+    level only.
     """
 
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
-        self.benefit = Running()  # seconds that drafts have saved, of first sources that draft in one call
-        self.pays = False  # whether levels lately promised more than they cost, of sources that are asked by level
+        self.benefit = Running()  # seconds saved by drafts, for first sources that draft in one call
+        self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._newcomers = Newcomers()
         self._number = 0
 
     def renew(self, number: int) -> None:
-        """The source has learnt, for the `number`-th time: its drafts are tried again, whatever they were worth."""
+        """Reset the estimates if the source's weights have changed for a `number`-th time that is new."""
         if number != self._number:
             self._number = number
-            self.acceptance.doubt_all()
+            self.acceptance.decay_counts()
             self.benefit = Running()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
-        """What drafts of so many levels (`[rows]` int) take."""
+        """Return the seconds to draft so many levels (`[rows]` int)."""
         per_call, per_row = self.timer.seconds(cost)
         calls, in_calls = cost.calls(levels)
         return per_call * calls + per_row * in_calls
@@ -47,8 +47,8 @@ class StageRecord:
         self, request_ids: Sequence[Hashable], promises: np.ndarray, num_levels: int, in_doubt: bool = False
     ) -> np.ndarray:
         """
-        How likely each level of a draft brings a token that the trees which promise so much (`[rows]`, in tokens) do
-        not hold, `[rows, num_levels]` float64; `in_doubt`, as likely as it may well be.
+        Return the expected tokens of each level of a draft that are not in the trees of earlier stages, whose promise
+        is given (`[rows]`, in tokens); `[rows, num_levels]` float64. `in_doubt` takes the optimistic estimate.
         """
         known = self.acceptance
         rates = known.of_requests(request_ids, num_levels)
@@ -63,7 +63,10 @@ class StageRecord:
     def learn_levels(
         self, request_ids: Sequence[Hashable], stage: Stage, forest: Forest, nodes: np.ndarray, hits: np.ndarray
     ) -> None:
-        """How nodes fared (`[m]` indices, `[m]` bool) whose parents came true. Silence is a level that did not."""
+        """
+        Learn from nodes whose parents were right: `nodes` are their indices `[m]`, `hits` whether they were right, bool
+        `[m]`. An empty draft counts as a level that was rejected.
+        """
         row, depth = forest.row[nodes], forest.depths[nodes]
         tried = np.zeros((len(request_ids), int(depth.max(initial=1))), bool)
         tried[:, 0] = (stage.asked > 0) & (forest.sizes == 0)
@@ -73,22 +76,22 @@ class StageRecord:
         self.acceptance.update(request_ids, tried, succeeded)
 
     def forget(self, request_id: Hashable) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """Delete the state of a request that has ended. Unknown ids are ignored."""
         self.acceptance.forget(request_id)
         self._newcomers.forget(request_id)
 
 
 class Novelty:
     """
-    Of the tokens that a source's drafts had right, the share that the drafts which were there already had not: running
-    means by the tokens that these promise. Where there is nothing yet, all are new.
+    Share of a source's right tokens that the drafts of earlier stages do not hold: running means by the promise of
+    these drafts. Where there are no earlier drafts, all tokens are new.
     """
 
     def __init__(self) -> None:
         self._true, self._new = np.zeros(len(_PRIOR)), np.zeros(len(_PRIOR))
 
     def share(self, promises: np.ndarray) -> np.ndarray:
-        """`[rows]` float64 in [0, 1], for promises `[rows]`, in tokens."""
+        """Return the share of new tokens, `[rows]` float64 in [0, 1], for promises `[rows]`, in tokens."""
         general = (self._new[1:].sum() + _STRENGTH) / (self._true[1:] @ _PRIOR[1:] + _STRENGTH)
         prior = np.minimum(general * _PRIOR, 1.0)
         prior[0] = 1.0
@@ -96,9 +99,12 @@ class Novelty:
 
     def update(self, promises: np.ndarray, before: np.ndarray, reached: np.ndarray) -> None:
         """
+        Learn from one step's drafts.
+
         Args:
-            promises (`np.ndarray` of shape `[rows]`): Of the drafts that were there before.
-            before, reached (`np.ndarray` of shape `[rows]`, int): How deep these drafts came true, and the source's.
+            promises (`np.ndarray` of shape `[rows]`): Promise of the earlier stages' drafts, in tokens.
+            before, reached (`np.ndarray` of shape `[rows]`, int): Depths up to which these drafts, and the source's,
+                were right.
         """
         bins = np.searchsorted(_EDGES, promises)
         true, new = (np.bincount(bins, values, len(_PRIOR)) for values in (reached, np.maximum(reached - before, 0)))
@@ -108,8 +114,8 @@ class Novelty:
 
 class Newcomers:
     """
-    An autoregressive drafter reads a request's prompt before its first draft. That is no draft's cost, and so such
-    steps teach nothing about it, unless there are hardly any others.
+    Filter of timings: an autoregressive drafter prefills a request's prompt before its first draft, which is not the
+    cost of a draft. Such steps are skipped, unless there are hardly any others.
     """
 
     def __init__(self) -> None:
@@ -119,7 +125,7 @@ class Newcomers:
     def time(
         self, timer: DraftTimer, draft: DraftCost, request_ids: Sequence[Hashable], levels: np.ndarray, seconds: float
     ) -> None:
-        """Has the timer learn what drafts took that are `levels` deep (`[rows]` int; 0: not asked for)."""
+        """Pass the time of drafts with so many levels (`[rows]` int; 0: not asked for) to the timer, or skip it."""
         if draft.is_autoregressive and levels.any():
             names = [name for name, level in zip(request_ids, levels.tolist()) if level]
             are_known = self._known.issuperset(names)
@@ -131,5 +137,5 @@ class Newcomers:
         timer.observe(*draft.calls(levels), seconds)
 
     def forget(self, request_id: Hashable) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """Delete a request that has ended. Unknown ids are ignored."""
         self._known.discard(request_id)

@@ -159,7 +159,7 @@ def test_what_was_observed_may_be_doubted():
     for _ in range(60):
         estimator.update(["a"], np.ones((1, 4), bool), np.zeros((1, 4), bool))
     before = estimator.rate
-    estimator.doubt_all()
+    estimator.decay_counts()
     assert before < 0.1 and estimator.rate > 3 * before
     for _ in range(10):
         estimator.update(["a"], np.ones((1, 4), bool), np.ones((1, 4), bool))
