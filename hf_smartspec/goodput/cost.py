@@ -156,19 +156,19 @@ class CostModel:
     @property
     def is_doubtful(self) -> bool:
         """
-        Whether unobserved sizes may cost far more, or less, than predicted from the observed ones. This holds not only
-        if factors differ, but also if all of them are far from 1: while all steps have one size, all factors move
-        together and hide errors between sizes, which are likely where the common factor is wrong. Doubt costs little if
-        there are no such errors, since sizes are known once they are tried.
+        Return whether unobserved sizes may cost far more, or less, than predicted from the observed ones. This holds
+        not only if factors differ, but also if all of them are far from 1: while all steps have one size, all factors
+        move together and hide errors between sizes, which are likely where the common factor is wrong. Doubt costs
+        little if there are no such errors, since sizes are known once they are tried.
         """
         return self.is_provisional or float(np.abs(self._log_factors).max()) > math.log(_WRONG)
 
     @property
     def is_wrong(self) -> bool:
         """
-        Whether recent steps of some sizes differ from the profile much more than others, in enough observations, while
-        steps of one size agree: then the profile was measured on a busy machine, say. A machine that is slower as a
-        whole is no such sign, and on a machine that is busy now the question stays open.
+        Return whether recent steps of some sizes differ from the profile much more than others, in enough observations,
+        while steps of one size agree: then the profile was measured on a busy machine, say. A machine that is slower as
+        a whole is no such sign, and on a machine that is busy now the question stays open.
         """
         if self._mean_error > _STEADY:
             return False

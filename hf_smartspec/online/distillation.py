@@ -210,7 +210,7 @@ class OnlineDistillation(Learning):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is capacity to train: at most `max_running` requests run, and none waits."""
+        """Return whether there is capacity to train: at most `max_running` requests run, and none waits."""
         with self._changed:
             loads = list(self._loads.values())
         return sum(running for running, _ in loads) <= self.options.max_running and not any(num for _, num in loads)

@@ -129,7 +129,7 @@ class Learner:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough requests, tokens or seconds have come since the last update, and samples with them."""
+        """Return whether enough requests, tokens or seconds, and any samples, have come since the last update."""
         requests, tokens = self._since_update
         options, seconds = self.options, time.monotonic() - self._updated_at
         limits = (options.every_requests, options.every_tokens, options.every_seconds)

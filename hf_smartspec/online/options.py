@@ -86,7 +86,7 @@ class LearningOptions:
 
     @property
     def learns_drafts(self) -> bool:
-        """Whether rejected drafts are learnt from, too."""
+        """Return whether rejected drafts are learnt from, too."""
         return self.sampling != "teacher"
 
     def new_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

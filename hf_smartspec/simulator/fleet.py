@@ -1,4 +1,4 @@
-"""Several engines in virtual time, behind a router."""
+"""Several engines in virtual time, and the router in front of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

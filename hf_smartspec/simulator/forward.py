@@ -80,6 +80,8 @@ class SimulatedForward:
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[Any, list[int]]:
         """
+        Run one forward: advance the clock and the rows.
+
         Returns:
             The target's tokens (list of `int`) after every row's feed and after every node, and for each row the index
             of its first one. After nodes that are not accepted stands any token, which is never read.

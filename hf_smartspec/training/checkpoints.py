@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether training was complete."""
+        """Return whether training was complete."""
         return self.step >= self.num_steps
 
 

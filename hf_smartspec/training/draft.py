@@ -33,6 +33,8 @@ class DraftTraining(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """
+        Return the loss of a batch.
+
         Args:
             input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
 

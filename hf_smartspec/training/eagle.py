@@ -102,6 +102,8 @@ class EagleDrafts:
         self, input_ids: torch.Tensor, labels: torch.Tensor, states: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """
+        Draft `num_steps` tokens after each token of a batch.
+
         Args:
             input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
             states (`torch.Tensor` of shape `[rows, length, layers * hidden]`): The target's hidden states.
@@ -197,6 +199,8 @@ class EagleTraining(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """
+        Return the loss of a batch.
+
         Args:
             input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
 

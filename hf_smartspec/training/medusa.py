@@ -44,6 +44,8 @@ class MedusaTraining(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """
+        Return the loss of a batch.
+
         Args:
             input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
 

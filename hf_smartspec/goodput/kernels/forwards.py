@@ -8,9 +8,9 @@ from ...jit import compiled
 @compiled
 def by_tokens(first, knots, curve, gamma, delta, log_factors, seconds, factors):
     """
-    For forwards of `first`, `first` + 1, ... tokens, write the time of their tokens by the profile to `seconds`
-    (float64), from the curve through (`knots`, `curve`) or, if that is empty, the line; and the correction of that time
-    to `factors` (float64), interpolated between `log_factors` at 1, 2, 4, ... tokens.
+    Write the costs of forwards of `first`, `first` + 1, ... tokens: to `seconds` (float64) the time of their tokens by
+    the profile, from the curve through (`knots`, `curve`) or, if that is empty, the line; to `factors` (float64) the
+    correction of that time, interpolated between `log_factors` at 1, 2, 4, ... tokens.
     """
     at, last = 1, len(knots) - 1
     highest, is_corrected = len(log_factors) - 1.001, False

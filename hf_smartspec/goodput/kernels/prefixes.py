@@ -8,9 +8,9 @@ from ...jit import compiled
 @compiled
 def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, counts, mask):
     """
-    For every bound on the nodes of one row, take the nodes (`order`, int64 `[n]`) one after the other while their rows
-    are within the bound, up to the highest profit, tokens - price * seconds. Mark the nodes of the best bound in `mask`
-    (bool, one per node).
+    Take the nodes (`order`, int64 `[n]`) one after the other up to the highest profit, tokens - price * seconds, for
+    every bound on the nodes of one row, skipping nodes of rows that have reached it. Mark the nodes of the best bound
+    in `mask` (bool, one per node).
 
     Args:
         row, gains: Row (int64) and path probability (float64) of every node.
