@@ -114,7 +114,8 @@ _PLACES = {
 }
 _ROOMS = [
     *("candidates", "cpu", "decoding", "drafts", "generate", "goodput", "online", "prepare", "sampling", "serving"),
-    *("sharing", "simulator", "target_model"),
+    *("replicas", "simulator", "target_model"),
+    "sharing",  # the old name of replicas
 ]
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..goodput.policy import LengthPolicy
-from ..sharing.routing import ReplicaLoad, Router
+from ..replicas.routing import ReplicaLoad, Router
 from .engine import Run, SimulatedEngine
 from .requests import LoadRequest
 from .results import LoadResult

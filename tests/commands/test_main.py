@@ -79,7 +79,7 @@ def test_arguments_offer_what_commands_know():
     from hf_smartspec.cpu import quantized
     from hf_smartspec.goodput import CostModel
     from hf_smartspec.goodput.papers.policies import BatchLookupTable
-    from hf_smartspec.sharing.routing import ROUTERS
+    from hf_smartspec.replicas.routing import ROUTERS
 
     known = {
         "tune": TUNABLE,

@@ -7,7 +7,7 @@ import numpy as np
 from hf_smartspec import PromptLookupCandidates, SuffixTreeCandidates
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.goodput import CostModel, FixedLength, NoSpeculation
-from hf_smartspec.sharing.routing import Affinity, LeastLoaded, RoundRobin
+from hf_smartspec.replicas.routing import Affinity, LeastLoaded, RoundRobin
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine, SimulatedFleet
 
 from .helpers import rng

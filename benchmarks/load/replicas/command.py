@@ -16,7 +16,7 @@ from hf_smartspec.commands.common.outputs import check_output, write_json
 from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
 from hf_smartspec.goodput import CostModel, DraftCost, GoodputAuction
-from hf_smartspec.sharing.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
+from hf_smartspec.replicas.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
 from hf_smartspec.simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
 
 _DRAFT_COST = DraftCost(per_call=2e-5, per_row=1e-5)

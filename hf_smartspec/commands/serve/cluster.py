@@ -17,7 +17,7 @@ from .arguments import add_arguments
 if TYPE_CHECKING:
     from ray.serve import Application
 
-    from ...cluster.service import ServiceOptions
+    from ...replicas.ray_serve.service import ServiceOptions
     from ...serving.server.app import Server
     from ...serving.server.guard.keys import ApiKeys
 
@@ -37,7 +37,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> "ServiceOptions":
-    from ...cluster.service import ServiceOptions
+    from ...replicas.ray_serve.service import ServiceOptions
 
     return ServiceOptions(
         replicas=args.replicas,
@@ -78,8 +78,8 @@ def serve_replicas(
     from ray import serve
     from ray.exceptions import RayError
 
-    from ...cluster.front import guarded
-    from ...cluster.service import make_replicas, turns_of
+    from ...replicas.ray_serve.front import guarded
+    from ...replicas.ray_serve.service import make_replicas, turns_of
     from ...serving.server.running import DrainingServer
     from .serving import hosts_of
 
@@ -115,7 +115,7 @@ def application(options: Mapping[str, Any]) -> "Application":
     Raises:
         ValueError: for what the command does not know either.
     """
-    from ...cluster.service import make_service
+    from ...replicas.ray_serve.service import make_service
     from .command import api_keys, check_arguments, name_models
 
     parser = _RaisingParser(prog="smartspec serve", add_help=False)

@@ -86,8 +86,8 @@ def name_models(models: list[str]) -> dict[str, str]:
 
 
 def api_keys(args: argparse.Namespace) -> "ApiKeys":
+    from ...replicas.sharing.folder import SharedFolder
     from ...serving.server.guard.keys import ApiKeys, read_keys
-    from ...sharing.folder import SharedFolder
 
     try:
         salt = SharedFolder(args.shared).salt() if args.shared else None

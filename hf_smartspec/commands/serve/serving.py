@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import __version__
+from ...replicas.sharing.outputs import SharedOutputs
 from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
 from ...serving.server.guard.hosts import local_hosts
@@ -21,7 +22,6 @@ from ...serving.server.guard.limits import Limits
 from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
-from ...sharing.outputs import SharedOutputs
 from ..common.arguments import UsageError
 from ..common.models import load_draft, load_model, load_tokenizer, name_of, use_quantized
 

@@ -13,12 +13,12 @@ from fastapi.responses import StreamingResponse
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
-from hf_smartspec.cluster.asgi import asked
-from hf_smartspec.cluster.front import Front, answered, joined_metrics
-from hf_smartspec.cluster.messages import ForwardedRequest, Head, route_of, with_seed
-from hf_smartspec.cluster.passed import CannotContinueError
-from hf_smartspec.cluster.routing import SpeculativeRequestRouter
-from hf_smartspec.cluster.scaling import ScaleByGoodput
+from hf_smartspec.replicas.ray_serve.front import Front, answered, joined_metrics
+from hf_smartspec.replicas.ray_serve.messages import ForwardedRequest, Head, route_of, with_seed
+from hf_smartspec.replicas.ray_serve.passed import CannotContinueError
+from hf_smartspec.replicas.ray_serve.replica import asked
+from hf_smartspec.replicas.ray_serve.router import SpeculativeRequestRouter
+from hf_smartspec.replicas.ray_serve.service import ScaleByGoodput
 
 CHAT = "/v1/chat/completions"
 

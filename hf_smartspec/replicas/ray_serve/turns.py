@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ..serving.server.errors import ApiError
+from ...serving.server.errors import ApiError
 
 
 class KeyTurns:

@@ -8,9 +8,9 @@ from uuid import uuid4
 
 import numpy as np
 
-from ..candidates.text.suffix.files import packed, unpacked
-from ..files import replacing
-from ..log import get_logger
+from ...candidates.text.suffix.files import packed, unpacked
+from ...files import replacing
+from ...log import get_logger
 from .exchange import exchanging
 from .folder import SharedFolder
 

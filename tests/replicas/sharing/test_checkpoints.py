@@ -8,7 +8,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import OnlineDistillation, SmartSpecConfig
-from hf_smartspec.sharing import SharedCheckpoints
+from hf_smartspec.replicas import SharedCheckpoints
 from tests.online.helpers import new_drafter, new_target
 
 

@@ -8,11 +8,11 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
-from ..candidates.text.datastore.file import tokenizer_fingerprint
-from ..candidates.text.suffix.files import making_sense, packed, unpacked
-from ..candidates.text.suffix.source import SuffixTreeCandidates
-from ..log import get_logger
-from ..validate import check_positive
+from ...candidates.text.datastore.file import tokenizer_fingerprint
+from ...candidates.text.suffix.files import making_sense, packed, unpacked
+from ...candidates.text.suffix.source import SuffixTreeCandidates
+from ...log import get_logger
+from ...validate import check_positive
 from .exchange import exchanging
 from .folder import SharedFolder
 from .snapshot import Key, SharedOutput, pack, unpack

@@ -1,10 +1,10 @@
-"""What replicas of a service have learnt, shared through a folder that all of them reach."""
+"""Several engines as one service: who serves which request, and what replicas share of what they have learnt."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints import SharedCheckpoints
-    from .outputs import SharedOutputs
+    from .sharing.checkpoints import SharedCheckpoints
+    from .sharing.outputs import SharedOutputs
 
 __all__ = ["SharedCheckpoints", "SharedOutputs"]
 
@@ -12,11 +12,11 @@ __all__ = ["SharedCheckpoints", "SharedOutputs"]
 def __getattr__(name: str) -> Any:
     """Imported when first asked for: whoever only routes requests loads neither torch nor models."""
     if name == "SharedOutputs":
-        from .outputs import SharedOutputs
+        from .sharing.outputs import SharedOutputs
 
         return SharedOutputs
     if name == "SharedCheckpoints":
-        from .checkpoints import SharedCheckpoints
+        from .sharing.checkpoints import SharedCheckpoints
 
         return SharedCheckpoints
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..log import get_logger
+from ...log import get_logger
 
 logger = get_logger(__name__)
 

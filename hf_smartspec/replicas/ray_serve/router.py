@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from ..sharing.routing import ROUTERS, Affinity, ReplicaLoad
+from ..routing import ROUTERS, Affinity, ReplicaLoad
 from .messages import ForwardedRequest, route_of
 
 
 class SpeculativeRequestRouter(RequestRouter):
     """
-    Sends requests to replicas by one of `hf_smartspec.sharing.routing`'s rules. Prompts are compared as text; whoever
+    Sends requests to replicas by one of `hf_smartspec.replicas.routing`'s rules. Prompts are compared as text; whoever
     is full is passed over for the one with the fewest requests.
     """
 

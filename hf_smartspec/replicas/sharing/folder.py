@@ -12,7 +12,7 @@ from uuid import uuid4
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ..files import private_file
+from ...files import private_file
 
 _ABANDONED = 3600 * 10**9  # nanoseconds after which nobody writes on
 _SALT, _SALT_BYTES = "salt", 32

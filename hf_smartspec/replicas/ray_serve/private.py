@@ -5,7 +5,7 @@ from typing import Any
 import ray
 import ray.serve._private.replica as serve_replica
 
-from ..log import get_logger
+from ...log import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from hf_smartspec.cluster.passed import CannotContinueError, PassedEvents
+from hf_smartspec.replicas.ray_serve.passed import CannotContinueError, PassedEvents
 
 DONE = b"data: [DONE]\n\n"
 

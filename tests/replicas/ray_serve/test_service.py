@@ -22,11 +22,11 @@ from ray.serve.schema import ServeDeploySchema
 
 from hf_smartspec.commands.serve.cluster import application
 
-from ..commands.common.test_ray_cluster import listening
-from ..commands.helpers import call
-from ..serving.server.running import served_demo
+from ...commands.common.test_ray_cluster import listening
+from ...commands.helpers import call
+from ...serving.server.running import served_demo
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PROMPTS = [
     "def fib(n):", "1, 2, 3, 4,", "SELECT name FROM users WHERE", "Once upon a time", "The sum of 3 and 4 is",
     "import numpy as np\n", "Question: What is 7 times 8?\nAnswer:", "class Stack:\n    def",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..candidates.text.suffix.files import column, making_sense, packed, texts_of, unpacked, words
+from ...candidates.text.suffix.files import column, making_sense, packed, texts_of, unpacked, words
 
 _KIND = "outputs"
 Key = tuple[str, int]  # the replica that served it, and its number there

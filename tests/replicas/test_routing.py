@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.sharing.routing import Affinity, LeastLoaded, PowerOfTwo, ReplicaLoad, RoundRobin
+from hf_smartspec.replicas.routing import Affinity, LeastLoaded, PowerOfTwo, ReplicaLoad, RoundRobin
 
 IDLE = [ReplicaLoad(name) for name in "abc"]
 TEXT = np.arange(64)

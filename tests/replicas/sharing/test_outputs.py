@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.text.suffix.files import _MAGIC, packed, unpacked
-from hf_smartspec.sharing import SharedOutputs
-from hf_smartspec.sharing.folder import SharedFolder
-from hf_smartspec.sharing.snapshot import SharedOutput, pack, unpack
+from hf_smartspec.replicas import SharedOutputs
+from hf_smartspec.replicas.sharing.folder import SharedFolder
+from hf_smartspec.replicas.sharing.snapshot import SharedOutput, pack, unpack
 from tests.folders import byte_tokenizer
 
 OPTIONS = {"max_bytes": 2**21, "max_depth": 8, "max_match": 4}
@@ -238,7 +238,7 @@ def test_what_dead_writers_left_is_swept_up(tmp_path, monkeypatch):
     with late.attached(other):
         assert list(tmp_path.iterdir()) == [left], "somebody may be writing it"
     now = time.time_ns()
-    monkeypatch.setattr("hf_smartspec.sharing.folder.time.time_ns", lambda: now + 2 * 3600 * 10**9)
+    monkeypatch.setattr("hf_smartspec.replicas.sharing.folder.time.time_ns", lambda: now + 2 * 3600 * 10**9)
     (tmp_path / ".foreign.tmp").touch()
     with late.attached(other):
         assert [path.name for path in tmp_path.iterdir()] == [".foreign.tmp"]
@@ -457,7 +457,8 @@ def test_a_folder_has_one_salt(tmp_path, protocol):
 
 
 def test_processes_that_come_at_once_find_one_salt(tmp_path):
-    code = f"from hf_smartspec.sharing.folder import SharedFolder; print(SharedFolder({str(tmp_path)!r}).salt().hex())"
+    folder = "from hf_smartspec.replicas.sharing.folder import SharedFolder as Folder"
+    code = f"{folder}; print(Folder({str(tmp_path)!r}).salt().hex())"
     begun = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
     assert len({process.communicate()[0] for process in begun}) == 1
 

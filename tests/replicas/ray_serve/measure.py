@@ -1,7 +1,7 @@
 """
 Routing, and replicas that begin, on real engines of the embedded target; by hand, on a quiet machine:
 
-    python -m tests.cluster.measure --fresh FILE.jsonl.gz [FILE ...]
+    python -m tests.replicas.ray_serve.measure --fresh FILE.jsonl.gz [FILE ...]
 
 prints tokens per step of a request, and the share of prompt tokens that were not computed again, by each router; and
 the tokens per step of a replica that begins with what another one has shared, beside those of that one, over the same
@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hf_smartspec.commands.common.recordings import Fields, read_requests
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TENANTS, SESSIONS, AT_ONCE, MAX_TOKENS, NUM_NODES, MAX_CHARACTERS = 12, 120, 6, 48, 8, 3000
 ROUTERS = ("power_of_two", "affinity")
 

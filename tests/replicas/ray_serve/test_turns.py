@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from hf_smartspec.cluster.turns import KeyTurns
+from hf_smartspec.replicas.ray_serve.turns import KeyTurns
 from hf_smartspec.serving.server.errors import ApiError
 
 
