@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs/quickstart.md"
-_PACKED = ["hf_smartspec", "candidates", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"]
+_PACKED = ["hf_smartspec", "candidates", "pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"]
 
 
 def _checkout(folder):
