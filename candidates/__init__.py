@@ -10,9 +10,9 @@ from .committed import Committed
 from .heads.eagle import EagleHeads
 from .heads.feature_source import FeatureCandidates
 from .heads.medusa import MedusaHeads
+from .heads.medusa_source import MedusaCandidates
 from .heads.mlp_speculator import MLPSpeculator
 from .heads.mtp import MtpLayers
-from .heads.source import MedusaCandidates
 from .heads.speculator_source import MLPSpeculatorCandidates
 from .models.draft_model import DraftModelCandidates
 from .models.early_exit import EarlyExitCandidates

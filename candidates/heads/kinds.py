@@ -15,9 +15,9 @@ from .features import FeatureDrafter
 from .files import config_of
 from .learned import LearnedDrafter
 from .medusa import MedusaHeads, says_medusa
+from .medusa_source import MedusaCandidates
 from .mlp_speculator import MLPSpeculator, says_mlp_speculator
 from .mtp import MtpLayers, says_mtp
-from .source import MedusaCandidates
 from .speculator_source import MLPSpeculatorCandidates
 
 
