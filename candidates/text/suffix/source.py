@@ -13,7 +13,7 @@ from ....validate import is_integer
 from ...base import TYPICAL_NODES, TreeCandidateGenerator
 from ...committed import Likeliest
 from .corpus import SuffixCorpus
-from .kept import EarlierOutputs, checked
+from .earlier_outputs import EarlierOutputs, checked
 from .kernels.batch import MAX_PENDING
 from .kernels.expand import MAX_MATCH, MAX_NODES, MAX_TREES
 from .kernels.insert import insert, move_tree
