@@ -3,15 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..outputs import EngineOutput
+from .engine import ServedEngine
 from .errors import ApiError
 from .tokens.processors import LogprobsRecorder, TokenLogprobs
 from .tokens.texts import TextStream
-
-if TYPE_CHECKING:
-    from .served import ServedModel
 
 
 class Piece(NamedTuple):
@@ -35,12 +33,22 @@ class Piece(NamedTuple):
     stop_reason: str | None = None
 
 
+class AnsweringModel(Protocol):
+    """What an answer needs of the model that gives it: `ServedModel` has it all."""
+
+    engine: ServedEngine
+
+    def note_step(self, output: EngineOutput) -> None: ...  # of an answer that goes on
+    def note_end(self, output: EngineOutput, namespace: str) -> None: ...
+    def forget(self, request_id: str, namespace: str) -> None: ...  # of an answer that nobody waits for
+
+
 class Answer:
     """
     An answer that an engine has begun, or will.
 
     Args:
-        served (`ServedModel`): Who answers.
+        served (`ServedModel`): Who answers, and counts its answers.
         request_id (`str`): Its name in the engine.
         prompt (sequence of `int`): What it answers.
         text (`TextStream`): Makes text of its tokens.
@@ -51,7 +59,7 @@ class Answer:
 
     def __init__(
         self,
-        served: "ServedModel",
+        served: AnsweringModel,
         request_id: str,
         prompt: Sequence[int],
         text: TextStream,
@@ -97,7 +105,7 @@ class Answer:
                 new, first = tokens[num_seen:], num_seen
                 num_seen = len(tokens)
                 if not output.is_finished():
-                    self._served.metrics.note_step(self._served.name, output)
+                    self._served.note_step(output)
                 text = self._text.feed(new)
                 logprobs = None if self._recorder is None else self._recorder.of(tokens, first)
                 if output.is_finished():

@@ -69,7 +69,7 @@ def make_app(
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
     for path, handler in answering.items():
         app.post(path)(handler.answer)
-    metrics.watch(models)
+    metrics.watch({name: served.engine for name, served in models.items()})
     add_routes(app, state, metrics, version, template_defaults)
     add_error_handlers(app)
     app.add_middleware(Guard, keys=keys, max_body_bytes=max_body_bytes, hosts=hosts)

@@ -2,16 +2,13 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..outputs import EngineOutput
-
-if TYPE_CHECKING:
-    from .served import ServedModel
+from .engine import ServedEngine
 
 _MODEL = ["model_name"]
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -60,10 +57,10 @@ class ServerMetrics:
         )
         self._last_step: dict[str, float] = {}
 
-    def watch(self, models: Mapping[str, "ServedModel"]) -> None:
-        """What engines count themselves is asked for whenever somebody looks."""
-        self.registry.register(_Engines(models))
-        for name in models:
+    def watch(self, engines: Mapping[str, ServedEngine]) -> None:
+        """Adds what engines count themselves, by the name of the model: they are asked whenever the numbers are."""
+        self.registry.register(_Engines(engines))
+        for name in engines:
             for item in [*self._counters.values(), *self._histograms.values()]:
                 item.labels(name)
             for reason in ("stop", "length", "abort", "error"):
@@ -114,20 +111,20 @@ def _times(output: EngineOutput, num_generated: int) -> dict[str, float]:
 
 
 class _Engines(Collector):
-    def __init__(self, models: Mapping[str, "ServedModel"]):
-        self._models = models
+    def __init__(self, engines: Mapping[str, ServedEngine]):
+        self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
         running = GaugeMetricFamily("vllm:num_requests_running", "Requests that run.", labels=_MODEL)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for their turn.", labels=_MODEL)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of key/value memory in use.", labels=_MODEL)
         counters = [CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=_MODEL) for name in _OF_ENGINES]
-        for name, served in self._models.items():
-            load, counts = served.engine.load, served.engine.statistics
+        for name, engine in self._engines.items():
+            load, counts = engine.load, engine.statistics
             running.add_metric([name], load.num_running)
             waiting.add_metric([name], load.num_waiting)
             usage.add_metric([name], load.kv_usage)
-            values = served.engine.num_preemptions, counts.steps, counts.drafted_tokens, counts.accepted_tokens
+            values = engine.num_preemptions, counts.steps, counts.drafted_tokens, counts.accepted_tokens
             for family, value in zip(counters, values):
                 family.add_metric([name], value)
         return [running, waiting, usage, *counters]

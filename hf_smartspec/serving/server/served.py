@@ -239,6 +239,10 @@ class ServedModel:
             message = f"{field}: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
             raise ApiError(400, message, param=field)
 
+    def note_step(self, output: EngineOutput) -> None:
+        """Counts further tokens of an answer that goes on."""
+        self.metrics.note_step(self.name, output)
+
     def note_end(self, output: EngineOutput, namespace: str) -> None:
         self.open.remove(namespace)
         self.metrics.note_end(self.name, output)
