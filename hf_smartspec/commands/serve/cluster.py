@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.arguments import UsageError
-from ..common.ray_cluster import check_ray, keep_private, last_line, ray_cluster
+from ..common.ray_cluster import keep_private, last_line, ray_cluster
 from .arguments import add_arguments
+from .checks import api_keys, check_arguments, name_models
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NAME = "smartspec"
 _CLOSE_SECONDS = 5.0
-
-
-def check(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        UsageError: for what cannot be served by replicas.
-    """
-    check_ray()
-    if args.max_replicas is not None and args.max_replicas < args.replicas:
-        raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
 
 
 def _options(args: argparse.Namespace) -> "ServiceOptions":
@@ -116,7 +107,6 @@ def application(options: Mapping[str, Any]) -> "Application":
         ValueError: for what the command does not know either.
     """
     from ...replicas.ray_serve.service import make_service
-    from .command import api_keys, check_arguments, name_models
 
     parser = _RaisingParser(prog="smartspec serve", add_help=False)
     add_arguments(parser)

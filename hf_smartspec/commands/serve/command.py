@@ -5,27 +5,10 @@ import atexit
 import gc
 import sys
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
-from ...prepare.resolve import check_assistant
-from ...target_model.private import TRANSFORMERS
 from ..common.addresses import listen_at
-from ..common.arguments import UsageError
-from ..common.demo import demo_folder
-from ..common.models import use_machine
-from ..common.names import parts_of
-from . import cluster
-
-if TYPE_CHECKING:
-    from ...serving.server.guard.keys import ApiKeys
-
-EXTRAS = ("fastapi", "uvicorn", "openai", "prometheus_client", "llguidance")
-OLDEST = "5.23"  # transformers, whose application is the server's: as the extra says
-_MIB = 2**20
+from .checks import api_keys, check_arguments, name_models
+from .cluster import serve_replicas
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,66 +21,12 @@ def run(args: argparse.Namespace) -> int:
     on_start = partial(_announce, address, number, names)
     with listener:
         if args.replicas:
-            cluster.serve_replicas(args, names, keys, listener, on_start)
+            serve_replicas(args, names, keys, listener, on_start)
         else:
             from .serving import serve
 
             serve(args, names, keys, listener, on_start)
     return 0
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        UsageError: for what is known to fail before anything is loaded.
-    """
-    check_extras()
-    use_machine(args)
-    args.assistant = [item for name in args.assistant for item in parts_of(name)]
-    try:
-        check_assistant(args.assistant)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--assistant: {error}") from error
-    if args.replicas:
-        cluster.check(args)
-
-
-def check_extras() -> None:
-    missing = [name for name in EXTRAS if find_spec(name) is None]
-    if missing:
-        raise UsageError(f'{", ".join(missing)} not installed: pip install "hf-smartspec[serve]"')
-    if Version(OLDEST) > TRANSFORMERS:
-        raise UsageError(f'serving needs transformers {OLDEST}, not {TRANSFORMERS}: pip install "hf-smartspec[serve]"')
-
-
-def name_models(models: list[str]) -> dict[str, str]:
-    """Folders and hub ids by the names that clients use."""
-    names: dict[str, str] = {}
-    for text in models:
-        name, sign, path = text.partition("=")
-        if not sign or Path(text).exists():
-            name, path = text, text
-        if not name or not path:
-            raise UsageError(f"{text!r} must be a folder, a hub id or NAME=MODEL")
-        if name in names:
-            raise UsageError(f"two models are named {name!r}: say NAME=MODEL")
-        names[name] = path
-    return names or {"demo": str(demo_folder("MODEL") / "models/target")}
-
-
-def api_keys(args: argparse.Namespace) -> "ApiKeys":
-    from ...replicas.sharing.folder import SharedFolder
-    from ...serving.server.guard.keys import ApiKeys, read_keys
-
-    try:
-        salt = SharedFolder(args.shared).salt() if args.shared else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--shared: {error}") from error
-    try:
-        keys, admin_keys = (read_keys(path) if path else [] for path in (args.api_key_file, args.admin_key_file))
-        return ApiKeys([*args.api_key, *keys], salt, admin_keys)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--api-key, --api-key-file or --admin-key-file: {error}") from error
 
 
 def _announce(host: str, port: int, names: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers.cli.serving.server")
 import httpx
 import torch
 
-from hf_smartspec.commands.serve import command
+from hf_smartspec.commands.serve import checks
 
 from .. import processes
 from ..helpers import EMBEDDED, call
@@ -57,20 +57,20 @@ def test_a_port_in_use_and_missing_packages(monkeypatch, capsys):
         taken.listen()
         assert call("serve", "--port", taken.getsockname()[1]) == 2
     assert "in use" in capsys.readouterr().err
-    monkeypatch.setattr(command, "EXTRAS", ("no_such_package",))
+    monkeypatch.setattr(checks, "EXTRAS", ("no_such_package",))
     assert call("serve") == 2
     assert 'pip install "hf-smartspec[serve]"' in capsys.readouterr().err
 
 
 def test_releases_of_transformers_that_cannot_serve_are_refused_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(command, "TRANSFORMERS", command.Version("5.22.2"))
+    monkeypatch.setattr(checks, "TRANSFORMERS", checks.Version("5.22.2"))
     assert call("serve") == 2
     assert 'needs transformers 5.23, not 5.22.2: pip install "hf-smartspec[serve]"' in capsys.readouterr().err
 
 
 def test_the_oldest_release_that_serves_is_that_of_the_extra():
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"transformers[serving]>={command.OLDEST}" in extras["serve"]
+    assert f"transformers[serving]>={checks.OLDEST}" in extras["serve"]
 
 
 def test_a_folder_without_a_tokenizer(folder, capsys):
@@ -104,8 +104,8 @@ def test_memory_is_divided_and_told_of(monkeypatch, capsys):
 
 
 def test_names_of_models():
-    assert command.name_models(["owner/name", "x=owner/name"]) == {"owner/name": "owner/name", "x": "owner/name"}
-    assert list(command.name_models([])) == ["demo"]
+    assert checks.name_models(["owner/name", "x=owner/name"]) == {"owner/name": "owner/name", "x": "owner/name"}
+    assert list(checks.name_models([])) == ["demo"]
 
 
 @pytest.mark.long

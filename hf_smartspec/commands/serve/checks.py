@@ -1,0 +1,78 @@
+"""Arguments of `smartspec serve`, checked before anything is loaded."""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from ...prepare.resolve import check_assistant
+from ...target_model.private import TRANSFORMERS
+from ..common.arguments import UsageError
+from ..common.demo import demo_folder
+from ..common.models import use_machine
+from ..common.names import parts_of
+from ..common.ray_cluster import check_ray
+
+if TYPE_CHECKING:
+    from ...serving.server.guard.keys import ApiKeys
+
+EXTRAS = ("fastapi", "uvicorn", "openai", "prometheus_client", "llguidance")
+OLDEST = "5.23"  # transformers, whose application is the server's: as the extra says
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: for what is known to fail before anything is loaded.
+    """
+    check_extras()
+    use_machine(args)
+    args.assistant = [item for name in args.assistant for item in parts_of(name)]
+    try:
+        check_assistant(args.assistant)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--assistant: {error}") from error
+    if args.replicas:
+        check_ray()
+        if args.max_replicas is not None and args.max_replicas < args.replicas:
+            raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
+
+
+def check_extras() -> None:
+    missing = [name for name in EXTRAS if find_spec(name) is None]
+    if missing:
+        raise UsageError(f'{", ".join(missing)} not installed: pip install "hf-smartspec[serve]"')
+    if Version(OLDEST) > TRANSFORMERS:
+        raise UsageError(f'serving needs transformers {OLDEST}, not {TRANSFORMERS}: pip install "hf-smartspec[serve]"')
+
+
+def name_models(models: list[str]) -> dict[str, str]:
+    """Folders and hub ids by the names that clients use."""
+    names: dict[str, str] = {}
+    for text in models:
+        name, sign, path = text.partition("=")
+        if not sign or Path(text).exists():
+            name, path = text, text
+        if not name or not path:
+            raise UsageError(f"{text!r} must be a folder, a hub id or NAME=MODEL")
+        if name in names:
+            raise UsageError(f"two models are named {name!r}: say NAME=MODEL")
+        names[name] = path
+    return names or {"demo": str(demo_folder("MODEL") / "models/target")}
+
+
+def api_keys(args: argparse.Namespace) -> "ApiKeys":
+    from ...replicas.sharing.folder import SharedFolder
+    from ...serving.server.guard.keys import ApiKeys, read_keys
+
+    try:
+        salt = SharedFolder(args.shared).salt() if args.shared else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--shared: {error}") from error
+    try:
+        keys, admin_keys = (read_keys(path) if path else [] for path in (args.api_key_file, args.admin_key_file))
+        return ApiKeys([*args.api_key, *keys], salt, admin_keys)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--api-key, --api-key-file or --admin-key-file: {error}") from error
