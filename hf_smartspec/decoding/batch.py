@@ -1,16 +1,19 @@
 """The rows of one `generate` call as plain decoding sees them: a padded batch that grows by one column at a time."""
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .request import Request
+from .text import RequestText
+
+Row = TypeVar("Row", bound=RequestText, covariant=True)
 
 
-class DecodingBatch:
+class DecodingBatch(Generic[Row]):
     """
     Decides where rows stop and reports tokens in plain decoding's order, although rows advance at their own speed.
 
@@ -19,7 +22,7 @@ class DecodingBatch:
     their original order, once every row has got that far: rows that are ahead are computed, not yet reported.
 
     Args:
-        requests (sequence of `Request`): All rows, in the caller's order.
+        requests (sequence of `RequestText`): All rows, in the caller's order.
         criteria (`StoppingCriteriaList`): As `generate` prepared it.
         pad_token_id (`int`, *optional*): What finished rows are filled with.
         streamer (`BaseStreamer`, *optional*): Gets one column `[batch_size]` at a time.
@@ -29,7 +32,7 @@ class DecodingBatch:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Row],
         criteria: StoppingCriteriaList,
         pad_token_id: int | None,
         streamer: BaseStreamer | None = None,
@@ -70,7 +73,7 @@ class DecodingBatch:
             end = max(end, request.stopped_at)
         return end
 
-    def is_active(self, request: Request) -> bool:
+    def is_active(self, request: RequestText) -> bool:
         """Whether the row needs further tokens."""
         if request.stopped_at is None:
             return True
@@ -81,15 +84,15 @@ class DecodingBatch:
             return request.num_remaining is None or request.num_remaining > 0
         return request.num_generated < end
 
-    def is_padding(self, request: Request) -> bool:
+    def is_padding(self, request: RequestText) -> bool:
         """Whether the row has finished and runs on, on padding."""
         return self.pads_stepwise and request.stopped_at is not None
 
     @property
-    def active(self) -> list[Request]:
+    def active(self) -> list[Row]:
         return [request for request in self.requests if self.is_active(request)]
 
-    def check_stop(self, request: Request) -> None:
+    def check_stop(self, request: RequestText) -> None:
         """Stops the row if its newest token ends it by a criterion that looks at nothing but the row."""
         if request.stopped_at is None and (
             request.tokens[-1] in self._eos
@@ -98,7 +101,7 @@ class DecodingBatch:
         ):
             request.stopped_at = request.num_generated
 
-    def goes_on_behind(self, request: Request, tokens: Sequence[int]) -> bool:
+    def goes_on_behind(self, request: RequestText, tokens: Sequence[int]) -> bool:
         """Whether it is certain that no criterion of `check_stop` stops the row at one of these next tokens."""
         left = request.num_remaining
         return (
@@ -108,11 +111,11 @@ class DecodingBatch:
             and self._eos.isdisjoint(tokens)
         )
 
-    def _meets_criterion(self, request: Request) -> bool:
+    def _meets_criterion(self, request: RequestText) -> bool:
         ids = request.padded_ids()[None]  # on the CPU, so that no device is waited for at every token
         return any(bool(item(ids, None)) for item in self._row_criteria)
 
-    def ends_text(self, request: Request) -> bool:
+    def ends_text(self, request: RequestText) -> bool:
         """Whether the row's last token is an end-of-sequence token."""
         return request.tokens[request.num_valid - 1] in self._eos
 
@@ -148,7 +151,7 @@ class DecodingBatch:
         ]
         return torch.tensor(tokens)
 
-    def _has_column(self, request: Request, column: int) -> bool:
+    def _has_column(self, request: RequestText, column: int) -> bool:
         if request.num_generated >= column:
             return True
         return self.pads_finished and request.stopped_at is not None

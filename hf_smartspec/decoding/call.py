@@ -1,4 +1,4 @@
-"""One call on its way through the decoding loop: its rows, and what picks and drafts for them."""
+"""One call on its way through the decoding loop: its rows, and what runs, picks and drafts for them."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +10,17 @@ import torch
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.encoder_inputs import EncoderInputs
 from ..drafts.tree import DraftTree
-from ..goodput.policy import StepRows, StepSeconds
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
-from ..target_model.forward.hidden_states import HiddenStateTaps
+from ..target_model.forward.hidden_states import FedStates, HiddenStateTaps
 from ..target_model.layout.rows import CacheRow, RowInput
 from .alarm import leaves_drafts_a_chance
 from .batch import DecodingBatch
 from .learning import Learning
 from .line import SourceLine
-from .request import Request
 from .statistics import GenerationStatistics
-from .verify import Place
+from .text import RequestText
+from .trace import RequestTrace
 
 DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
 
@@ -43,6 +42,109 @@ class ModelForward(Protocol):
     def compact(self, rows: Sequence[CacheRow]) -> None: ...
     def cut(self, row: CacheRow, length: int) -> None: ...
     def padded_context(self, rows: Sequence[CacheRow]) -> int: ...
+
+
+class Verified(NamedTuple):
+    """A verified draft. Its logits begin at line `first` of `logits`."""
+
+    tree: DraftTree
+    logits: torch.Tensor
+    first: int
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """The draft's own, `[1 + nodes, vocab_size]`."""
+        return self.logits[self.first : self.first + len(self.tree) + 1]
+
+
+@dataclass(eq=False)
+class Request(RequestText):
+    """
+    One row of a call, with all that runs and drafts for it. Arguments are those of `RequestText`.
+    """
+
+    call: "DecodingCall" = field(init=False, repr=False)  # that it belongs to, which sets it
+    line: SourceLine = field(init=False, repr=False)  # its call's, unless others were chosen for it
+    row: CacheRow | None = None
+    is_resumed: bool = False  # whether it has given way to others before, so that its row begins anew
+    is_drafting: bool = True  # False: all of its candidate sources failed and were dropped, or none was begun
+    dropped: set[int] = field(default_factory=set)  # positions in the line whose source failed
+    is_known_to_source: bool = False
+    shares_with: Hashable | None = None  # the request whose keys and values its row began with
+    num_observed: int = 0  # generated tokens that the source was told of
+
+    # Of the draft under verification, [1 + nodes, vocab_size], unless their arg max is all there is to picking.
+    logits: torch.Tensor | None = None
+
+    # For sources with needs, until they are told: what was fed, and what was verified.
+    fed: FedStates | None = None
+    verified: Verified | None = None
+
+    trace: RequestTrace | None = None  # where somebody asked for it
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it needs further tokens."""
+        return self.call.batch.is_active(self)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether anybody is to be shown more than its tokens."""
+        return self.line.needs_more and (self.is_drafting or bool(self.line.recorders.recorders))
+
+    @property
+    def cache_row(self) -> CacheRow:
+        """The row in the cache, which every running request has."""
+        assert self.row is not None, "the request has no row in the cache"
+        return self.row
+
+    @property
+    def node_logits(self) -> torch.Tensor:
+        """The logits of the draft under verification, `[1 + nodes, vocab_size]`."""
+        assert self.logits is not None, "the request has no draft under verification"
+        return self.logits
+
+    def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
+        """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
+        lines, call = slice(first, first + len(tree.tokens) + 1), self.call
+        self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
+        if self.is_shown:
+            self.verified = Verified(tree, logits, first)
+        if call.picks_greedily:
+            self.picks = picks[lines]
+        else:
+            self.logits = logits[lines]
+
+    def uncached(self) -> np.ndarray:
+        """Committed tokens whose keys and values are not in the cache yet; at least one."""
+        # Written out, as `num_uncached` is: asked of every row at every step.
+        prompt, first = self.prompt, self.cache_row.length - len(self.prompt)
+        if first >= 0:
+            return self._padded[self._start + first : self._start + len(self.tokens)]
+        return np.concatenate([prompt[first:], self.generated(0)]) if self.tokens else prompt[first:]
+
+    @property
+    def num_uncached(self) -> int:
+        return len(self.prompt) + len(self.tokens) - self.cache_row.length
+
+
+class Place(NamedTuple):
+    """Behind which node of a request's draft (-1: its last committed token) a token is picked, and its position."""
+
+    request: Request
+    node: int
+    position: int  # generated tokens before the one that is picked
+
+    @classmethod
+    def at_cursor(cls, request: Request) -> "Place":
+        return cls(request, request.cursor, request.num_generated)
+
+    @classmethod
+    def all_of(cls, request: Request) -> "list[Place]":
+        """Those of every node, of which some path will be the text."""
+        assert request.tree is not None, "the request has no draft under verification"
+        depths = [0, *request.tree.depths.tolist()]
+        return [cls(request, node - 1, request.num_generated + depth) for node, depth in enumerate(depths)]
 
 
 @dataclass(eq=False)
@@ -68,7 +170,7 @@ class DecodingCall:
     """
 
     forward: ModelForward
-    batch: DecodingBatch
+    batch: DecodingBatch[Request]
     picker: TokenPicker
     pick: Callable[[Sequence[Place], torch.Tensor], list[int]]
     source: TreeCandidateGenerator
@@ -165,19 +267,6 @@ class ModelLimits(NamedTuple):
 
     vocab_size: int
     num_positions: int | None
-
-
-class StepDrafts(NamedTuple):
-    """What one step drafts, and what it verifies of that."""
-
-    policy_rows: StepRows
-    rows: list[Request]
-    proposed: list[DraftTree]
-    trees: list[DraftTree]
-    start: StepSeconds  # spent before the step
-
-    def seconds_until(self, end: StepSeconds) -> StepSeconds:
-        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
 
 
 def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]:

@@ -9,9 +9,8 @@ from ..candidates.base import TreeCandidateGenerator, check_needs, refuse_needs
 from ..candidates.committed import HIDDEN_STATES, Committed
 from ..target_model.forward.hidden_states import FedStates, select
 from ..target_model.layout.rows import RowInput
-from .call import ModelForward
+from .call import ModelForward, Request
 from .learning import Recorder, Shown, guarded
-from .request import Request
 
 
 def check_source(source: TreeCandidateGenerator, forward: ModelForward) -> None:

@@ -3,24 +3,37 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from ..drafts.merge import join
+from ..candidates.base import label_of
+from ..drafts.merge import Draft, first_drafters, join
 from ..drafts.tree import DraftTree
 from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
 from ..goodput.running import Running
 from ..goodput.stage import Stage
 from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
-from .call import ModelLimits, StepDrafts, padded_context
-from .request import Request
+from .call import ModelLimits, Request, padded_context
 from .source_guard import GuardedSources
 from .statistics import GenerationStatistics, Timed
-from .trace import begin_traces
 
 _EMPTY = DraftTree.empty()
 _LONGEST = 1.5  # seconds of a step that several namespaces share, by those that it would take without drafts
+
+
+class StepDrafts(NamedTuple):
+    """What one step drafts, and what it verifies of that."""
+
+    policy_rows: StepRows
+    rows: list[Request]
+    proposed: list[DraftTree]
+    trees: list[DraftTree]
+    start: StepSeconds  # spent before the step
+
+    def seconds_until(self, end: StepSeconds) -> StepSeconds:
+        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
 
 
 class Drafting:
@@ -73,7 +86,7 @@ class Drafting:
             proposed, selected = self.ranks.trees(lambda: self._select(step, rows), len(rows))
         drafts = StepDrafts(step, rows, proposed, selected, start)
         if self.is_traced:
-            begin_traces(drafts, self.sources)
+            _begin_traces(drafts, self.sources)
         return drafts
 
     def _select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
@@ -301,6 +314,22 @@ def _apart(wanted: dict[Request, int], position: int) -> tuple[dict[Request, Dra
 def _check_number(policy: LengthPolicy, verb: str, number: int, noun: str, expected: int) -> None:
     if number != expected:
         raise ValueError(f"{type(policy).__name__} {verb} {number} {noun} for {expected} rows.")
+
+
+def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
+    """Of the rows that are traced, before their sources are told what came of their drafts."""
+    for index, (request, drafted, verified) in enumerate(zip(step.rows, step.proposed, step.trees)):
+        if request.trace is None:
+            continue
+        nodes = list(range(len(drafted))) if verified is drafted else Draft.of(drafted).nodes_of(verified)
+        if -1 in nodes:  # a policy has verified what nobody had proposed
+            drafted, nodes = verified, list(range(len(verified)))
+        proposals = [(stage.position, stage.proposed[index]) for stage in step.policy_rows.stages]
+        labels = first_drafters(
+            drafted,
+            [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],
+        )
+        request.trace.begin(drafted, nodes, [label or label_of(request.line.sources[0]) for label in labels])
 
 
 def _accepted_lengths() -> Running:

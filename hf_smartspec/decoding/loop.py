@@ -14,14 +14,12 @@ from ..goodput.policy import LengthPolicy
 from ..target_model.forward.ranks import Ranks
 from ..target_model.layout.rows import RowInput
 from .alarm import AcceptanceAlarm
-from .call import DecodingCall, ModelLimits, StepDrafts, alike, by_forward
+from .call import DecodingCall, ModelLimits, Place, Request, alike, by_forward
 from .committed import run_forward, show_steps
-from .drafting import Drafting
+from .drafting import Drafting, StepDrafts
 from .learning import Learning
-from .request import Request
 from .statistics import GenerationStatistics, Timed
-from .trace import end_traces
-from .verify import Place, accepted_paths, follow, pick_ahead, picks_ahead
+from .verify import accepted_paths, follow, pick_ahead, picks_ahead
 
 _TOP_LINES = 32  # of a step, of which sources are told what was likely: more would cost more than it teaches
 
@@ -375,7 +373,8 @@ class DecodingLoop:
             if self._shows_more:
                 self._show(committed)
             if self.drafting.is_traced:
-                end_traces(rows)
+                for trace in [request.trace for request in rows if request.trace is not None]:
+                    trace.end()
             if all([request in committed for request in step.rows]):  # else some wait for others' logits
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]

@@ -12,9 +12,8 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
 from ..log import get_logger
-from .call import DecodingCall
+from .call import DecodingCall, Request
 from .line import SourceLine
-from .request import Request
 
 logger = get_logger(__name__)
 

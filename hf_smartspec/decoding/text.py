@@ -1,39 +1,18 @@
-"""A request, and what it has generated so far."""
+"""The text of a request: its prompt, what was generated, and the draft under verification."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from ..drafts.tree import DraftTree
-from ..target_model.forward.hidden_states import FedStates
-from ..target_model.layout.rows import CacheRow
-
-if TYPE_CHECKING:
-    from .call import DecodingCall
-    from .line import SourceLine
-    from .trace import RequestTrace
-
-
-class Verified(NamedTuple):
-    """A draft and the logits of its forward, of which those behind the last committed token are the `first`."""
-
-    tree: DraftTree
-    logits: torch.Tensor
-    first: int
-
-    @property
-    def scores(self) -> torch.Tensor:
-        """The draft's own, `[1 + nodes, vocab_size]`."""
-        return self.logits[self.first : self.first + len(self.tree) + 1]
 
 
 @dataclass(eq=False)
-class Request:
+class RequestText:
     """
-    One row of a `generate` call.
+    One row of a `generate` call: its tokens, the noise that it is sampled with, and the draft under verification.
 
     Args:
         request_id (`Hashable`): The name under which candidate sources know the request.
@@ -53,31 +32,15 @@ class Request:
     seed: int | None = None
     tag: str | None = None
 
-    call: "DecodingCall" = field(init=False, repr=False)  # that it belongs to, which sets it
-    line: "SourceLine" = field(init=False, repr=False)  # its call's, unless others were chosen for it
-    row: CacheRow | None = None
-    is_resumed: bool = False  # whether it has given way to others before, so that its row begins anew
     tokens: list[int] = field(default_factory=list)  # generated
     stopped_at: int | None = None  # number of generated tokens at which plain decoding stops the row
-    is_drafting: bool = True  # False: all of its candidate sources failed and were dropped, or none was begun
-    dropped: set[int] = field(default_factory=set)  # positions in the line whose source failed
-    is_known_to_source: bool = False
-    shares_with: Hashable | None = None  # the request whose keys and values its row began with
-    num_observed: int = 0  # generated tokens that the source was told of
 
-    # The draft under verification: logits [1 + nodes, vocab_size] of the last committed token and of every node (or
-    # their arg max, where that is all there is to picking), the node that the target's path has reached, and the path.
+    # The draft under verification: the target's token after the last committed one and after every node, as far as it
+    # is known, the node that the target's path has reached, and the path.
     tree: DraftTree | None = None
-    logits: torch.Tensor | None = None
     picks: list[int] = field(default_factory=list)
     cursor: int = -1
     path: list[int] = field(default_factory=list)
-
-    # For sources with needs, until they are told: what was fed, and what was verified.
-    fed: FedStates | None = None
-    verified: Verified | None = None
-
-    trace: "RequestTrace | None" = None  # where somebody asked for it
 
     scores: list[torch.Tensor] = field(default_factory=list)  # processed, [vocab_size] float32 for every token
     raw_logits: list[torch.Tensor] = field(default_factory=list)
@@ -98,11 +61,6 @@ class Request:
         return self.num_generated if self.stopped_at is None else self.stopped_at
 
     @property
-    def is_active(self) -> bool:
-        """Whether it needs further tokens."""
-        return self.call.batch.is_active(self)
-
-    @property
     def length(self) -> int:
         """Tokens of the text so far, padding left aside."""
         return len(self.prompt) + len(self.tokens)
@@ -119,36 +77,8 @@ class Request:
         return None if self.max_new_tokens is None else self.max_new_tokens - len(self.tokens)
 
     @property
-    def is_shown(self) -> bool:
-        """Whether anybody is to be shown more than its tokens."""
-        return self.line.needs_more and (self.is_drafting or bool(self.line.recorders.recorders))
-
-    @property
     def is_verifying(self) -> bool:
         return self.tree is not None
-
-    @property
-    def cache_row(self) -> CacheRow:
-        """The row in the cache, which every running request has."""
-        assert self.row is not None, "the request has no row in the cache"
-        return self.row
-
-    @property
-    def node_logits(self) -> torch.Tensor:
-        """The logits of the draft under verification, `[1 + nodes, vocab_size]`."""
-        assert self.logits is not None, "the request has no draft under verification"
-        return self.logits
-
-    def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
-        """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
-        lines, call = slice(first, first + len(tree.tokens) + 1), self.call
-        self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
-        if self.is_shown:
-            self.verified = Verified(tree, logits, first)
-        if call.picks_greedily:
-            self.picks = picks[lines]
-        else:
-            self.logits = logits[lines]
 
     def append(self, token: int) -> None:
         end = self._start + len(self.tokens)
@@ -176,21 +106,9 @@ class Request:
         """Generated tokens, int64: a view, which later tokens do not change."""
         return self._padded[self._start + first : self._start + (len(self.tokens) if end is None else end)]
 
-    def uncached(self) -> np.ndarray:
-        """Committed tokens whose keys and values are not in the cache yet; at least one."""
-        # Written out, as `num_uncached` is: asked of every row at every step.
-        prompt, first = self.prompt, self.cache_row.length - len(self.prompt)
-        if first >= 0:
-            return self._padded[self._start + first : self._start + len(self.tokens)]
-        return np.concatenate([prompt[first:], self.generated(0)]) if self.tokens else prompt[first:]
-
     def text(self) -> np.ndarray:
         """Prompt and generated tokens, without padding, int64 `[length]`."""
         return np.concatenate([self.prompt, self.generated(0)])
-
-    @property
-    def num_uncached(self) -> int:
-        return len(self.prompt) + len(self.tokens) - self.cache_row.length
 
     def columns(self, total_length: int) -> torch.Tensor:
         """Where the row's unpadded tokens stand among the first `total_length` columns of the padded batch."""

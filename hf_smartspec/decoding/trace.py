@@ -1,16 +1,10 @@
 """Who produced which token: draft trees with the source of every node, of requests for which somebody asks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-from ..candidates.base import label_of
-from ..drafts.merge import Draft, first_drafters
 from ..drafts.tree import DraftTree
-from .call import StepDrafts
-from .request import Request
-from .source_guard import GuardedSources
+from .text import RequestText
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class TracedRequest(NamedTuple):
 class RequestTrace:
     """Keeps what a request that runs is traced by."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: RequestText):
         self._request = request
         self._steps: list[TracedStep] = []  # that have ended
         self._done: list[str | None] = []  # whose the tokens of these steps are
@@ -94,25 +88,3 @@ class RequestTrace:
         """Whose the tokens behind the steps that have ended are: accepted drafts, and the target's own."""
         accepted = [self._sources[self._nodes[node]] for node in path]
         return [*accepted, *[None] * (self._request.num_generated - len(self._done) - len(accepted))]
-
-
-def begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
-    """Of the rows that are traced, before their sources are told what came of their drafts."""
-    for index, (request, drafted, verified) in enumerate(zip(step.rows, step.proposed, step.trees)):
-        if request.trace is None:
-            continue
-        nodes = list(range(len(drafted))) if verified is drafted else Draft.of(drafted).nodes_of(verified)
-        if -1 in nodes:  # a policy has verified what nobody had proposed
-            drafted, nodes = verified, list(range(len(verified)))
-        proposals = [(stage.position, stage.proposed[index]) for stage in step.policy_rows.stages]
-        labels = first_drafters(
-            drafted,
-            [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],
-        )
-        request.trace.begin(drafted, nodes, [label or label_of(request.line.sources[0]) for label in labels])
-
-
-def end_traces(rows: Sequence[Request]) -> None:
-    for request in rows:
-        if request.trace is not None:
-            request.trace.end()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, uniform_noise
 from ..sampling.top import argmax
-from .request import Request
+from .call import Place, Request
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
@@ -62,25 +61,6 @@ def accepted_paths(trees: Sequence[DraftTree], picks: Sequence[Sequence[int]]) -
 
 def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays, dtype=np.int64, casting="same_kind")
-
-
-class Place(NamedTuple):
-    """Behind which node of a request's draft (-1: its last committed token) a token is picked, and its position."""
-
-    request: Request
-    node: int
-    position: int  # generated tokens before the one that is picked
-
-    @classmethod
-    def at_cursor(cls, request: Request) -> "Place":
-        return cls(request, request.cursor, request.num_generated)
-
-    @classmethod
-    def all_of(cls, request: Request) -> "list[Place]":
-        """Those of every node, of which some path will be the text."""
-        assert request.tree is not None, "the request has no draft under verification"
-        depths = [0, *request.tree.depths.tolist()]
-        return [cls(request, node - 1, request.num_generated + depth) for node, depth in enumerate(depths)]
 
 
 def coupled_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:

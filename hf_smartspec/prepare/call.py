@@ -13,9 +13,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..candidates.encoder_inputs import EncoderInputs
 from ..decoding.batch import DecodingBatch
-from ..decoding.call import DecodingCall, ModelForward, ModelLimits
+from ..decoding.call import DecodingCall, ModelForward, ModelLimits, Request
 from ..decoding.committed import check_source
-from ..decoding.request import Request
 from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed

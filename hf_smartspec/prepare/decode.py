@@ -20,9 +20,8 @@ from transformers.generation import (
     GenerateEncoderDecoderOutput,
 )
 
-from ..decoding.call import DecodingCall
+from ..decoding.call import DecodingCall, Request
 from ..decoding.loop import DecodingLoop
-from ..decoding.request import Request
 from ..decoding.statistics import GenerationStatistics
 from ..decoding.trace import TracedRequest
 from ..drafts.tree import DraftTree

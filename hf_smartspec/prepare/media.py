@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..decoding.request import Request
+from ..decoding.call import Request
 from ..target_model.compat import CACHE, MEDIA_KWARGS
 from ..target_model.forward.packed import PackedForward
 

@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..decoding.call import DecodingCall
-from ..decoding.request import Request
+from ..decoding.call import DecodingCall, Request
 from ..prepare.call import PreparedCall, decoding_call
 from ..target_model.cache.slabs import slot_size
 from ..target_model.cache.slot_cache import SlotCache

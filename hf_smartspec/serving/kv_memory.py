@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..candidates.base import TreeCandidateGenerator
-from ..decoding.call import DecodingCall
-from ..decoding.request import Request
+from ..decoding.call import DecodingCall, Request
 from ..decoding.source_guard import forget
 from ..prepare.call import PreparedCall, decoding_call
 from ..target_model.cache.slot_cache import SlotCache

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from ..decoding.call import DecodingCall
-from ..decoding.request import Request
+from ..decoding.call import DecodingCall, Request
 from ..prepare.call import PreparedCall
 from .outputs import Ticket
 from .scheduler import Scheduler

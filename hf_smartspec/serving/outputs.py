@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ..decoding.call import DecodingCall
-from ..decoding.request import Request
+from ..decoding.call import DecodingCall, Request
 from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..decoding.call import DecodingCall
-from ..decoding.request import Request
+from ..decoding.call import DecodingCall, Request
 from ..prepare.call import PreparedCall, decoding_call
 from ..prepare.config import SmartSpecConfig
 from ..prepare.media import media_kwargs, without_empty_media

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..decoding.request import Request
+from ..decoding.call import Request
 from ..target_model.layout.rows import CacheRow
 from .prefix_cache import num_shared
 

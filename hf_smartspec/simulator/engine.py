@@ -12,9 +12,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ..candidates.base import TreeCandidateGenerator, refuse_needs
 from ..decoding.batch import DecodingBatch
-from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits
+from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits, Request
 from ..decoding.loop import DecodingLoop
-from ..decoding.request import Request
 from ..decoding.verify import coupled_picks
 from ..goodput.cost import CostModel
 from ..goodput.draft_cost import DraftCost

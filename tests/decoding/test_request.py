@@ -8,7 +8,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_smartspec.decoding.batch import DecodingBatch
-from hf_smartspec.decoding.request import Request
+from hf_smartspec.decoding.call import Request
 
 PIECES = st.lists(st.lists(st.integers(0, 9), max_size=40), max_size=12)
 

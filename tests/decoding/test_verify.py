@@ -20,8 +20,8 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
 from hf_smartspec.decoding import verify
-from hf_smartspec.decoding.request import Request
-from hf_smartspec.decoding.verify import Place, accepted_path, coupled_picks, rejection_picks, typical_picks
+from hf_smartspec.decoding.call import Place, Request
+from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection_picks, typical_picks
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise
 from hf_smartspec.sampling.top import argmax
 

@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 from transformers.utils.logging import set_verbosity_error
 
-from hf_smartspec.decoding.request import Request
+from hf_smartspec.decoding.call import Request
 from tests.folders import save_tiny_models
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"

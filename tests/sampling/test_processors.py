@@ -7,7 +7,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from hf_smartspec import SeededGumbelLogitsProcessor
-from hf_smartspec.decoding.request import Request
+from hf_smartspec.decoding.call import Request
 from hf_smartspec.sampling import processors as module
 from hf_smartspec.sampling.processors import TokenPicker
 

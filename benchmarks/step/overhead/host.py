@@ -20,9 +20,8 @@ from hf_smartspec.candidates.text.suffix.source import SuffixTreeCandidates
 from hf_smartspec.commands.common.console import table
 from hf_smartspec.commands.common.progress import track
 from hf_smartspec.decoding.batch import DecodingBatch
-from hf_smartspec.decoding.call import DecodingCall, ModelLimits
+from hf_smartspec.decoding.call import DecodingCall, ModelLimits, Request
 from hf_smartspec.decoding.loop import DecodingLoop
-from hf_smartspec.decoding.request import Request
 from hf_smartspec.decoding.verify import coupled_picks
 from hf_smartspec.goodput import CostModel, GoodputAuction, LengthPolicy, NoSpeculation
 from hf_smartspec.sampling.processors import TokenPicker

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
-from ...decoding.request import Request
+from ...decoding.call import Request
 from ...prepare.config import SmartSpecConfig
 from ...serving.budget import Budget
 from ...serving.engine import Engine
