@@ -188,6 +188,7 @@ class DecodingCall:
         self.line = self.line_of(self.source.stages)  # of requests for which no other sources are chosen
         for request in self.batch.requests:
             request.call, request.line = self, self.line
+        self._unread = self.encoder_inputs  # without the outputs, where the encoder is run by `read`
         self._texts = None if self.encoder_inputs is None else self.encoder_inputs.texts()
         # Without processors, noise or records, the arg max of every node at once is all there is to picking.
         self.picks_greedily = (
@@ -238,9 +239,14 @@ class DecodingCall:
 
     def read_encoder(self) -> EncoderInputs:
         """Runs the target's encoder, for the first time or anew."""
-        assert self.encoder_inputs is not None and self.read is not None, "there is nothing to read"
-        self.encoder_inputs = self.read(self.encoder_inputs)
+        assert self._unread is not None and self.read is not None, "there is nothing to read"
+        self.encoder_inputs = self.read(self._unread)
         return self.encoder_inputs
+
+    def forget_encoder(self) -> EncoderInputs | None:
+        """Drop the outputs of the target's encoder until `read_encoder` computes them anew."""
+        self.encoder_inputs = self._unread
+        return self._unread
 
     @property
     def draft_room(self) -> int:

@@ -58,6 +58,7 @@ class DecodingLoop:
         self._release, self.clock = release or _remove, clock
         self._keeps_rows = release is not None  # and who does says when they are gone
         self.calls: list[DecodingCall] = []
+        self.suspended: set[DecodingCall] = set()
         self.running: list[Request] = []  # rows that need further tokens
         self._is_compact = True
         self._runs_on = False  # whether a device computes while the host does other things
@@ -92,14 +93,17 @@ class DecodingLoop:
                 self.drafting.sources.renew(cost.source, number)
 
     def remove(self, call: DecodingCall) -> None:
-        """A call leaves, finished or not."""
+        """Take out a call, finished or not, running or suspended; sources, policy and recorders forget its requests."""
         try:
             self.drafting.learn()
         finally:
             self._let_go(call)
 
     def _let_go(self, call: DecodingCall) -> None:
-        self.calls.remove(call)
+        if call in self.suspended:
+            self.suspended.remove(call)
+        else:
+            self.calls.remove(call)
         for request in call.requests:
             request.tree = request.logits = None
             if request.row is not None and not call.keeps_cache:
@@ -117,12 +121,15 @@ class DecodingLoop:
         """
         self.drafting.learn()
         self.calls.remove(call)
+        self.suspended.add(call)
         for request in call.requests:
             request.is_resumed = True
+            request.fed = request.verified = None  # logits and states of a whole step: a resumed row gets new ones
         self._find_running()
 
     def resume(self, call: DecodingCall) -> None:
         """A suspended call goes on. What its rows do not hold of their texts is run anew, as after new weights."""
+        self.suspended.remove(call)
         self.calls.append(call)
         for request in call.requests:
             call.set_lengths(request)

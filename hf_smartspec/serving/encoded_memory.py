@@ -90,6 +90,7 @@ class EncodedMemory(RequestMemory):
     def suspend(self, request: Request) -> None:
         self.forward.remove(request.cache_row)
         request.row = None
+        request.call.forget_encoder()
 
     def _read(self, call: DecodingCall) -> tuple[BaseModelOutput, torch.Tensor | None]:
         inputs = call.read_encoder()

@@ -15,7 +15,7 @@ from ..target_model.cache.slot_cache import SlotCache
 from ..target_model.layout.rows import CacheRow, RowInput
 from ..target_model.written import packed_forward
 from .budget import Budget
-from .memory import RequestMemory, has_begun, may_yield, refuse
+from .memory import RequestMemory, has_had_turn, may_yield, refuse
 from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .scheduler import Scheduler
@@ -89,8 +89,11 @@ class EngineMemory(RequestMemory):
             waits = is_reading and length < self._base(ticket.request, running, is_read=False).length
             return None if waits else length
 
-        num_held = sum(row.stride for row in self._held(running))
-        return self.scheduler.next(num_shared, num_held, suspend, may_yield, has_begun)
+        bases = self._bases(running)
+        num_held = sum(row.stride for row in bases if row in self.prefixes)
+        return self.scheduler.next(
+            num_shared, num_held, suspend, lambda ticket: may_yield(ticket, bases), has_had_turn
+        )
 
     def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
         """What the request shares with a running one; nothing where sources keep something beside, which is copied."""
@@ -100,10 +103,10 @@ class EngineMemory(RequestMemory):
         others = [other for other in running if _keeper(other) is None and other.call.namespace == of_whom]
         return shared_base(request.prompt, others, is_read)
 
-    def _held(self, running: Sequence[Request]) -> set[CacheRow]:
-        """Kept rows that running requests begin in."""
-        bases = {request.row.base for request in running if request.row is not None}
-        return {row for row in bases if row is not None and row in self.prefixes}
+    @staticmethod
+    def _bases(running: Sequence[Request]) -> set[CacheRow]:
+        """Return the rows, kept or of running requests, in which texts of running requests begin."""
+        return {request.row.base for request in running if request.row is not None and request.row.base is not None}
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its text as some row there holds already."""
@@ -224,9 +227,9 @@ class EngineMemory(RequestMemory):
         request.row = None
 
     def _forget(self, running: Sequence[Request]) -> None:
-        held = self._held(running)
+        bases = self._bases(running)
         for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases behind those on them
-            if row not in held:
+            if row not in bases:
                 self.cache.remove(row)
         self.cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
         for request in running:

@@ -1,12 +1,13 @@
 """What an engine asks of the memory of its requests, whichever way the model is run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from transformers import PreTrainedModel
 
 from ..decoding.call import DecodingCall, Request
 from ..prepare.call import PreparedCall
+from ..target_model.layout.rows import CacheRow
 from .outputs import Ticket
 from .scheduler import Scheduler
 from .weights import WeightsVersion
@@ -63,7 +64,7 @@ class RequestMemory(ABC):
         The next request that may begin or go on beside these; it then counts as running, and is to be placed at once.
         `suspend` gets those that give way to it.
         """
-        return self.scheduler.next(suspend=suspend, may_yield=may_yield, has_begun=has_begun)
+        return self.scheduler.next(suspend=suspend, may_yield=may_yield, has_had_turn=has_had_turn)
 
     @abstractmethod
     def suspend(self, request: Request) -> None:
@@ -97,15 +98,22 @@ class RequestMemory(ABC):
         """Begins anew after a forward has failed; nothing may be running."""
 
 
-def may_yield(ticket: Ticket) -> bool:
-    """Whether a running request can give way: no draft of it is under way, and no other's text begins in its row."""
+def may_yield(ticket: Ticket, bases: Collection[CacheRow] = ()) -> bool:
+    """
+    Return whether a running request can give way: no draft of it is under verification, and its row is none of the
+    `bases` in which texts of other running requests begin.
+    """
     request = ticket.request
-    return request.row is not None and request.tree is None and not request.row.num_sharers
+    return request.row is not None and request.tree is None and request.row not in bases
 
 
-def has_begun(ticket: Ticket) -> bool:
-    """Whether a running request has read all of its text but the newest token, since it runs."""
-    return ticket.request.row is not None and ticket.request.num_uncached <= 1
+def has_had_turn(ticket: Ticket) -> bool:
+    """
+    Return whether a running request has read all of its text but the newest token, and generated enough tokens for
+    what was computed anew (`Ticket.spare_after`), since it runs.
+    """
+    request = ticket.request
+    return request.row is not None and request.num_uncached <= 1 and request.num_generated >= ticket.num_spared
 
 
 def refuse(reason: str) -> ValueError:

@@ -13,6 +13,11 @@ from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus
 
 
+# A turn of a request brings at least one token for so many that are computed anew: prompts are read faster by about as
+# much, so that at most half of the time goes into that.
+_TOKENS_PER_RECOMPUTED = 8
+
+
 @dataclass
 class EngineOutput(GenerationOutput):
     """
@@ -47,10 +52,15 @@ class Ticket:
     is_streaming: bool = False
     begun: GenerationStatistics | None = None  # the engine's, when the request began to run
     num_computed: int = 0  # tokens of its text, those that another row had already included
+    num_spared: int = 0  # generated tokens up to which another namespace's turn does not suspend it
 
     @property
     def request(self) -> Request:
         return self.call.requests[0]
+
+    def spare_after(self, num_recomputed: int) -> None:
+        """Spare a request that goes on until it has generated a part of the tokens that are computed anew for it."""
+        self.num_spared = self.request.num_generated + num_recomputed // _TOKENS_PER_RECOMPUTED
 
     def note(self, now: float) -> None:
         """Its new tokens are there since `now`."""

@@ -90,7 +90,10 @@ class RowMemory(RequestMemory):
 
     def suspend(self, request: Request) -> None:
         """Its row stays, and holds nothing."""
-        request.call.forward.cut(request.cache_row, 0)
+        forward: Any = request.call.forward
+        forward.cut(request.cache_row, 0)
+        if (unread := request.call.forget_encoder()) is not None:
+            forward.set_encoder_outputs(unread.outputs)
 
     def _forget(self, running: Sequence[Request]) -> None:
         for request in running:

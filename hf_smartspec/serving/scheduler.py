@@ -149,11 +149,12 @@ class Scheduler(Generic[Item]):
 
     def remove(self, item: Item) -> None:
         """Forgets a request, waiting or running."""
-        entry = self._entries.pop(item)
+        entry = self._entries[item]
         if self.running.pop(item, None) is None:
             entry.namespace.waiting.remove(entry)
         else:
             entry.namespace.running.remove(entry)
+        del self._entries[item]  # last: `num_waiting`, which other threads read, never falls below zero
         entry.namespace.last = self._num_computed
 
     def charge(self, item: Item, num_tokens: int) -> None:
@@ -168,7 +169,7 @@ class Scheduler(Generic[Item]):
         num_held: int = 0,
         suspend: Callable[[Item], None] | None = None,
         may_yield: Callable[[Item], bool] | None = None,
-        has_begun: Callable[[Item], bool] | None = None,
+        has_had_turn: Callable[[Item], bool] | None = None,
     ) -> Item | None:
         """
         The next request if one can begin now; it then counts as running.
@@ -180,8 +181,8 @@ class Scheduler(Generic[Item]):
             suspend (`Callable`, *optional*): Gets each request that gives way, which then counts as waiting. Without
                 it, none does.
             may_yield (`Callable`, *optional*): Whether a request can give way, and its slot with it.
-            has_begun (`Callable`, *optional*): Whether a request has read its text since it runs; those that have not
-                are spared by the third rule, so that every turn brings some of them forward.
+            has_had_turn (`Callable`, *optional*): Whether a request has read its text and gone on since it runs; those
+                that have not are spared by the third rule, so that every turn brings some of them forward.
         """
         is_full = len(self.running) >= self.max_batch_size
         if is_full and (suspend is None or len(self._namespaces) == 1):
@@ -191,15 +192,22 @@ class Scheduler(Generic[Item]):
             for entry in self._beyond(parts, may_yield):
                 self._suspend(entry)
                 suspend(entry.item)
+        holders = {
+            group: [entry for entry in group.running if may_yield is None or may_yield(entry.item)]
+            for group in self._namespaces.values()
+            if group.running and suspend is not None
+        }
         for group in self._in_order():
             entry = group.waiting[0]
             if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):
                 continue
-            shared = 0 if num_shared is None else num_shared(entry.item)
-            if shared is None:
-                continue
-            size = self.size(entry.num_tokens - shared)
-            leaving = self._room_for(group, size, num_held, suspend is not None, may_yield, has_begun)
+            leaving = self._room_for(group, 1, num_held, holders, has_had_turn) if is_full else []
+            if leaving is not None:  # else there is no place, however little it takes: what it shares is not looked at
+                shared = 0 if num_shared is None else num_shared(entry.item)
+                if shared is None:
+                    continue
+                size = self.size(entry.num_tokens - shared)
+                leaving = self._room_for(group, size, num_held, holders, has_had_turn)
             if leaving is not None:
                 for other in leaving:
                     self._suspend(other)
@@ -255,22 +263,15 @@ class Scheduler(Generic[Item]):
         group: _Namespace[Item],
         size: int,
         num_held: int,
-        can_suspend: bool,
-        may_yield: Callable[[Item], bool] | None,
-        has_begun: Callable[[Item], bool] | None,
+        holders: Mapping[_Namespace[Item], list[_Entry[Item]]],
+        has_had_turn: Callable[[Item], bool] | None,
     ) -> list[_Entry[Item]] | None:
-        """Requests that have to give way to one of this size; None if it cannot begin now."""
+        """Requests, of those of the holders, that have to give way to one of this size; None if it cannot begin now."""
         rows, tokens = self.max_batch_size - len(self.running), self.max_tokens - self.num_taken - num_held
         if rows > 0 and tokens >= size:
             return []
-        if not can_suspend:
-            return None
-        others = {
-            other: [entry for entry in other.running if may_yield is None or may_yield(entry.item)]
-            for other in self._namespaces.values()
-            if other is not group
-        }
-        for found in (self._of_larger_shares(group, size, others), self._of_better_served(group, others, has_begun)):
+        others = {other: entries for other, entries in holders.items() if other is not group}
+        for found in (self._of_larger_shares(group, size, others), self._of_better_served(group, others, has_had_turn)):
             leaving: list[_Entry[Item]] = []
             for entry in found:
                 leaving.append(entry)
@@ -304,7 +305,7 @@ class Scheduler(Generic[Item]):
     def _of_better_served(
         group: _Namespace[Item],
         others: Mapping[_Namespace[Item], list[_Entry[Item]]],
-        has_begun: Callable[[Item], bool] | None,
+        has_had_turn: Callable[[Item], bool] | None,
     ) -> Iterator[_Entry[Item]]:
         """By the third rule, one after the other: of those that were served most first, and of them the newest."""
         if group.running:
@@ -312,7 +313,7 @@ class Scheduler(Generic[Item]):
         better = [other for other in others if other.served >= group.served + TURN]
         better.sort(key=lambda other: -other.served)
         for entry in chain(*(sorted(others[other], key=lambda entry: -entry.number) for other in better)):
-            if has_begun is None or has_begun(entry.item):
+            if has_had_turn is None or has_had_turn(entry.item):
                 yield entry
 
 

@@ -250,6 +250,7 @@ class EngineRunner:
             self.seconds_waited += now - output.created_time
         self.memory.place(request, self.loop.running)
         if request.is_resumed:
+            ticket.spare_after(request.num_uncached)
             self.loop.resume(ticket.call)
         else:
             self.loop.add(ticket.call)
@@ -344,7 +345,7 @@ class EngineRunner:
             self._num_open -= Counter([ticket.call.namespace])  # those that have none any more are forgotten
         self.memory.scheduler.remove(ticket)
         self.loop.num_waiting = self.memory.scheduler.num_waiting
-        if ticket.call in self.loop.calls:
+        if ticket.call in self.loop.calls or ticket.call in self.loop.suspended:
             try:
                 self.loop.remove(ticket.call)
             except Exception as error:  # of a policy, say; the request is answered all the same

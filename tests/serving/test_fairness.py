@@ -10,7 +10,7 @@ from transformers import StoppingCriteriaList
 from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, FixedLength, SmartSpecConfig
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.decoding.loop import equal_parts
-from hf_smartspec.serving import scheduler
+from hf_smartspec.serving import scheduler, shared_base
 from hf_smartspec.target_model.compat import RequestStatus
 
 from ..architectures import small_model
@@ -354,10 +354,11 @@ def test_streams_criteria_and_traces_know_nothing_of_it(model, short_turns):
 
 
 def test_who_has_given_way_can_be_cancelled(model):
-    with Engine(model, "none", max_batch_size=1) as engine:
+    source = Spy(suffix())
+    with Engine(model, SmartSpecConfig(source, policy=FixedLength(2)), max_batch_size=1) as engine:
         runner = engine._runner
         first, second = (
-            engine.add_request([3, 4], assistant=of(whose), **LONG | {"max_new_tokens": 400}) for whose in "ab"
+            engine.add_request([3, 4], assistant=of(whose, source), **LONG | {"max_new_tokens": 400}) for whose in "ab"
         )
         for _ in range(10_000):  # until it waits, with its text
             with engine.pause():
@@ -371,22 +372,63 @@ def test_who_has_given_way_can_be_cancelled(model):
         assert output.finish_reason == "cancelled" and len(output.generated_tokens) >= scheduler.TURN - 2
         engine.cancel_request(second)
         assert engine.get_result(second, timeout=TIMEOUT).finish_reason == "cancelled"
-        name = engine.add_request([7], assistant=of("b"), **SHORT)
+        assert source.started == source.stopped == 2, "no source keeps anything of a request that is gone"
+        name = engine.add_request([7], assistant=of("b", source), **SHORT)
         assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked([7], SHORT).alone(model)
-    assert not len(runner.memory.scheduler) and not runner._num_open
+        source.source.remove_namespace("a")  # refused as long as a request of it is there
+    assert not len(runner.memory.scheduler) and not runner._num_open and not runner.loop.suspended
 
 
 def test_an_engine_stops_while_some_have_given_way(model, short_turns):
-    engine = Engine(model, "none", max_batch_size=1).start()
+    source = Spy(suffix())
+    engine = Engine(model, SmartSpecConfig(source, policy=FixedLength(2)), max_batch_size=1).start()
     longer = LONG | {"max_new_tokens": 400}
-    names = [engine.add_request([3, 4], assistant=of(whose), streaming=True, **longer) for whose in "abc"]
+    names = [engine.add_request([3, 4], assistant=of(whose, source), streaming=True, **longer) for whose in "abc"]
     next(engine.request_id_iter(names[1]))
     engine.stop(drain=False)
     reasons = {engine.get_result(name).finish_reason for name in names}
     assert "cancelled" in reasons and reasons <= {"cancelled", "length"}
+    assert source.started == source.stopped > 1 and not engine._runner.loop.suspended
     engine.start()
     assert engine.generate([[3, 4]], **SHORT)[0].generated_tokens == Asked([3, 4], SHORT).alone(model)
     engine.stop()
+
+
+def test_where_memory_forgets_texts_turns_are_longer(model, short_turns):
+    """A request that was computed anew goes on for an eighth of that before it gives way again."""
+    bytes_per_token = Engine(model)._memory.bytes_per_token
+    rng = np.random.default_rng(0)
+    requests = [Asked(rng.integers(3, 40, 200).tolist(), {"max_new_tokens": 60, "eos_token_id": None}) for _ in "ab"]
+    with Engine(model, "none", max_batch_size=1, max_kv_bytes=300 * bytes_per_token) as engine:
+        check_turns(engine, model, requests, [of("a"), of("b")])
+        assert engine._runner.num_suspended <= 2 * (1 + 60 // (200 // 8))
+
+
+def test_what_was_kept_of_others_keeps_nobody_from_giving_way(model, monkeypatch):
+    """Texts that have ended, and began in a running request's row, are given up."""
+    monkeypatch.setattr(shared_base, "LEAST_SAVED", 64)
+    monkeypatch.setattr(shared_base, "LEAST_SHARED", 64)
+    bytes_per_token = Engine(model)._memory.bytes_per_token
+    begins, longer = np.random.default_rng(0).integers(3, 40, 80).tolist(), LONG | {"max_new_tokens": 400}
+    with Engine(model, "none", max_batch_size=2, max_kv_bytes=640 * bytes_per_token) as engine:
+        step, steps, names, sharers = engine._runner.loop.step, [], [], []
+
+        def adding():
+            steps.append(1)
+            if len(steps) == 3:
+                names.append(engine.add_request([*begins, 4, 5], assistant=of("a"), **SHORT))
+            if len(steps) == 12:
+                sharers.extend(request.row.num_sharers for request in engine._runner.loop.running)
+                names.append(engine.add_request([6] * 500, assistant=of("b"), **SHORT))
+            return step()
+
+        engine._runner.loop.step = adding
+        first = engine.add_request([*begins, 3], assistant=of("a"), **longer)
+        assert engine.get_result(first, timeout=TIMEOUT).generated_tokens == Asked([*begins, 3], longer).alone(model)
+        outputs = [engine.get_result(name, timeout=TIMEOUT).generated_tokens for name in names]
+        assert outputs == [Asked(prompt, SHORT).alone(model) for prompt in ([*begins, 4, 5], [6] * 500)]
+        assert sharers == [1], "the second one has ended, and its row is kept"
+        assert engine._runner.num_suspended > 0
 
 
 def test_weights_change_while_some_have_given_way(model, short_turns):

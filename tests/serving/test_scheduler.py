@@ -227,7 +227,7 @@ def test_a_turn_begins_when_the_text_has_been_read():
     fill(scheduler)
     add(scheduler, "b")
     scheduler.charge(("a", 0), 10 * TURN)
-    assert fill(scheduler, has_begun=lambda item: False) == ([], [])
+    assert fill(scheduler, has_had_turn=lambda item: False) == ([], [])
     assert fill(scheduler, may_yield=lambda item: False) == ([], [])
     assert scheduler.next() is None, "nobody gives way"
     assert fill(scheduler) == ([("b", 0)], [("a", 0)])
@@ -247,7 +247,7 @@ def test_a_large_request_is_not_passed_over_for_ever(may_give_way):
             scheduler.charge(item, 1)
         if num_steps % 3 == 0:  # they come and go, and all memory is never free at once by itself
             scheduler.remove(min(scheduler.running))
-        fill(scheduler, has_begun=lambda item: may_give_way)
+        fill(scheduler, has_had_turn=lambda item: may_give_way)
         num_steps += 1
         assert num_steps <= TURN
     assert len(scheduler.running) == 1

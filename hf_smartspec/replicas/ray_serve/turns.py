@@ -11,7 +11,8 @@ from ...serving.server.errors import ApiError
 class KeyTurns:
     """
     Lets a key's requests through as long as they leave as many places as an equal part for one more key; further ones
-    wait here, in the order in which they came.
+    wait here, in the order in which they came. Parts shrink as keys come, and requests that are with a replica stay: a
+    key that comes later gets its part also where others still hold more than theirs, and the replicas queue the rest.
 
     Args:
         num_places (`int`): Requests that all replicas take at once.
@@ -35,8 +36,7 @@ class KeyTurns:
         try:
             yield
         finally:
-            self._running -= Counter([namespace])  # which forgets keys that have none any more
-            self._let_in()
+            self._leave(namespace)
 
     async def _take(self, namespace: str) -> None:
         waiting = self._waiting.get(namespace, ())
@@ -53,12 +53,17 @@ class KeyTurns:
             if place.cancelled():
                 self._forget(namespace, place)
             else:  # just when it was let in
-                self._running -= Counter([namespace])
-                self._let_in()
+                self._leave(namespace)
             raise
 
+    def _leave(self, namespace: str) -> None:
+        self._running[namespace] -= 1
+        if not self._running[namespace]:
+            del self._running[namespace]  # parts are of the keys that have requests here
+        self._let_in()
+
     def _has_place(self, namespace: str) -> bool:
-        num_keys = len(self._running.keys() | {namespace})
+        num_keys = len(self._running) + (namespace not in self._running)
         return self._running[namespace] < max(self.num_places // (num_keys + 1), 1)
 
     def _let_in(self) -> None:

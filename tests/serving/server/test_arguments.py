@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hf_smartspec.serving.server.errors import ApiError
-from hf_smartspec.serving.server.request import tool_calls
+from hf_smartspec.serving.server.request import arguments, tool_calls
 from hf_smartspec.serving.server.request.arguments import with_types
 from hf_smartspec.serving.server.request.fields import ChatFields
 from hf_smartspec.serving.server.request.rendering import MessageReader, render
@@ -109,6 +109,43 @@ def test_schemas_that_unfold_without_an_end_are_left_as_they_are():
            for value in (5, {"type": 5}, {"anyOf": 5}, {"enum": 5}, {"allOf": [5]}, {"$ref": {}})]  # fmt: skip
     assert len(with_types([{"function": {"parameters": schema}}, *odd, {}, {"function": 5}])) == 9
     assert with_types(None) is None
+
+
+@pytest.mark.parametrize("number", [10, 1000])
+def test_a_small_schema_takes_no_more_work_than_a_large_one(monkeypatch, number):
+    """It refers to itself in every part of a union, however many there are."""
+    asked, declared = [], arguments._declared
+    monkeypatch.setattr(arguments, "_declared", lambda *args: asked.append(1) or declared(*args))
+    schema = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * number}}}
+    tool = {"function": {"parameters": schema}}
+    assert with_types([tool]) == [tool], "left as it is"
+    assert len(asked) <= arguments._MOST
+
+
+@pytest.mark.parametrize(
+    "large", [{"enum": ["x"] * 2**14}, {f"key{n}": n for n in range(2**14)}, {"type": ["string"] * 2**14}]
+)
+def test_copies_of_large_parts_are_bounded(monkeypatch, large):
+    """Where many parameters refer to one."""
+    targets, target = [], arguments._target
+    monkeypatch.setattr(arguments, "_target", lambda *args: targets.append(1) or target(*args))
+    schema = {"properties": {f"x{n}": {"$ref": "#/$defs/A"} for n in range(1000)}, "$defs": {"A": large}}
+    tools = [{"function": {"parameters": schema}}, *tools_of({"$ref": "#/$defs/Count"})]
+    assert with_types(tools) == tools and len(targets) < 10
+
+
+def test_definitions_are_not_written_once_for_every_parameter(served, monkeypatch):
+    """The grammar of a call is refused before it is written."""
+    written, dumps = [], json.dumps
+    monkeypatch.setattr(tool_calls.json, "dumps", lambda *args, **kwargs: written.append(1) or dumps(*args, **kwargs))
+    large = {"type": "string", "description": "x" * 2**16}
+    properties = {f"x{n}": {"type": "array", "items": {"$ref": "#/$defs/A"}} for n in range(1000)}
+    parameters = {"type": "object", "properties": properties, "$defs": {"A": large}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    fields = ChatFields.model_validate({"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
+    with pytest.raises(ApiError, match="characters") as refused:
+        forced_form(served, fields, tools, render(served, MESSAGES, tools_of({}), {}))
+    assert refused.value.status == 400 and refused.value.param == "tools" and len(written) < 100
 
 
 def test_how_a_model_writes_calls_is_found_out_once(demo, monkeypatch):

@@ -183,6 +183,26 @@ def test_what_open_bodies_hold_is_bounded_and_one_key_leaves_room_for_others(gua
     wait_until(lambda: not guard._held.total())
 
 
+@pytest.mark.parametrize("guarded", [list("abcde")], indirect=True)
+def test_keys_that_hold_all_there_is_leave_others_their_equal_part(guarded):
+    url, guard = guarded
+    clients = []
+    for name in "abcd":
+        for _ in range(5):
+            clients.append(opened(url, [f"Authorization: Bearer {name}"], b"x" * 795))
+            wait_until(lambda count=len(clients): guard._held.total() >= count * 795)
+    assert guard._held.total() > 16 * 1000 - 200
+    own = httpx.post(
+        f"{url}/v1/completions", content=(b"x" * 90 for _ in range(9)), headers={"Authorization": "Bearer e"}
+    )
+    assert own.json() == 810
+    with opened(url, ["Authorization: Bearer a"], b"x" * 800) as refused:
+        assert status(refused) == 503
+    for client in clients:
+        client.close()
+    wait_until(lambda: not guard._held.total())
+
+
 @pytest.mark.parametrize("guarded", [["a", "b"], ["a"]], indirect=True)
 def test_without_a_key_nothing_of_a_body_is_held(guarded):
     """Paths that are open to all: no room is taken from those who have keys."""

@@ -101,9 +101,11 @@ class Guard:
             self._held[namespace] -= len(body)
 
     def _check_held(self, namespace: str) -> None:
-        most = _LARGEST_HELD * self.max_body_bytes
+        """Refuse a key that holds more than a quarter of the bound, or, beyond it, more than its equal part."""
+        most, held = _LARGEST_HELD * self.max_body_bytes, self._held[namespace]
         own = most // 4 if len(self.keys) > 1 else most
-        if self._held[namespace] > own or self._held.total() > most:
+        num_holding = sum(number > 0 for number in self._held.values())
+        if held > own or (self._held.total() > most and held > most // num_holding):
             raise ApiError(503, "Too many large requests are on their way: ask again", retry_after=1)
 
     def _too_large(self) -> ApiError:

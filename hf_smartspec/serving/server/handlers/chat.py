@@ -43,14 +43,13 @@ class EngineChatHandler(ChatCompletionHandler):
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, fields.reasoning_effort)
         prompt = await served.in_worker(render, served, fields.messages, tools, kwargs)
         calls = await served.in_worker(forced_form, served, fields, tools, prompt)
+        typed = await served.in_worker(with_types, tools)
         limit = fields.max_completion_tokens or fields.max_tokens
         num_top = (fields.top_logprobs or 0) if fields.logprobs else None
         settings = read_settings(fields, served.model.generation_config, limit, num_top, calls=calls)
         prediction = await served.prediction_of(settings)
         answers = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
-        exchange = _Exchange(
-            served, fields, prompt, f"chatcmpl-{request.state.request_id}", with_types(tools), prediction
-        )
+        exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request.state.request_id}", typed, prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
         return JSONResponse(exchange.completion(await all_whole(answers)))

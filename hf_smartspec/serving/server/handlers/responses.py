@@ -37,6 +37,7 @@ class EngineResponseHandler(ResponseHandler):
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, effort)
         prompt = await served.in_worker(render, served, self._messages(fields), tools, kwargs)
         calls = await served.in_worker(forced_form, served, fields, tools, prompt)
+        typed = await served.in_worker(with_types, tools)
         form = (fields.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise ApiError(400, "text: format must be an object", param="text")
@@ -45,7 +46,7 @@ class EngineResponseHandler(ResponseHandler):
         settings = read_settings(fields, own, limit, response_format=form, calls=calls)
         prediction = await served.prediction_of(settings)
         [answer] = await served.begin([prompt], settings, keeps_special=has_parser(served), prediction=prediction)
-        manager = _OneAnswer(served, answer, with_types(tools))
+        manager = _OneAnswer(served, answer, typed)
         arguments: dict[str, Any] = {
             "request_id": request.state.request_id, "model_id": served.name,
             "model": served.model, "processor": served.tokenizer,

@@ -4,7 +4,7 @@ their schemas declare, so that others need one.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ApiError
@@ -16,46 +16,75 @@ _ORDER = ("integer", "number", "boolean", "null", "object", "array", "string")  
 # Where text may also be a number, whatever number it reads as must do: these say nothing of values but their type.
 _FREE = frozenset(["type", "title", "description", "default", "examples", "nullable", "deprecated", *_UNIONS])
 _NOT_READ = ("$ref", "allOf", "not", "if", "enum", "const", *_UNIONS)  # what restricts values without a type
-_DEEPEST, _MOST = 32, 2**12  # levels, and parts of all schemas of a request, whose types are found out
+_DEEPEST, _MOST = 32, 2**15  # levels, and keys and items of all schemas of a request, that are resolved
+_LONGEST_REFERENCE = 2**10  # characters
+
+
+class _TooLarge(Exception):
+    """The schemas of a request unfold to more than is resolved."""
+
+
+class _Budget:
+    """Bounds the work of resolving references: a schema that refers to itself unfolds without an end."""
+
+    def __init__(self, number: int):
+        self._left = number
+
+    def charge(self, schema: Mapping[str, Any]) -> None:
+        """Count the keys of a schema and the items of its lists; raise `_TooLarge` beyond the bound."""
+        self._left -= 1 + len(schema)
+        if self._left >= 0:
+            self._left -= sum(len(item) for item in schema.values() if isinstance(item, list))
+        if self._left < 0:
+            raise _TooLarge
 
 
 def with_types(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """
-    Tools, in the form of chats, for the parser: as they are, but that the schema of every parameter declares its type
-    where it can be told. What is no tool stays as it is.
+    Return tools, in the form of chats, for the parser: the schema of every parameter declares its type where the type
+    can be found. Items that are no tools stay as they are, and so do tools whose schemas unfold to too much: texts of
+    their arguments are read without a type.
     """
-    left = iter(range(_MOST))
-    return None if tools is None else [_with_types(tool, left) for tool in tools]
+    budget = _Budget(_MOST)
+    return None if tools is None else [_with_types(tool, budget) for tool in tools]
 
 
-def _with_types(tool: dict[str, Any], left: Iterator[int]) -> dict[str, Any]:
+def _with_types(tool: dict[str, Any], budget: _Budget) -> dict[str, Any]:
     function = tool.get("function")
     schema = function.get("parameters") if isinstance(function, dict) else None
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or not isinstance(schema, dict) or not isinstance(properties, dict):
         return tool
-    typed = {name: _declared(value, schema, left) for name, value in properties.items()}
+    try:
+        typed = {name: _declared(value, schema, budget) for name, value in properties.items()}
+    except _TooLarge:
+        return tool
     return {**tool, "function": {**function, "parameters": {**schema, "properties": typed}}}
 
 
-def _declared(value: Any, schema: Mapping[str, Any], left: Iterator[int], depth: int = 0) -> dict[str, Any]:
+def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int = 0) -> dict[str, Any]:
     """
-    The schema of a value, with references to other parts of the whole `schema` followed, unless they are within the
-    value, and the type of what `enum` or `const` list.
+    Return the schema of a value with references to other parts of the whole `schema` followed, unless they are within
+    the value, and with the type of the items of its `enum` or `const`.
     """
-    value = dict(value) if isinstance(value, dict) else {}  # `true` stands for any value
-    if depth > _DEEPEST or next(left, None) is None:
-        return value
+    if not isinstance(value, dict):
+        return {}  # `true` stands for any value
+    if depth > _DEEPEST:
+        raise _TooLarge
+    budget.charge(value)  # before the copy
+    value = dict(value)
     parts = value.get("allOf")
     if (target := _target(value.get("$ref"), schema)) is not None:
+        budget.charge(target)
         del value["$ref"]
-        return _declared(target | value, schema, left, depth + 1)
+        return _declared(target | value, schema, budget, depth + 1)
     if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict):
+        budget.charge(parts[0])
         del value["allOf"]
-        return _declared(parts[0] | value, schema, left, depth + 1)
+        return _declared(parts[0] | value, schema, budget, depth + 1)
     for name in _UNIONS:
         if parts := _parts(value, name):
-            value[name] = [_declared(part, schema, left, depth + 1) for part in parts]
+            value[name] = [_declared(part, schema, budget, depth + 1) for part in parts]
     if not _types(value) and (choices := _choices(value)) is not None:
         kinds = {_kind(choice) for choice in choices}
         value["type"] = next(iter(kinds)) if len(kinds) == 1 else sorted(kinds, key=_ORDER.index)
@@ -71,8 +100,8 @@ def _parts(value: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def _target(reference: Any, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a reference within the schema leads to."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+    """Return the part of the schema that a reference names, if it is a schema; None for any other reference."""
+    if not isinstance(reference, str) or not reference.startswith("#/") or len(reference) > _LONGEST_REFERENCE:
         return None
     found: Any = schema
     for part in reference[2:].split("/"):

@@ -18,7 +18,7 @@ _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"
 LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # small models otherwise write nothing but blanks
 _KEPT = 64  # forms whose grammar is kept
-_MOST_CHARS = 2**18  # of a form: others wait while it is read, seconds for a million
+MOST_CHARS = 2**18  # of a form: others wait while it is read, seconds for a million
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -79,8 +79,8 @@ class Grammars:
     def _compile(self, form: str) -> LLMatcher:
         kind, value = json.loads(form)
         field = "tools" if kind == "tools" else "response_format"
-        if len(form) > _MOST_CHARS:
-            raise ApiError(400, f"{field}: {len(form)} characters are too many: {_MOST_CHARS} are the most", field)
+        if len(form) > MOST_CHARS:
+            raise ApiError(400, f"{field}: {len(form)} characters are too many: {MOST_CHARS} are the most", field)
         if self._llguidance_tokenizer is None:
             self._llguidance_tokenizer = llguidance.hf.from_tokenizer(
                 self._tokenizer,  # type: ignore[arg-type]  # it is one of these, which was checked before

@@ -13,7 +13,7 @@ from ..errors import ApiError
 from ..served import ServedModel
 from .arguments import with_types, written
 from .fields import NamedTool, ToolFields
-from .grammar import LAYOUT
+from .grammar import LAYOUT, MOST_CHARS
 from .written_calls import WrittenCall, length_in_common, written_call
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -103,6 +103,7 @@ class _Writer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._special = {item.content: ident for ident, item in tokenizer.added_tokens_decoder.items() if item.special}
+        self._num_chars = 0  # of the rules for values
 
     def literal(self, text: str) -> str:
         pattern = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
@@ -170,7 +171,11 @@ class _Writer:
         if form == "text":
             return self.text_until(name, end)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        return f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"
+        rule = f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"
+        self._num_chars += len(rule)
+        if self._num_chars > MOST_CHARS:  # each has all of `$defs` in it: checked before the next one is written
+            raise ApiError(400, f"tools: their schemas make a grammar of more than {MOST_CHARS} characters", "tools")
+        return rule
 
 
 def _quoted(text: str) -> str:
