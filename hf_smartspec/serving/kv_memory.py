@@ -91,9 +91,7 @@ class EngineMemory(RequestMemory):
 
         bases = self._bases(running)
         num_held = sum(row.stride for row in bases if row in self.prefixes)
-        return self.scheduler.next(
-            num_shared, num_held, suspend, lambda ticket: may_yield(ticket, bases), has_had_turn
-        )
+        return self.scheduler.next(num_shared, num_held, suspend, lambda ticket: may_yield(ticket, bases), has_had_turn)
 
     def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
         """What the request shares with a running one; nothing where sources keep something beside, which is copied."""

@@ -12,7 +12,6 @@ from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus
 
-
 # A turn of a request brings at least one token for so many that are computed anew: prompts are read faster by about as
 # much, so that at most half of the time goes into that.
 _TOKENS_PER_RECOMPUTED = 8

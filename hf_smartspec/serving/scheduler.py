@@ -201,13 +201,13 @@ class Scheduler(Generic[Item]):
             entry = group.waiting[0]
             if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):
                 continue
-            leaving = self._room_for(group, 1, num_held, holders, has_had_turn) if is_full else []
-            if leaving is not None:  # else there is no place, however little it takes: what it shares is not looked at
-                shared = 0 if num_shared is None else num_shared(entry.item)
-                if shared is None:
-                    continue
-                size = self.size(entry.num_tokens - shared)
-                leaving = self._room_for(group, size, num_held, holders, has_had_turn)
+            if is_full and self._room_for(group, 1, num_held, holders, has_had_turn) is None:
+                return None  # nobody gives way to it, however little it takes, nor to those that have more
+            shared = 0 if num_shared is None else num_shared(entry.item)
+            if shared is None:
+                continue
+            size = self.size(entry.num_tokens - shared)
+            leaving = self._room_for(group, size, num_held, holders, has_had_turn)
             if leaving is not None:
                 for other in leaving:
                     self._suspend(other)

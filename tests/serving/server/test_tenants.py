@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from hf_smartspec.serving import scheduler
 from hf_smartspec.serving.server.errors import ApiError
 from hf_smartspec.serving.server.guard.caller import CALLER, Caller
 from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
@@ -73,6 +75,30 @@ def test_a_full_queue_of_one_key_refuses_no_other(demo):
             with pytest.raises(openai.RateLimitError, match="4 requests of this key"):
                 one.completions.create(**SHORT)
             assert two.completions.create(**SHORT).usage.completion_tokens == 4
+    check_nothing_is_left(server)
+
+
+def test_forms_log_probabilities_and_penalties_go_on_after_turns(demo, monkeypatch):
+    """Requests that give way to one another again and again get what each of them gets alone."""
+    monkeypatch.setattr(scheduler, "TURN", 2)
+    settings = (
+        {"extra_body": {"structured_outputs": {"regex": "[a-f]{40}"}}},
+        {"logprobs": 3, "temperature": 1.0, "seed": 7},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"20": 5}},
+        {"stop": ["SELECT", "9"], "echo": True},
+    )
+    with running(demo, keys=KEYS, max_batch_size=1) as server:
+        clients = [server.client(key) for key in KEYS]
+
+        def ask(client, own) -> tuple[str, list | None]:
+            (choice,) = client.completions.create(model="demo", prompt="1, 2, 3,", max_tokens=40, **own).choices
+            return choice.text, choice.logprobs and choice.logprobs.tokens
+
+        alone = [ask(clients[0], own) for own in settings]
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, client, own) for client in clients for own in settings]
+            assert [answer.result(TIMEOUT) for answer in asked] == alone * 2
+        assert server.engine._runner.num_suspended > 0
     check_nothing_is_left(server)
 
 

@@ -20,7 +20,7 @@ _DEEPEST, _MOST = 32, 2**15  # levels, and keys and items of all schemas of a re
 _LONGEST_REFERENCE = 2**10  # characters
 
 
-class _TooLarge(Exception):
+class _TooLargeError(Exception):
     """The schemas of a request unfold to more than is resolved."""
 
 
@@ -31,12 +31,12 @@ class _Budget:
         self._left = number
 
     def charge(self, schema: Mapping[str, Any]) -> None:
-        """Count the keys of a schema and the items of its lists; raise `_TooLarge` beyond the bound."""
+        """Count the keys of a schema and the items of its lists; raise `_TooLargeError` beyond the bound."""
         self._left -= 1 + len(schema)
         if self._left >= 0:
             self._left -= sum(len(item) for item in schema.values() if isinstance(item, list))
         if self._left < 0:
-            raise _TooLarge
+            raise _TooLargeError
 
 
 def with_types(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -57,7 +57,7 @@ def _with_types(tool: dict[str, Any], budget: _Budget) -> dict[str, Any]:
         return tool
     try:
         typed = {name: _declared(value, schema, budget) for name, value in properties.items()}
-    except _TooLarge:
+    except _TooLargeError:
         return tool
     return {**tool, "function": {**function, "parameters": {**schema, "properties": typed}}}
 
@@ -70,7 +70,7 @@ def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int
     if not isinstance(value, dict):
         return {}  # `true` stands for any value
     if depth > _DEEPEST:
-        raise _TooLarge
+        raise _TooLargeError
     budget.charge(value)  # before the copy
     value = dict(value)
     parts = value.get("allOf")
