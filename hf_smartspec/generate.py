@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 
 from .prepare import entry
 from .prepare.defaults import Default, EnabledCall
-from .prepare.entry import generating
+from .prepare.entry import generating_model
 from .prepare.model_state import ModelStatistics
 from .prepare.resolve import check_assistant
 from .serving.stand_in import entries
@@ -100,7 +100,7 @@ def enable(model: Any = None, assistant: Any = None) -> Any:
     if model is None:
         _enable_all(assistant)
         return _disabling()
-    target = generating(model)
+    target = generating_model(model)
     vars(target).setdefault(_STATISTICS, ModelStatistics())
     known = vars(target).get("generate")
     default = known.default if isinstance(known, _EnabledMethod) else Default(assistant)
@@ -137,7 +137,7 @@ def disable(model: Any = None) -> Any:
     by side in memory stay so.
     """
     if model is not None:
-        target: Any = generating(model)
+        target: Any = generating_model(model)
         forget(target)
         kept_memory.forget(target)
         entries.forget(target)
@@ -151,7 +151,7 @@ def _take_back(model: Any) -> Any:
             if _is_ours(function):
                 _restore(name, getattr(function, _PREVIOUS)[1])
         return None
-    target = generating(model)
+    target = generating_model(model)
     found = {name: item for name, item in vars(target).items() if isinstance(item, _EnabledMethod)}
     for name, method in found.items():
         vars(target).pop(name)
@@ -172,7 +172,7 @@ def _restore(name: str, previous: Callable) -> None:
 @contextmanager
 def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[ModelT | None]:
     """Enable within a `with` block; models that were enabled before stay so, with their earlier default."""
-    target = None if model is None else generating(model)
+    target = None if model is None else generating_model(model)
     was_enabled = _is_globally_enabled() if target is None else _is_enabled(target)
     default = _default_of(target) if was_enabled else None
     enable(model, assistant)

@@ -20,7 +20,7 @@ def logits_with_branches(model: Any, ids: torch.Tensor, layout: Layout, first: i
         ids (`torch.Tensor` of shape `[rows, length]`): Texts, followed by their rejected drafts.
         layout (`Layout`): Places of the rejected drafts.
     """
-    mask = layout.sees[:, None]  # [rows, 1, length, length], for all heads
+    mask = layout.attends[:, None]  # [rows, 1, length, length], for all heads
     if model.config._attn_implementation == "eager":  # eager attention adds the mask to scores
         dtype = next(model.parameters()).dtype
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

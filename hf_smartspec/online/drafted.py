@@ -89,12 +89,12 @@ class Layout(NamedTuple):
     Args:
         is_drafted (`torch.Tensor` of shape `[rows, length]`, bool): Rejected tokens.
         positions (`torch.Tensor` of shape `[rows, length]`, int64): Position ids.
-        sees (`torch.Tensor` of shape `[rows, length, length]`, bool): Attention mask: tokens that each attends to.
+        attends (`torch.Tensor` of shape `[rows, length, length]`, bool): Attention mask: tokens that each attends to.
     """
 
     is_drafted: torch.Tensor
     positions: torch.Tensor
-    sees: torch.Tensor
+    attends: torch.Tensor
 
     @classmethod
     def of(cls, starts: Sequence[int], ends: Sequence[int], drafts: Sequence[Drafted], length: int) -> "Layout":
@@ -108,16 +108,16 @@ class Layout(NamedTuple):
         """
         rows = len(drafts)
         is_drafted, positions = np.zeros((rows, length), bool), np.tile(np.arange(length), (rows, 1))
-        sees = np.broadcast_to(np.tri(length, dtype=bool), (rows, length, length)).copy()
+        attends = np.broadcast_to(np.tri(length, dtype=bool), (rows, length, length)).copy()
         for row, (start, end, own) in enumerate(zip(starts, ends, drafts)):
             last = end + len(own)
             is_drafted[row, end:last] = True
-            sees[row, end:] = np.eye(length, dtype=bool)[end:]  # padding attends to itself, for finite outputs
+            attends[row, end:] = np.eye(length, dtype=bool)[end:]  # padding attends to itself, for finite outputs
             for node, (parent, root) in enumerate(zip(own.parents.tolist(), own.roots.tolist()), end):
                 before = end + parent if parent >= 0 else start + root - 1
-                sees[row, node] |= sees[row, before]
+                attends[row, node] |= attends[row, before]
                 positions[row, node] = positions[row, before] + 1
-        return cls(*map(torch.from_numpy, (is_drafted, positions, sees)))
+        return cls(*map(torch.from_numpy, (is_drafted, positions, attends)))
 
     def to(self, device: torch.device) -> "Layout":
         return Layout(*[item.to(device) for item in self])

@@ -85,14 +85,14 @@ def choose(call: EnabledCall, assistant: Any, config: Any) -> Choice:
     has_own = getattr(type(model), "generate", None) is not GenerationMixin.generate
     if (has_own and not hands_arguments_on(model)) or _is_serving.get() or getattr(config, "is_assistant", False):
         return Choice(None)
-    of_model, of_call = _of_model(model), asked_by(config, model)
+    of_model, of_call = _of_model(model), assistant_of_call(config, model)
     if of_call is not None:
         return Choice(of_call)
     candidates = (own and own.assistant, of_model, common and common.assistant)
     return Choice(next((item for item in candidates if item is not None), None), is_default=True)
 
 
-def asked_by(config: Any, model: PreTrainedModel) -> Any:
+def assistant_of_call(config: Any, model: PreTrainedModel) -> Any:
     """
     Return the assistant that a call's `generation_config` names. None if it names none, or the same as the model's own
     config: pipelines and servers make a call's config from that one.

@@ -41,7 +41,7 @@ def watch_encoder(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
         handle.remove()
 
 
-def unread(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, Any]:
+def placeholder_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, Any]:
     """
     Return arguments of `generate` that stand in for the encoder's outputs of prompts `[batch, length]`, so that the
     encoder need not run while the call is prepared. They are one expanded zero, without memory of their own.

@@ -16,7 +16,7 @@ from .resolve import resolve
 logger = get_logger(__name__)
 
 
-def generating(model: Any) -> GenerationMixin:
+def generating_model(model: Any) -> GenerationMixin:
     """
     Return the model inside a pipeline, PEFT's wrapper or torch.compile's wrapper.
 

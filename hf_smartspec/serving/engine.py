@@ -24,8 +24,8 @@ from ..prepare.arguments import run_with
 from ..prepare.call import PreparedCall
 from ..prepare.config import SmartSpecConfig
 from ..prepare.defaults import assistant_of, without_assistant
-from ..prepare.encoders import unread
-from ..prepare.entry import generating
+from ..prepare.encoders import placeholder_outputs
+from ..prepare.entry import generating_model
 from ..prepare.policy import cost_of
 from ..prepare.resolve import Drafters, resolve, tagged
 from ..target_model.compat import num_positions
@@ -108,7 +108,7 @@ class Engine:
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"`tokenizer` must be a tokenizer of transformers, got {type(tokenizer).__name__}.")
         self.tokenizer = tokenizer
-        target: Any = generating(model)
+        target: Any = generating_model(model)
         self.model: PreTrainedModel = target
         config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
         config = config if online is None else replace(config, online=online)
@@ -252,7 +252,7 @@ class Engine:
         to_read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         kwargs = {"tokenizer": self.tokenizer, **kwargs, **to_read}
         if self.model.config.is_encoder_decoder:
-            kwargs |= unread(self.model, ids)
+            kwargs |= placeholder_outputs(self.model, ids)
         original, kept = MethodType(GenerationMixin.generate, self.model), without_assistant(kwargs)
         choice = tagged(self._choice(assistant, kwargs.get("generation_config")), tag)
         return run_with(self._captured, self.model, original, kept, choice, seed, self._drafters, to_read)
