@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from hf_smartspec.serving.server.chat_template import arguments, tool_calls
+from hf_smartspec.serving.server.chat_template.arguments import with_types
+from hf_smartspec.serving.server.chat_template.rendering import MessageReader, render
+from hf_smartspec.serving.server.chat_template.tool_calls import forced_form
 from hf_smartspec.serving.server.errors import ApiError
-from hf_smartspec.serving.server.request import arguments, tool_calls
-from hf_smartspec.serving.server.request.arguments import with_types
 from hf_smartspec.serving.server.request.fields import ChatFields
-from hf_smartspec.serving.server.request.rendering import MessageReader, render
-from hf_smartspec.serving.server.request.tool_calls import forced_form
 
 from .running import running
 from .test_tool_calls import ASKED, FORMS, MESSAGES, PAINTING, with_form

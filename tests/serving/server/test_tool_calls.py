@@ -6,10 +6,10 @@ import json
 import openai
 import pytest
 
+from hf_smartspec.serving.server.chat_template.rendering import render
+from hf_smartspec.serving.server.chat_template.tool_calls import forced_form
 from hf_smartspec.serving.server.request.fields import ChatFields
 from hf_smartspec.serving.server.request.grammar import Grammars
-from hf_smartspec.serving.server.request.rendering import render
-from hf_smartspec.serving.server.request.tool_calls import forced_form
 
 from .running import running
 

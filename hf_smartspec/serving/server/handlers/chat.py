@@ -16,13 +16,13 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from ..answers import Answer, Piece, all_whole, interleaved
+from ..chat_template.arguments import with_types
+from ..chat_template.rendering import MessageReader, has_parser, render, template_kwargs
+from ..chat_template.tool_calls import forced_form
 from ..models import EngineState
-from ..request.arguments import with_types
 from ..request.body import read
 from ..request.fields import ChatFields
-from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
-from ..request.tool_calls import forced_form
 from ..served import ServedModel
 from ..tokens.processors import TokenLogprobs
 from .streaming import AnswerStream, event, events

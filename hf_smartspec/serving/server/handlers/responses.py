@@ -11,14 +11,14 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseGenerateManager, _StreamError
 
 from ..answers import Answer, Piece
+from ..chat_template.arguments import with_types
+from ..chat_template.rendering import MessageReader, has_parser, render, template_kwargs
+from ..chat_template.tool_calls import forced_form
 from ..errors import ApiError
 from ..models import EngineState
-from ..request.arguments import with_types
 from ..request.body import read
 from ..request.fields import ResponseFields
-from ..request.rendering import MessageReader, has_parser, render, template_kwargs
 from ..request.sampling import read_settings
-from ..request.tool_calls import forced_form
 from ..served import ServedModel
 from .streaming import AnswerStream
 from .usage import speculation_of

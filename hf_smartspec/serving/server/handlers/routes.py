@@ -9,13 +9,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from ..chat_template.rendering import render, template_kwargs
 from ..errors import ApiError
 from ..guard.caller import CALLER
 from ..metrics import ServerMetrics
 from ..models import EngineState, model_card
 from ..request.body import read
 from ..request.fields import Fields, Items, Message, TokenIds
-from ..request.rendering import render, template_kwargs
 
 _NEITHER = "prompt or messages: name one of them"
 

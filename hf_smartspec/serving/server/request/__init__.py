@@ -1,1 +1,1 @@
-"""From a body to what `generate` is asked: fields, settings, forms of answers, chats as prompts."""
+"""From a body to what `generate` is asked: fields, settings, and forms of answers."""

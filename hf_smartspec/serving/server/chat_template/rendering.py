@@ -16,8 +16,8 @@ from transformers.cli.serving.utils import (
 
 from ....log import get_logger
 from ..errors import ApiError
+from ..request.fields import Message
 from ..served import ServedModel
-from .fields import Message
 
 logger = get_logger(__name__)
 

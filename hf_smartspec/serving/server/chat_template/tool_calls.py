@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from ..errors import ApiError
+from ..request.fields import NamedTool, ToolFields
+from ..request.grammar import LAYOUT, MOST_CHARS
 from ..served import ServedModel
 from .arguments import with_types, written
-from .fields import NamedTool, ToolFields
-from .grammar import LAYOUT, MOST_CHARS
 from .written_calls import WrittenCall, length_in_common, written_call
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
