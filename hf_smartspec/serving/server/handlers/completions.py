@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from openai.types import Completion, CompletionChoice
@@ -21,11 +22,16 @@ from ..request.sampling import Settings, read_settings
 from ..served import ServedModel
 from ..tokens.processors import TokenLogprobs
 from .chat import plain_logprob
-from .prompt_scores import prompt_logprobs
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
 
 _USUAL_TOKENS = 16  # of an answer whose request does not say, as OpenAI has it
+# Options of answers that a model's own generation config may set, which do not apply to a prompt.
+_OF_ANSWERS: dict[str, Any] = {
+    "eos_token_id": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "sequence_bias": None, "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "guidance_scale": None,
+}  # fmt: skip
 
 
 class EngineCompletionHandler(CompletionHandler):
@@ -157,6 +163,22 @@ class _Exchange:
         outputs = [item.output for item in last.values()]
         counts = self._fields.counts_usage
         return event(chunk, usage_of(list(map(len, self._prompts)), outputs) if counts else None)
+
+
+async def prompt_logprobs(served: ServedModel, ids: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
+    """
+    Return log-probabilities of a prompt's own tokens, for `echo`; None for the first. The prompt is decoded as if it
+    were an answer whose drafts are all accepted, so that a step reads many tokens, beside the requests of others.
+    """
+    if len(ids) == 1:
+        return [None]
+    known = np.array(ids[1:], np.int64)
+    arguments = _OF_ANSWERS | {"do_sample": False}
+    [answer] = await served.begin([ids[:1]], Settings(arguments, len(known), [None], num_top=num_top, known=known))
+    try:
+        return [None, *((await answer.whole()).logprobs or ())]
+    finally:
+        answer.drop()
 
 
 def completion_logprobs(
