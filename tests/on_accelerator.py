@@ -41,7 +41,7 @@ from .accelerator_cases import (
 )
 from .candidates.heads.by_heart import texts_of, trained_eagle
 from .candidates.models.translated.pairs import character_tokenizer, with_tokens_of
-from .covering import IS_EXHAUSTIVE
+from .covering import IS_EXHAUSTIVE, covering
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
 
@@ -53,12 +53,13 @@ def exhaustive(*cases):
     return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
-# All options with the first sources, some with the last; with those between, all where there is time.
-CASES = [
-    *product(["none", "lookup", "tree"], OPTIONS),
-    *product(["chain", "priced", "suffix", "auto", "two"], SOME_OPTIONS),
-    *exhaustive(*product(["chain", "priced"], [name for name in OPTIONS if name not in SOME_OPTIONS])),
+# All options with the first sources, some with the last; of these, each source and each set of options twice.
+_ALL = [
+    *product(["none", "lookup", "tree", "chain", "priced"], OPTIONS),
+    *product(["suffix", "auto", "two"], SOME_OPTIONS),
 ]
+_FEW = [_ALL[place] for place in covering(_ALL)]
+CASES = [*_FEW, *exhaustive(*(case for case in _ALL if case not in _FEW))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,7 +147,7 @@ def test_devices_agree_and_are_hardly_waited_for(on_device, expected, steps, sou
     check_counts(steps, source, name)
 
 
-@pytest.mark.parametrize("source", ["none", "lookup", *exhaustive(["chain"], ["tree"]), "priced"])
+@pytest.mark.parametrize("source", ["lookup", "priced", *exhaustive(["none"], ["chain"], ["tree"])])
 def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, source):
     """Of a single row, whose forwards have few shapes; what else a step has to do is as before."""
     name = "warped" if source in ("lookup", "priced") else "greedy"
@@ -162,7 +163,7 @@ def test_what_comes_again_is_one_launch(on_cpu, on_device, steps, recorders, sou
     check_counts(steps, source, name)
 
 
-@pytest.mark.parametrize("source", ["suffix", *exhaustive(["lookup"], ["chain"], ["rejection"]), "tree", "priced"])
+@pytest.mark.parametrize("source", ["suffix", "tree", *exhaustive(["lookup"], ["chain"], ["rejection"], ["priced"])])
 def test_recorded_forwards_of_many_rows(on_cpu, on_device, recorders, accelerator, source):
     options = OPTIONS["penalty" if source in ("lookup", "priced") else "sampled"] | {"max_new_tokens": 30}
     expected = generate(on_cpu, source, options)
@@ -194,7 +195,7 @@ def test_encoders_are_no_reason_to_wait(accelerator, steps, architecture):
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.mul_(1.02)
-    few = [("greedy", "lookup"), ("sampled", "lookup"), ("greedy", "tree"), ("sampled", "chain")]
+    few = [("sampled", "lookup"), ("greedy", "tree")]
     for name, source in product(("greedy", "sampled"), ("lookup", "tree", "chain")) if IS_EXHAUSTIVE else few:
         expected = tokens_of(generate(models, "none", OPTIONS[name]))
         on_device = [noisy_copy(model, 0.0).to(DEVICE) for model in models]
@@ -204,8 +205,9 @@ def test_encoders_are_no_reason_to_wait(accelerator, steps, architecture):
         check_counts(steps, source, name, dispatched=310)
 
 
-@pytest.mark.parametrize("width", [1, WIDTH])
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("width", "name"), [(1, "sampled"), (WIDTH, "greedy"), *exhaustive((1, "greedy"), (WIDTH, "sampled"))]
+)
 def test_translated_drafts_are_waited_for_no_more_than_others(on_cpu, on_device, expected, steps, width, name):
     """Which tokens both have, the device knows; the text is translated on the host, without a look at the device."""
     own, other = tiny_tokenizer(), character_tokenizer("zyxwvutsrqponmlkjihgfedcba")
@@ -234,8 +236,8 @@ def test_devices_agree_on_rejection(on_cpu, on_device, steps):
     check_counts(steps, "rejection", "sampled")
 
 
-@pytest.mark.parametrize("source", ["lookup", *exhaustive(["chain"]), "tree", "rejection"])
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("source", ["lookup", "tree", *exhaustive(["chain"], ["rejection"])])
+@pytest.mark.parametrize("name", ["sampled", *exhaustive(["greedy"])])
 def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
     numbers = []
     for num_rows in (1, 16):
@@ -246,7 +248,7 @@ def test_rows_do_not_add_to_what_is_dispatched(on_device, steps, source, name):
     assert numbers[1] <= 1.3 * numbers[0], "ragged drafts are padded and cut: that is all there is to more rows"
 
 
-@pytest.mark.parametrize("source", ["lookup", "chain", "tree"])
+@pytest.mark.parametrize("source", ["lookup", "tree", *exhaustive(["chain"])])
 def test_memory_and_buffers_stay_where_they_are(on_device, expected, accelerator, monkeypatch, source):
     """Over all steps of several calls: keys and values, and where layouts arrive, of the target and of the draft."""
     places: dict[int, list[tuple]] = {}
@@ -287,8 +289,7 @@ def eagle(on_cpu, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("name", "width"), [("sampled", 1), ("greedy", 3), *exhaustive(("greedy", 1), ("sampled", 3))])
 def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, eagle, name, width):
     """EAGLE's, whose levels take what those above have left: the same trees, and one wait for all of a draft."""
     inputs = prompts(LENGTHS)
@@ -320,8 +321,13 @@ class Learning(Priced):
         self.moments.append((len(self._launched), counted["waits"] > self._launched[-1]))
 
 
-@pytest.mark.parametrize("source", ["lookup", "chain"])
-@pytest.mark.parametrize("name", ["greedy", "warped", *exhaustive(["penalty"])])
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        *[("lookup", "warped"), ("chain", "greedy")],
+        *exhaustive(("lookup", "greedy"), ("chain", "warped"), ("lookup", "penalty"), ("chain", "penalty")),
+    ],
+)
 def test_policies_learn_while_the_device_computes(on_device, expected, accelerator, monkeypatch, source, name):
     """Of each step behind the launch of the next forward, and before its picks are waited for; the same, in order."""
     generate(on_device, source, OPTIONS[name])  # whatever there is to try out has been
@@ -385,7 +391,7 @@ def test_hidden_states_are_sent_for_once_whatever_the_number_of_layers(on_device
     assert counted[0] == counted[1]
 
 
-@pytest.mark.parametrize("source", ["none", "chain", "rejection"])
+@pytest.mark.parametrize("source", ["chain", "rejection", *exhaustive(["none"])])
 def test_devices_without_double_precision_sample_the_same(on_cpu, on_device, accelerator, monkeypatch, source):
     expected = generate(on_cpu, source, OPTIONS["warped"])
     monkeypatch.setattr(device, "_WITHOUT_FLOAT64", {DEVICE})
