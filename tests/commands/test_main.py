@@ -17,6 +17,7 @@ from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.training.medusa import MedusaTraining
 
+from ..covering import IS_EXHAUSTIVE
 from .helpers import call
 
 SHORT = ["--num-prompts", "3", "--batch-sizes", "3", "--max-new-tokens", "12", "--samples", "0", "--threads", "1"]
@@ -217,7 +218,7 @@ def test_ctrl_c_ends_with_one_line_and_status_130(folder, monkeypatch, capsys):
 
 def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, capsys):
     file = tmp_path / "report.json"
-    assert run_verify(folder, "--batch-sizes", "1,3", "--samples", "100", "--json", file) == 0
+    assert run_verify(folder, "--batch-sizes", "1,3", "--samples", "40", "--json", file) == 0
     out = capsys.readouterr().out
     assert "Lossless: the same tokens in every comparison." in out
     assert max(map(len, out.splitlines())) <= 100
@@ -234,7 +235,7 @@ def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, 
         assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"], check
         assert check["num_tokens"] == statistics["generated_tokens"]
     assert all(check["logits"] < 1e-4 and check["scores"] < 1e-4 for check in report["scores"])
-    assert [check["num_samples"] for check in report["frequencies"]] == [100] * 4
+    assert [check["num_samples"] for check in report["frequencies"]] == [40] * 4
 
 
 def test_verify_without_tokenizer_and_assistant(folder, capsys):
@@ -251,8 +252,8 @@ def test_verify_takes_what_generate_takes(folder, tmp_path, capsys):
     model = LlamaForCausalLM.from_pretrained(folder / "target")
     MedusaTraining(model, 2).heads.save_pretrained(heads, base_model_name_or_path="target")
     few = [*SHORT, "--max-new-tokens", "6", "--batch-sizes", "3"]
-    names = ("auto", "suffix", "none", "early_exit:1", f"datastore:{store}", heads, f"suffix+{folder / 'draft'}")
-    for name in names:
+    names = ["early_exit:1", f"datastore:{store}", heads, f"suffix+{folder / 'draft'}"]
+    for name in [*names, *["auto", "suffix", "none"] * IS_EXHAUSTIVE]:
         assert call("verify", folder / "target", *few, "--assistant", name) == 0, name
         assert "Lossless: the same tokens in every comparison." in capsys.readouterr().out, name
 
@@ -325,7 +326,9 @@ def wrong_noise(monkeypatch):
     monkeypatch.setattr(SeededGumbelLogitsProcessor, "seed_of", lambda self, row: seed_of(self, row) + 1)
 
 
-@pytest.mark.parametrize("fault", [wrong_pick, wrong_keys, wrong_noise])
+@pytest.mark.parametrize(
+    "fault", [wrong_pick, *(pytest.param(fault, marks=pytest.mark.exhaustive) for fault in (wrong_keys, wrong_noise))]
+)
 def test_verify_finds_a_planted_fault(folder, tmp_path, fault, monkeypatch, capsys):
     fault(monkeypatch)
     file = tmp_path / "report.json"

@@ -78,6 +78,7 @@ def test_load_finds_rates_by_itself(folder, tmp_path):
     assert len(rates) == 2 and rates[1] == pytest.approx(0.8 / 0.3 * rates[0], rel=0.1)
 
 
+@pytest.mark.exhaustive  # all at once; other tests cover each option with fewer sources
 def test_load_replays_every_data_set_with_every_source_after_a_past(folder, tmp_path, capsys):
     out = tmp_path / "load.json", tmp_path / "load.png"
     files = [folder / "data.jsonl", folder / "other.jsonl"]

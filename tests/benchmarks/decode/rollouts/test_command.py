@@ -38,7 +38,7 @@ def call(folder, problems, *arguments):
     )
 
 
-@pytest.mark.parametrize("size", ["0", "300000"])
+@pytest.mark.parametrize("size", ["0", pytest.param("300000", marks=pytest.mark.exhaustive)])
 def test_training_is_the_same_with_every_assistant(folder, problems, tmp_path, capsys, size):
     out = tmp_path / "results.json"
     assert call(folder, problems, "--parameters", size, "--json", out) == 0
@@ -64,7 +64,7 @@ def test_what_changes_training_is_found(folder, problems, monkeypatch, capsys):
                 next(rollouts.policy.parameters()).view(-1)[0] += 1e-3
 
     monkeypatch.setattr(PairedRollouts, "end", disturbed)
-    assert call(folder, problems, "--parameters", "0") == 1
+    assert call(folder, problems, "--parameters", "0", "--assistants", "suffix") == 1
     assert "NO  suffix" in capsys.readouterr().out
 
 

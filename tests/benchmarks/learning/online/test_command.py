@@ -76,7 +76,9 @@ def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
     assert set(json.loads(out.read_text())["parts"]["several"]["rows"]) == {"en", "fr"}
 
 
-@pytest.mark.parametrize("kind", ["draft", "medusa", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["draft", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("medusa", "eagle3"))]
+)
 def test_live_parts(folder, tmp_path, kind):
     out = tmp_path / "results.json"
     arguments = ["--parts", "speed", "live", "--random", kind, "--parameters", "0", "--json", out]
