@@ -4,39 +4,35 @@ values meet, `make test-all` the whole.
 """
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import combinations
 
 IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
-_FEW = 8  # cases of a product that are always run
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> list[int]:
     """
     Places of the cases that are run, in their order. Of three and more parametrisations, any two values that can meet
-    do so; of two, every value is there twice.
+    do so; of two, every value is there once.
     """
     differing = [place for place in range(len(cases[0])) if len({case[place] for case in cases}) > 1]
-    if len(differing) < 2 or len(cases) <= _FEW:
+    if len(differing) < 2:
         return list(range(len(cases)))
     values = [[(place, case[place]) for place in differing] for case in cases]
     if len(differing) == 2:
-        return _greedy(values, times=2)
-    return _greedy([list(combinations(own, 2)) for own in values], times=1)
+        return _greedy(values)
+    return _greedy([list(combinations(own, 2)) for own in values])
 
 
-def _greedy(gives: Sequence[Sequence[Hashable]], times: int) -> list[int]:
-    """Cases that together give everything so many times, as far as it is there: each the first that gives most."""
-    left = Counter({item: times for own in gives for item in own})
-    pool, found = list(range(len(gives))), []
-    while pool:
-        gains = [sum(left[item] > 0 for item in gives[case]) for case in pool]
-        if not max(gains):
-            break
-        case = pool.pop(gains.index(max(gains)))
-        left.subtract(gives[case])
-        found.append(case)
+def _greedy(gives: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Cases that together give everything: each the first that gives most of what is left."""
+    left = {item for own in gives for item in own}
+    found: list[int] = []
+    while left:
+        gains = [len(left.intersection(own)) for own in gives]
+        found.append(gains.index(max(gains)))
+        left.difference_update(gives[found[-1]])
     return sorted(found)
 
 

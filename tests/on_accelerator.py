@@ -53,7 +53,7 @@ def exhaustive(*cases):
     return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
-# All options with the first sources, some with the last; of these, each source and each set of options twice.
+# All options with the first sources, some with the last; of these, each source and each set of options once.
 _ALL = [
     *product(["none", "lookup", "tree", "chain", "priced"], OPTIONS),
     *product(["suffix", "auto", "two"], SOME_OPTIONS),

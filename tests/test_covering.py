@@ -17,13 +17,13 @@ def test_any_two_values_meet_in_few_cases(sizes):
     assert len(run) < 0.6 * len(cases) and run == sorted(run)
 
 
-def test_of_two_parametrisations_every_value_is_there_twice():
+def test_of_two_parametrisations_every_value_is_there_once():
     cases = list(product("abcdef", range(5)))
     run = [cases[place] for place in covering(cases)]
-    assert all(sum(value in case for case in run) >= 2 for value in [*"abcdef", *range(5)])
-    assert len(run) <= 15
+    assert {value for case in run for value in case} == {*"abcdef", *range(5)}
+    assert len(run) == 6
 
 
-@pytest.mark.parametrize("cases", [[("a",), ("b",), ("c",)], [()], list(product("ab", "cd", "ef")), [("x", "y")] * 9])
-def test_short_products_and_single_parametrisations_are_run_whole(cases):
+@pytest.mark.parametrize("cases", [[("a",), ("b",), ("c",)], [()], [("x", "y"), ("x", "z")], [("x", "y")] * 9])
+def test_single_parametrisations_are_run_whole(cases):
     assert covering(cases) == list(range(len(cases)))
