@@ -7,6 +7,9 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 IS_EXHAUSTIVE = os.environ.get("HF_SMARTSPEC_EXHAUSTIVE", "0") not in ("", "0")
 
@@ -34,6 +37,11 @@ def _greedy(gives: Sequence[Sequence[Hashable]]) -> list[int]:
         found.append(gains.index(max(gains)))
         left.difference_update(gives[found[-1]])
     return sorted(found)
+
+
+def exhaustive(*cases: Sequence) -> list[Any]:
+    """Return the cases, tuples of values, as parameters that `make test-all` runs: others cover what they test."""
+    return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def in_part(items: Sequence) -> list:

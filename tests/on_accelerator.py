@@ -41,16 +41,11 @@ from .accelerator_cases import (
 )
 from .candidates.heads.by_heart import texts_of, trained_eagle
 from .candidates.models.translated.pairs import character_tokenizer, with_tokens_of
-from .covering import IS_EXHAUSTIVE, covering
+from .covering import IS_EXHAUSTIVE, covering, exhaustive
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
 
 SOME_OPTIONS = "greedy", "warped", "penalty, sampled"
-
-
-def exhaustive(*cases):
-    """Those which say little beyond what others do."""
-    return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 # All options with the first sources, some with the last; of these, each source and each set of options once.

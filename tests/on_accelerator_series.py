@@ -16,10 +16,10 @@ from hf_smartspec.target_model.graphs import recorder
 
 from .accelerator import DEVICE, Recorder
 from .accelerator_cases import LENGTHS, OPTIONS, SOURCES, TREE, generate, tokens_of
+from .covering import exhaustive
 from .generate.helpers import noisy_copy
 from .on_accelerator import (
     accelerator,
-    exhaustive,
     on_cpu,
     on_device,
     steps,

@@ -17,7 +17,7 @@ from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.training.medusa import MedusaTraining
 
-from ..covering import IS_EXHAUSTIVE
+from ..covering import IS_EXHAUSTIVE, exhaustive
 from .helpers import call
 
 SHORT = ["--num-prompts", "3", "--batch-sizes", "3", "--max-new-tokens", "12", "--samples", "0", "--threads", "1"]
@@ -326,9 +326,7 @@ def wrong_noise(monkeypatch):
     monkeypatch.setattr(SeededGumbelLogitsProcessor, "seed_of", lambda self, row: seed_of(self, row) + 1)
 
 
-@pytest.mark.parametrize(
-    "fault", [wrong_pick, *(pytest.param(fault, marks=pytest.mark.exhaustive) for fault in (wrong_keys, wrong_noise))]
-)
+@pytest.mark.parametrize("fault", [wrong_pick, *exhaustive([wrong_keys], [wrong_noise])])
 def test_verify_finds_a_planted_fault(folder, tmp_path, fault, monkeypatch, capsys):
     fault(monkeypatch)
     file = tmp_path / "report.json"

@@ -11,6 +11,7 @@ from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
 from hf_smartspec.prepare.resolve import Drafters, resolve
 
+from ...covering import exhaustive
 from ...generate.helpers import prompts
 from ...models import VOCAB_SIZE, new_model, shared_model
 from .fitted import fitted_mtp
@@ -85,13 +86,12 @@ class Spy(FeatureCandidates):
 @pytest.mark.parametrize(
     ("name", "num_layers", "way"),
     [
-        ("glm4_moe", 1, "whole"),
-        ("glm4_moe", 1, "chunks"),
         ("glm4_moe", 2, "whole"),
-        ("mellum", 1, "whole"),
         ("mellum", 1, "chunks"),
-        ("deepseek_v3", 1, "whole"),
         ("deepseek_v3", 3, "chunks"),
+        *exhaustive(
+            ("glm4_moe", 1, "whole"), ("glm4_moe", 1, "chunks"), ("mellum", 1, "whole"), ("deepseek_v3", 1, "whole")
+        ),
     ],
 )
 def test_drafts_are_those_of_transformers(targets, name, num_layers, way, monkeypatch):

@@ -15,6 +15,7 @@ from benchmarks.decode.rollouts.runs import PairedRollouts, Run
 from hf_smartspec.commands.common.cost_matched import copy_weights, enlarge
 
 from ... import helpers
+from ...covering import exhaustive
 
 SHORT = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "8", "--generations", "2", "--epochs", "2"]
 
@@ -38,7 +39,7 @@ def call(folder, problems, *arguments):
     )
 
 
-@pytest.mark.parametrize("size", ["0", pytest.param("300000", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("size", ["0", *exhaustive(["300000"])])
 def test_training_is_the_same_with_every_assistant(folder, problems, tmp_path, capsys, size):
     out = tmp_path / "results.json"
     assert call(folder, problems, "--parameters", size, "--json", out) == 0

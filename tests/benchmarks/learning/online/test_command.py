@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from benchmarks.learning.online import answers
 from hf_smartspec.commands.common.recordings import Recording
+from tests.covering import exhaustive
 from tests.folders import save_tiny_models
 from tests.models import new_model
 
@@ -76,9 +77,7 @@ def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
     assert set(json.loads(out.read_text())["parts"]["several"]["rows"]) == {"en", "fr"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["draft", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("medusa", "eagle3"))]
-)
+@pytest.mark.parametrize("kind", ["draft", *exhaustive(["medusa"], ["eagle3"])])
 def test_live_parts(folder, tmp_path, kind):
     out = tmp_path / "results.json"
     arguments = ["--parts", "speed", "live", "--random", kind, "--parameters", "0", "--json", out]
