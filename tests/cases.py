@@ -3,11 +3,11 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as hf
 
 from hf_smartspec import (
@@ -95,9 +95,8 @@ class Setting:
         return LogitsProcessorList([*made, SeededGumbelLogitsProcessor(self.seed)])
 
     def reference(self) -> torch.Tensor:
-        """Plain `generate`, `[batch, length]`."""
-        processors = {} if self.sampling is None else {"logits_processor": self.warpers()}
-        return self.model.generate(**self.arguments(), **processors, do_sample=False)
+        """Plain `generate`, `[batch, length]`: once per model, since many tests compare with the same tokens."""
+        return _reference(self.model, self).clone()
 
     def speculative_arguments(self) -> dict[str, Any]:
         if self.sampling is None:
@@ -114,6 +113,12 @@ class Setting:
         """Generated tokens up to the first that ends the row, included."""
         ends = [index for index, token in enumerate(tokens) if token in (self.eos or ())]
         return tokens[: ends[0] + 1] if ends else tokens
+
+
+@lru_cache(maxsize=32)
+def _reference(model: PreTrainedModel, setting: Setting) -> torch.Tensor:
+    processors = {} if setting.sampling is None else {"logits_processor": setting.warpers()}
+    return model.generate(**setting.arguments(), **processors, do_sample=False)
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ CASES = {
     "accelerate": ("offloaded",),
     "transformers": ("pipelines",),
 }
-QUICK = "transformers", "peft"
 SLOW = "datasets", "lm_eval"  # to import
 
 
 def _marks(package):
-    return [pytest.mark.end_to_end] * (package not in QUICK) + [pytest.mark.exhaustive] * (package in SLOW)
+    return [pytest.mark.end_to_end] * (package != "transformers") + [pytest.mark.exhaustive] * (package in SLOW)
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ def test_a_chat_in_a_terminal(chat):
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_ctrl_c_twice_leaves(chat):
     chat.until("> ")
     chat.interrupt("leaves.")

@@ -58,6 +58,7 @@ def test_every_row_is_what_generate_says_and_an_empty_one_says_why(folder, data,
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_killed_three_times_it_goes_on_to_the_same_file(folder, data, tmp_path):
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     call(*line(folder, data, whole))
