@@ -13,9 +13,9 @@ from benchmarks.decode.rollouts import command, runs
 from benchmarks.decode.rollouts.rewards import arithmetic
 from benchmarks.decode.rollouts.runs import PairedRollouts, Run
 from hf_smartspec.commands.common.cost_matched import copy_weights, enlarge
+from tests.covering import exhaustive
 
 from ... import helpers
-from ...covering import exhaustive
 
 SHORT = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "8", "--generations", "2", "--epochs", "2"]
 
