@@ -10,8 +10,8 @@ import numpy as np
 from ..candidates.base import label_of
 from ..drafts.merge import Draft, first_drafters, join
 from ..drafts.tree import DraftTree
+from ..goodput.estimates.decayed import DecayedMean
 from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
-from ..goodput.running import Running
 from ..goodput.stage import Stage
 from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
@@ -20,6 +20,7 @@ from .source_guard import GuardedSources
 from .statistics import GenerationStatistics, Timed
 
 _EMPTY = DraftTree.empty()
+_NEWEST = 0.1  # least weight of the newest draft in the mean of accepted lengths
 _LONGEST = 1.5  # seconds of a step that several namespaces share, by those that it would take without drafts
 
 
@@ -64,7 +65,8 @@ class Drafting:
         self.is_traced = False  # whether some row is
         self._unlearnt: Callable[[], None] | None = None  # what came of the latest step, where that is put off
         self._seconds_meanwhile = 0.0  # of learning while a device computed
-        self._lengths: defaultdict[str, Running] = defaultdict(_accepted_lengths)  # by source, behind the first place
+        # Accepted lengths by source, of those after the first place: a running mean that begins with one token.
+        self._lengths: defaultdict[str, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, 1.0, 1))
 
     @property
     def decides(self) -> bool:
@@ -330,10 +332,3 @@ def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
             [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],
         )
         request.trace.begin(drafted, nodes, [label or label_of(request.line.sources[0]) for label in labels])
-
-
-def _accepted_lengths() -> Running:
-    """A running mean of accepted lengths, which begins with one token."""
-    lengths = Running()
-    lengths.add(1.0)
-    return lengths

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from ..drafts.tree import DraftTree
+from .estimates.decayed import drawn
 from .kernels.cells import count, estimate, locate
 
 # Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
@@ -190,7 +191,7 @@ class _Table:
 
     def probs(self, scores: np.ndarray, cells: np.ndarray, strength: float) -> np.ndarray:
         """Return probabilities `[n]` float64, from the raw score, level by level, to the finest cell."""
-        ratio = (self.hits[0] + strength) / (self.expected + strength)
+        ratio = drawn(self.hits[0], self.expected, 1.0, strength)
         probs = np.empty_like(scores)
         estimate(self.num, self.hits, cells, scores, ratio, strength, probs)
         return probs

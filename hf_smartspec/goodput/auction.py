@@ -12,14 +12,16 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import CostModel, StepSeconds
 from .draft_cost import DraftCost
+from .estimates.decayed import DecayedRate
 from .kernels.prefixes import best_prefix
 from .plan import Before, Plan, known_continuation
 from .policy import LengthPolicy, StepRows
-from .running import Speedup
 from .stage import Stage
 from .stage_record import StageRecord
 from .trust import Trust
 
+_SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
+_SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # steps with speculation before one without, so that the cost of plain steps stays known
 _UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a step runs without speculation
@@ -94,10 +96,19 @@ class GoodputAuction(LengthPolicy):
         self.records: defaultdict[DraftCost, StageRecord] = defaultdict(StageRecord)
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
-        self.speedup = Speedup()
+        self._speedup = DecayedRate(tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
+
+    @property
+    def speedup(self) -> float:
+        """
+        Ratio of the tokens of the latest steps to those of plain decoding in the same time, at least 1. Goodput over
+        many steps is highest if time has one price in all of them (Dinkelbach): steps with poor drafts leave it to the
+        others.
+        """
+        return max(self._speedup.rate, 1.0)
 
     # 1. Before each stage drafts
 
@@ -240,7 +251,7 @@ class GoodputAuction(LengthPolicy):
 
     def _price(self, rows: StepRows) -> float:
         """Return lambda, the price of time in this step: tokens per second."""
-        return self.speedup.ratio * len(rows) / self._plan.plain_seconds
+        return self.speedup * len(rows) / self._plan.plain_seconds
 
     def _node_price(self, rows: StepRows) -> float:
         """Return the cost of verifying a further node, in tokens, where every row has a few nodes."""
@@ -338,7 +349,7 @@ class GoodputAuction(LengthPolicy):
 
     def _least_profit(self, rows: StepRows) -> float:
         """Return the least profit of a step with speculation: plain decoding's, and the margin."""
-        return (1 - self.speedup.ratio + self.margin) * len(rows)
+        return (1 - self.speedup + self.margin) * len(rows)
 
     def _learn_benefits(self, rows: StepRows, trees: Sequence[DraftTree], gained: float, added: float) -> None:
         """
@@ -374,7 +385,7 @@ class GoodputAuction(LengthPolicy):
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows) and not plan.is_baseline:
-            self.speedup.add(len(rows) + sum(accepted), plan.plain_tokens)
+            self._speedup.add(plan.plain_tokens, len(rows) + sum(accepted), _SPEEDUP_DECAY)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)
         if tokens is None:

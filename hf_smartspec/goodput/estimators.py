@@ -4,6 +4,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from .estimates.decayed import DecayedRate, drawn
+
 CERTAIN = 0.995  # upper bound on estimated rates: a perfect record proves little
 _NUM_DEPTHS = 8  # depths in the counts of a request; deeper levels count as the last
 _DOUBT = 12.0  # tried levels that are added when the doubt in a rate is estimated, so that few tries leave some doubt
@@ -37,7 +39,7 @@ class AcceptanceEstimator:
         if not 0 <= prior <= 1:
             raise ValueError(f"`prior` must lie in [0, 1], got {prior!r}.")
         self.half_life, self.request_half_life, self.prior = half_life, request_half_life, prior
-        self._tried, self._succeeded = np.zeros(1), np.zeros(1)  # per depth
+        self._levels = DecayedRate(tries=np.zeros(1), hits=np.zeros(1))  # per depth
         self._requests: dict[Hashable, int] = {}  # lines of requests in the two arrays below
         self._free: list[int] = []  # lines of requests that have ended
         self._request_tried = np.zeros((0, _NUM_DEPTHS))  # per request and depth, decayed
@@ -61,14 +63,10 @@ class AcceptanceEstimator:
         by_depth = _folded(tried[judged])
         self._request_tried[lines] = self._request_tried[lines] * decay[:, None] + by_depth
         self._request_succeeded[lines] = self._request_succeeded[lines] * decay + succeeded[judged].sum(axis=1)
-        missing = tried.shape[1] - len(self._tried)
-        if missing > 0:
-            self._tried, self._succeeded = (np.append(old, np.zeros(missing)) for old in (self._tried, self._succeeded))
-        general_decay = 0.5 ** (numbers.sum() / self.half_life)
-        self._tried *= general_decay
-        self._succeeded *= general_decay
-        self._tried[: tried.shape[1]] += tried.sum(axis=0)
-        self._succeeded[: tried.shape[1]] += succeeded.sum(axis=0)
+        levels, num_depths = self._levels, max(tried.shape[1], len(self._levels.tries))
+        levels.tries, levels.hits = longer(levels.tries, num_depths), longer(levels.hits, num_depths)
+        by_level = longer(tried.sum(axis=0), num_depths), longer(succeeded.sum(axis=0), num_depths)
+        levels.add(*by_level, 0.5 ** (numbers.sum() / self.half_life))
 
     def _line(self, request_id: Hashable) -> int:
         """Return the line of a request's counts; a new request gets a line of zeros."""
@@ -89,7 +87,7 @@ class AcceptanceEstimator:
     @property
     def rate(self) -> float:
         """alpha over all requests and depths."""
-        return _drawn(self._succeeded.sum(), self._tried.sum(), self.prior, self._PRIOR_STRENGTH)
+        return _bounded(self._levels.hits.sum(), self._levels.tries.sum(), self.prior, self._PRIOR_STRENGTH)
 
     @property
     def doubt(self) -> float:
@@ -98,19 +96,20 @@ class AcceptanceEstimator:
         chance at first would not be tried again for long, while rates that are too high are soon corrected.
         """
         rate = self.rate
-        return float(np.sqrt(rate * (1 - rate) / (self._tried.sum() + _DOUBT)))
+        return float(np.sqrt(rate * (1 - rate) / (self._levels.tries.sum() + _DOUBT)))
 
     def decay_counts(self) -> None:
         """Shrink past counts to the prior's weight, so that new observations dominate."""
-        share = min(1.0, self._PRIOR_STRENGTH / max(self._tried.sum(), 1e-9))
-        for counts in (self._tried, self._succeeded, self._request_tried, self._request_succeeded):
+        share = min(1.0, self._PRIOR_STRENGTH / max(self._levels.tries.sum(), 1e-9))
+        self._levels.add(0, 0, share)
+        for counts in (self._request_tried, self._request_succeeded):
             counts *= share
 
     def by_depth(self, num_depths: int) -> np.ndarray:
         """Return the rates at depths 1 to `num_depths`, given accepted levels above, `[num_depths]` float64."""
         rates, rate = [], self.rate
-        for tried, succeeded in zip(self._tried[:num_depths].tolist(), self._succeeded[:num_depths].tolist()):
-            rate = _drawn(succeeded, tried, rate, self._DEPTH_STRENGTH)
+        for tried, succeeded in zip(self._levels.tries[:num_depths].tolist(), self._levels.hits[:num_depths].tolist()):
+            rate = _bounded(succeeded, tried, rate, self._DEPTH_STRENGTH)
             rates.append(rate)
         return np.array(rates + [rate] * (num_depths - len(rates)))
 
@@ -140,9 +139,13 @@ class AcceptanceEstimator:
             self._free.append(line)
 
 
-def _drawn(succeeded: float, tried: float, general: float, strength: float) -> float:
-    """Return a rate that is shrunk towards the general one, by `strength` tries."""
-    return min(float((succeeded + strength * general) / (tried + strength)), CERTAIN)
+def _bounded(succeeded: float, tried: float, general: float, strength: float) -> float:
+    return min(float(drawn(succeeded, tried, general, strength)), CERTAIN)
+
+
+def longer(counts: np.ndarray, num: int) -> np.ndarray:
+    """Return counts `[num]`, of which those that are appended are 0."""
+    return counts if len(counts) == num else np.append(counts, np.zeros(num - len(counts)))
 
 
 def _folded(tried: np.ndarray) -> np.ndarray:

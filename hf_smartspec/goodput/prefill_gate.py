@@ -4,6 +4,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from .estimates.decayed import DecayedRate
+
 
 class PrefillGate:
     """
@@ -30,25 +32,24 @@ class PrefillGate:
         if group > retry:
             raise ValueError(f"`group` must be at most `retry`, got {group} > {retry}.")
         self.threshold, self.window, self.retry, self.group = threshold, window, retry, group
-        self._steps = self._idle = 0.0
+        self._idle = DecayedRate()  # steps with empty drafts among all
         self._num_met = 0
         self._refused: set[Hashable] = set()
 
     @property
     def idle_share(self) -> float:
         """Share of the latest steps with empty drafts; 0 before the first step."""
-        return self._idle / self._steps if self._steps else 0.0
+        return self._idle.rate if self._idle.tries else 0.0
 
     def observe(self, request_ids: Sequence[Hashable], num_nodes: Sequence[int] | np.ndarray) -> None:
         """Count one step's draft lengths. Requests that were refused do not count."""
         idle = [num == 0 for request_id, num in zip(request_ids, num_nodes) if request_id not in self._refused]
         if idle:
-            decay = 1 - 1 / self.window
-            self._steps, self._idle = self._steps * decay + 1, self._idle * decay + sum(idle) / len(idle)
+            self._idle.add(1, sum(idle) / len(idle), 1 - 1 / self.window)
 
     def admits(self, request_id: Hashable) -> bool:
         """Return whether the draft model serves this new request."""
-        if self.idle_share <= self.threshold or self._steps < self._LEAST_STEPS:
+        if self.idle_share <= self.threshold or self._idle.tries < self._LEAST_STEPS:
             return True
         self._num_met = (self._num_met + 1) % self.retry
         if self._num_met >= self.retry - self.group:

@@ -6,14 +6,15 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
+from .estimates.decayed import DecayedMean, DecayedRate, drawn
 from .estimators import CERTAIN, AcceptanceEstimator
-from .running import Running
 from .stage import Stage
 
 _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, which falls with the promise
 _HALF_LIFE = 300.0  # of an accepted level, in accepted levels of its bin
 _STRENGTH = 4.0  # weight of the prior, in levels
+_NEWEST = 0.1  # least weight of the newest step in the running benefit of drafting
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 
 
@@ -25,7 +26,7 @@ class StageRecord:
 
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
-        self.benefit = Running()  # seconds saved by drafts, for first sources that draft in one call
+        self.benefit = DecayedMean(_NEWEST)  # seconds saved by drafts, for first sources that draft in one call
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._newcomers = Newcomers()
         self._number = 0
@@ -35,7 +36,7 @@ class StageRecord:
         if number != self._number:
             self._number = number
             self.acceptance.decay_counts()
-            self.benefit = Running()
+            self.benefit = DecayedMean(_NEWEST)
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
         """Return the seconds to draft so many levels (`[rows]` int)."""
@@ -88,14 +89,15 @@ class Novelty:
     """
 
     def __init__(self) -> None:
-        self._true, self._new = np.zeros(len(_PRIOR)), np.zeros(len(_PRIOR))
+        self._new = DecayedRate(tries=np.zeros(len(_PRIOR)), hits=np.zeros(len(_PRIOR)))  # among accepted tokens
 
     def share(self, promises: np.ndarray) -> np.ndarray:
         """Return the share of new tokens, `[rows]` float64 in [0, 1], for promises `[rows]`, in tokens."""
-        general = (self._new[1:].sum() + _STRENGTH) / (self._true[1:] @ _PRIOR[1:] + _STRENGTH)
+        true, new = self._new.tries, self._new.hits
+        general = drawn(new[1:].sum(), true[1:] @ _PRIOR[1:], 1.0, _STRENGTH)
         prior = np.minimum(general * _PRIOR, 1.0)
         prior[0] = 1.0
-        return ((self._new + _STRENGTH * prior) / (self._true + _STRENGTH))[np.searchsorted(_EDGES, promises)]
+        return drawn(new, true, prior, _STRENGTH)[np.searchsorted(_EDGES, promises)]
 
     def update(self, promises: np.ndarray, before: np.ndarray, reached: np.ndarray) -> None:
         """
@@ -108,8 +110,7 @@ class Novelty:
         """
         bins = np.searchsorted(_EDGES, promises)
         true, new = (np.bincount(bins, values, len(_PRIOR)) for values in (reached, np.maximum(reached - before, 0)))
-        decay = 0.5 ** (true / _HALF_LIFE)
-        self._true, self._new = self._true * decay + true, self._new * decay + new
+        self._new.add(true, new, 0.5 ** (true / _HALF_LIFE))
 
 
 class Newcomers:

@@ -1,17 +1,19 @@
 """Correction of drafts' own probabilities by observed acceptance."""
 
 from collections import defaultdict
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from ..drafts.forest import Forest
 from .acceptance import Calibrator, Located
-from .running import Drift
+from .estimates.decayed import DecayedRate
 
 _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # weight of a draft's own probability, in observations: calibrated sources hardly change
 _HIGH = 0.8  # the probability at which a source as a whole is judged
+_DRIFT_DECAY = 0.96  # decay per step of expected and observed acceptance
+_DRIFT_STRENGTH = 3.0  # weight of the prior that they are equal, in accepted nodes
 
 
 @cache
@@ -28,13 +30,14 @@ class Trust:
 
     def __init__(self) -> None:
         self.calibrator = Calibrator(_HALF_LIFE, _STRENGTH)
-        self._drifts: defaultdict[str, Drift] = defaultdict(Drift)  # by source
+        # Observed acceptance by expected one over the latest steps, by source: quicker and coarser than the calibrator.
+        self._drifts: defaultdict[str, DecayedRate] = defaultdict(partial(DecayedRate, 1.0, _DRIFT_STRENGTH))
         self._latest: dict[str, tuple[Forest, Located]] = {}  # latest draft by source
 
     def probs(self, source: str, forest: Forest) -> np.ndarray:
         """Return the corrected acceptance probabilities of a source's nodes, given accepted parents, `[n]`."""
         calibrated = self.calibrator.calibrate_located(source, self._located(source, forest))
-        return np.minimum(calibrated * self._drifts[source].ratio, 1.0)
+        return np.minimum(calibrated * self._drifts[source].rate, 1.0)
 
     def of_source(self, source: str) -> float:
         """Return the factor between acceptance and a source's own high probabilities."""
@@ -47,7 +50,7 @@ class Trust:
         located = self._located(source, forest).of(nodes)
         self._latest.pop(source)
         expected = self.calibrator.calibrate_located(source, located).sum()
-        self._drifts[source].add(expected, hits.sum())
+        self._drifts[source].add(expected, hits.sum(), _DRIFT_DECAY)
         self.calibrator.update_located(source, located, hits.astype(np.float64))
 
     def _located(self, source: str, forest: Forest) -> Located:

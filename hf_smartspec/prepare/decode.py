@@ -150,7 +150,7 @@ def _report(
     record(prepared.model, statistics, traces)
     predicted = ""
     if isinstance(policy, GoodputAuction):
-        predicted = f", predicted to be {policy.speedup.ratio:.2f} times as fast as plain decoding"
+        predicted = f", predicted to be {policy.speedup:.2f} times as fast as plain decoding"
     logger.info(
         f"{type(prepared.assistant.source).__name__}: {statistics.generated_tokens} tokens in {statistics.forwards} "
         f"forwards, {statistics.accepted_tokens} of {statistics.drafted_tokens} drafted tokens accepted "

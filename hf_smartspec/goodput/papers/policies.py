@@ -1,5 +1,6 @@
 """The papers' length policies, for comparison with the auction."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from ...drafts.price import FREE, LevelPrice
 from ...drafts.tree import DraftTree
 from ..cost import CostModel, StepSeconds
 from ..draft_cost import DraftTimer
+from ..estimates.decayed import DecayedMean
 from ..estimators import AcceptanceEstimator
 from ..policy import LengthPolicy, StepRows
 from ..stage import Stage
@@ -236,7 +238,7 @@ class Oracle(LengthPolicy):
 
     def __init__(self, cost: CostModel, continuation: Callable[[Hashable], np.ndarray]):
         self.cost, self.continuation = cost, continuation
-        self._gain = 1.0  # running goodput relative to plain decoding's
+        self._gain = DecayedMean(_NEWEST, 1.0, math.inf)  # running goodput relative to plain decoding's
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         return stage.caps
@@ -269,6 +271,6 @@ class Oracle(LengthPolicy):
         if not num_rows:
             return 0
         tokens, plain = num_rows + np.arange(len(seconds)), num_rows / seconds[0]
-        best = int(np.argmax(tokens - self._gain * plain * seconds))
-        self._gain += _NEWEST * (float(tokens[best] / seconds[best] / plain) - self._gain)
+        best = int(np.argmax(tokens - self._gain.mean * plain * seconds))
+        self._gain.add(float(tokens[best] / seconds[best] / plain))
         return best

@@ -1,0 +1,1 @@
+"""Estimates from what was observed, in which old observations count less."""
