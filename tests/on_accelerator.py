@@ -311,8 +311,8 @@ class Learning(Priced):
         super().__init__(CHAIN)
         self.learns_late, self._launched, self.learnt, self.moments = learns_late, launched, [], []
 
-    def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
-        self.learnt.append(([len(tree) for tree in verified], list(accepted), [line.tolist() for line in tokens]))
+    def observe(self, outcome):
+        self.learnt.append((outcome.sizes, list(outcome.accepted), [line.tolist() for line in outcome.tokens]))
         self.moments.append((len(self._launched), counted["waits"] > self._launched[-1]))
 
 

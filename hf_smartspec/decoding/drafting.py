@@ -11,7 +11,7 @@ from ..candidates.base import label_of
 from ..drafts.merge import Draft, first_drafters, join
 from ..drafts.tree import DraftTree
 from ..goodput.estimates.decayed import DecayedMean
-from ..goodput.policy import DraftCost, LengthPolicy, StepRows, StepSeconds
+from ..goodput.policy import DraftCost, LengthPolicy, StepOutcome, StepRows, StepSeconds
 from ..goodput.stage import Stage
 from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
@@ -33,8 +33,10 @@ class StepDrafts(NamedTuple):
     trees: list[DraftTree]
     start: StepSeconds  # spent before the step
 
-    def seconds_until(self, end: StepSeconds) -> StepSeconds:
-        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
+    def outcome(self, accepted: Sequence[int], tokens: Sequence[np.ndarray], end: StepSeconds) -> StepOutcome:
+        """What the policy learns from: accepted nodes and committed tokens of each row, and seconds until the `end`."""
+        seconds = StepSeconds(*(after - before for before, after in zip(self.start, end)))
+        return StepOutcome(self.policy_rows, self.proposed, self.trees, accepted, seconds, tokens)
 
 
 class Drafting:
@@ -143,8 +145,7 @@ class Drafting:
         if not self.decides:
             return
         self._catch_up()  # first things first
-        seconds = drafts.seconds_until(self.seconds())
-        learn = partial(self._learn, drafts, accepted, tokens, seconds)
+        learn = partial(self._learn, drafts.rows, drafts.outcome(accepted, tokens, self.seconds()))
         if may_wait and self.policy.learns_late:
             self._unlearnt = learn
         else:
@@ -170,17 +171,15 @@ class Drafting:
         if unlearnt is not None:
             unlearnt()
 
-    def _learn(
-        self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], seconds: StepSeconds
-    ) -> None:
+    def _learn(self, rows: Sequence[Request], outcome: StepOutcome) -> None:
         """
         How far the drafts of later stages came true, whether they were verified or not; whether those of learned
         sources ever do; and for the policy, what came of its decisions.
         """
-        step = drafts.policy_rows
-        for stage in step.stages:
+        tokens = outcome.tokens or []
+        for stage in outcome.rows.stages:
             if stage.cost.is_learned and self.alarm.watches(stage.name):
-                judged = [index for index, request in enumerate(drafts.rows) if request.call.is_judged]
+                judged = [index for index, request in enumerate(rows) if request.call.is_judged]
                 self.alarm.observe(
                     stage.name, [stage.proposed[index] for index in judged], [tokens[index] for index in judged]
                 )
@@ -188,7 +187,7 @@ class Drafting:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):
                         self._lengths[stage.name].add(len(tree.path_along(line)))
-        self.policy.observe(step, drafts.proposed, drafts.trees, accepted, seconds, tokens)
+        self.policy.observe(outcome)
 
     def seconds(self) -> StepSeconds:
         """Seconds spent so far, in all steps. Of a forward: from its beginning until nothing is left but to wait."""

@@ -9,7 +9,7 @@ from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length
 from .papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput, StepPlan
 from .papers.roofline import Roofline, free_tokens
-from .policy import FixedLength, LengthPolicy, NoSpeculation, Stage, StepRows
+from .policy import FixedLength, LengthPolicy, NoSpeculation, Stage, StepOutcome, StepRows
 from .prefill_gate import PrefillGate
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Roofline",
     "Stage",
     "StepGoodput",
+    "StepOutcome",
     "StepPlan",
     "StepRows",
     "StepSeconds",

@@ -10,12 +10,12 @@ import numpy as np
 from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from .cost import CostModel, StepSeconds
+from .cost import CostModel
 from .draft_cost import DraftCost
 from .estimates.decayed import DecayedRate
 from .kernels.prefixes import best_prefix
 from .plan import Before, Plan, known_continuation
-from .policy import LengthPolicy, StepRows
+from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
 from .stage_record import StageRecord
 from .trust import Trust
@@ -370,27 +370,19 @@ class GoodputAuction(LengthPolicy):
 
     # 3. After verification
 
-    def observe(
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        verified: Sequence[DraftTree],
-        accepted: Sequence[int],
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        sizes = [len(tree) for tree in verified]
-        context, batched, width = rows.forward_size(sum(sizes), 1 + max(sizes, default=0))
+    def observe(self, outcome: StepOutcome) -> None:
+        rows, seconds, tokens = outcome.rows, outcome.seconds, outcome.tokens
+        context, batched, width = outcome.forward_size
         if batched:
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows) and not plan.is_baseline:
-            self._speedup.add(plan.plain_tokens, len(rows) + sum(accepted), _SPEEDUP_DECAY)
+            self._speedup.add(plan.plain_tokens, outcome.num_tokens, _SPEEDUP_DECAY)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)
         if tokens is None:
-            forest, tokens = Forest(verified), [known_continuation(tree, num) for tree, num in zip(verified, accepted)]
-            self._learn_outcomes(plan, rows, rows.stages[0], forest, tokens)
+            tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
+            self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)
             return
         for stage, forest in plan.drafted.items():
             self._learn_outcomes(plan, rows, stage, forest, tokens)

@@ -1,9 +1,11 @@
 """The interface of length policies, which decide how many nodes each row drafts, and which of them are verified."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +15,16 @@ from .cost import StepSeconds
 from .draft_cost import DraftCost
 from .stage import Stage
 
-__all__ = ["DraftCost", "FixedLength", "LengthPolicy", "NoSpeculation", "Stage", "StepRows", "StepSeconds"]
+__all__ = [
+    "DraftCost",
+    "FixedLength",
+    "LengthPolicy",
+    "NoSpeculation",
+    "Stage",
+    "StepOutcome",
+    "StepRows",
+    "StepSeconds",
+]
 
 
 @dataclass
@@ -94,6 +105,44 @@ class StepRows:
         return replace(self, num_prefill_tokens=0, prefill_context=0, prefill_pairs=0)
 
 
+class StepOutcome(NamedTuple):
+    """
+    Outcome of a step, which a policy learns from.
+
+    Args:
+        rows (`StepRows`): The object passed to `max_nodes`; its stages now hold how many nodes they were asked for and
+            their proposals.
+        proposed, verified (sequences of `DraftTree`): Trees passed to `select`, and trees that were verified.
+        accepted (sequence of `int`): Number of accepted nodes of each row.
+        seconds (`StepSeconds`): Time of the step.
+        tokens (sequence of `np.ndarray`, *optional*): Tokens that each row committed, by which also nodes that were
+            not verified can be judged. Without them, only chains can.
+    """
+
+    rows: StepRows
+    proposed: Sequence[DraftTree]
+    verified: Sequence[DraftTree]
+    accepted: Sequence[int]
+    seconds: StepSeconds
+    tokens: Sequence[np.ndarray] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of verified nodes of each row."""
+        return [len(tree) for tree in self.verified]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows: accepted nodes, and one more of each row."""
+        return len(self.rows) + sum(self.accepted)
+
+    @property
+    def forward_size(self) -> tuple[Any, Any, Any]:
+        """`StepRows.forward_size` of the step's forward."""
+        sizes = self.sizes
+        return self.rows.forward_size(sum(sizes), 1 + max(sizes, default=0))
+
+
 class LengthPolicy(ABC):
     """
     Base class of policies that decide at every step how much to speculate: before each stage drafts (`max_nodes`), and
@@ -107,6 +156,18 @@ class LengthPolicy(ABC):
     """
 
     learns_late = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        own = cls.__dict__.get("observe")
+        if own is not None and len(signature(own).parameters) > 2:  # as it was before there was a `StepOutcome`
+            names = ", ".join(StepOutcome._fields)
+            warnings.warn(
+                f"{cls.__name__}.observe takes {names}. Let it take one `StepOutcome`, which holds them.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            cls.observe = lambda self, outcome: own(self, *outcome)  # type: ignore[method-assign]
 
     @abstractmethod
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
@@ -138,27 +199,8 @@ class LengthPolicy(ABC):
         """Return the part of each row's tree that is verified; it must be closed under parents."""
         return list(trees)
 
-    def observe(  # noqa: B027
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        verified: Sequence[DraftTree],
-        accepted: Sequence[int],
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        """
-        Learn from a step; a no-op by default.
-
-        Args:
-            rows (`StepRows`): The object passed to `max_nodes`; its stages now hold how many nodes they were asked for
-                and their proposals.
-            proposed, verified (sequences of `DraftTree`): Trees passed to `select`, and trees that were verified.
-            accepted (sequence of `int`): Number of accepted nodes of each row.
-            seconds (`StepSeconds`): Time of the step.
-            tokens (sequence of `np.ndarray`, *optional*): Tokens that each row committed, by which also nodes that were
-                not verified can be judged. Without them, only chains can.
-        """
+    def observe(self, outcome: StepOutcome) -> None:  # noqa: B027
+        """Learn from a step; a no-op by default."""
 
     def renew(self, source: str, number: int) -> None:  # noqa: B027
         """

@@ -10,8 +10,8 @@ import numpy as np
 from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from .cost import CostModel, StepSeconds
-from .policy import LengthPolicy, StepRows
+from .cost import CostModel
+from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
@@ -134,45 +134,32 @@ class LoggedPolicy(LengthPolicy):
     def forget(self, request_id: Hashable) -> None:
         self.policy.forget(request_id)
 
-    def observe(
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        verified: Sequence[DraftTree],
-        accepted: Sequence[int],
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        sizes = [len(tree) for tree in verified]
-        num_nodes, num_accepted = sum(sizes), sum(accepted)
+    def observe(self, outcome: StepOutcome) -> None:
+        rows, seconds, sizes = outcome.rows, outcome.seconds, outcome.sizes
+        num_nodes = sum(sizes)
         self._nodes.update(sizes)
         self._drafted += num_nodes
-        self._accepted += num_accepted
+        self._accepted += sum(outcome.accepted)
         prefill = seconds.forward * rows.num_prefill_tokens / max(rows.num_batched + num_nodes, 1)
         for name, value in zip(self._seconds, (seconds.draft, prefill, seconds.forward - prefill, seconds.other)):
             self._seconds[name] += value
-        self._compare_prediction(rows, len(rows) + num_accepted, seconds)
-        if tokens is not None and self._num_steps % _EVERY == 0 and len(rows) and not rows.num_prefill_tokens:
-            self._look_back(rows, proposed, sizes, num_accepted, seconds, tokens)
+        self._compare_prediction(outcome)
+        tokens, is_due = outcome.tokens, self._num_steps % _EVERY == 0
+        if tokens is not None and is_due and len(rows) and not rows.num_prefill_tokens:
+            self._look_back(outcome, tokens)
         self._num_steps += 1
-        self.policy.observe(rows, proposed, verified, accepted, seconds, tokens)
+        self.policy.observe(outcome)
 
-    def _compare_prediction(self, rows: StepRows, tokens: int, seconds: StepSeconds) -> None:
+    def _compare_prediction(self, outcome: StepOutcome) -> None:
+        rows, seconds = outcome.rows, outcome.seconds
         prediction = next((known for step, known in self._predictions if step is rows), None)
         if prediction is not None and len(rows) and prediction.seconds > 0:
             spent = max(seconds.forward + seconds.other, 1e-9)
-            self._errors.append((abs(prediction.tokens / tokens - 1), abs(prediction.seconds / spent - 1)))
+            self._errors.append((abs(prediction.tokens / outcome.num_tokens - 1), abs(prediction.seconds / spent - 1)))
 
-    def _look_back(
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        sizes: list[int],
-        num_accepted: int,
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray],
-    ) -> None:
-        forest = Forest(proposed)
+    def _look_back(self, outcome: StepOutcome, tokens: Sequence[np.ndarray]) -> None:
+        rows, seconds, sizes = outcome.rows, outcome.seconds, outcome.sizes
+        forest = Forest(outcome.proposed)
         nodes, hits = forest.outcomes(tokens)
         true_nodes = nodes[hits]
         for stage in rows.stages:
@@ -180,14 +167,14 @@ class LoggedPolicy(LengthPolicy):
         if self.cost is None:
             return
         draft = seconds.draft
-        real = np.array([len(rows) + num_accepted, draft + seconds.forward + seconds.other])
+        real = np.array([outcome.num_tokens, draft + seconds.forward + seconds.other])
         self._real += real
         # The cost model's error in this step is taken to be the same for every choice.
         factor = (real[1] - draft) / self._forward_seconds(rows, sizes, self.cost.seconds)
         ranks = forest.ranks()[true_nodes]
         for index, length in enumerate(_FIXED):
             gained = np.count_nonzero(ranks < length)
-            shorter = [min(len(tree), length) for tree in proposed]
+            shorter = [min(len(tree), length) for tree in outcome.proposed]
             forward = factor * self._forward_seconds(rows, shorter, self.cost.seconds)
             self._fixed[index] += len(rows) + gained, forward + (draft if length else 0.0)
         # One node more, by the profile alone: with the corrections of this size and the next, which are learnt apart,

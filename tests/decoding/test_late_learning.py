@@ -31,12 +31,12 @@ class Noting(FixedLength):
         self.events.append(("select", len(self.steps) - 1))
         return super().select(rows, trees)
 
-    def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
+    def observe(self, outcome):
         if self.error is not None:
             raise self.error
-        (number,) = [number for number, step in enumerate(self.steps) if step is rows]
+        (number,) = [number for number, step in enumerate(self.steps) if step is outcome.rows]
         self.events.append(("observe", number))
-        self.told.append(seconds)
+        self.told.append(outcome.seconds)
         self.takes(self.seconds)
 
     def forget(self, request_id):

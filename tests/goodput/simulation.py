@@ -6,7 +6,7 @@ import numpy as np
 
 from hf_smartspec import DraftTree
 from hf_smartspec.drafts.merge import join
-from hf_smartspec.goodput import CostModel, DraftCost, LengthPolicy, Stage, StepRows, StepSeconds
+from hf_smartspec.goodput import CostModel, DraftCost, LengthPolicy, Stage, StepOutcome, StepRows, StepSeconds
 
 VOCAB_SIZE = 1000
 CHEAP = DraftCost(per_call=1e-4)
@@ -69,7 +69,8 @@ def simulate(
         forward *= rng.lognormal(0, noise)
         drafting = sum(stage.seconds for stage in rows.stages)
         tokens = [truth[: count + 1] for truth, count in zip(truths, accepted)]
-        policy.observe(rows, proposed, verified, accepted, StepSeconds(drafting, forward, 0.0), tokens)
+        seconds = StepSeconds(drafting, forward, 0.0)
+        policy.observe(StepOutcome(rows, proposed, verified, accepted, seconds, tokens))
         totals.tokens += sum(map(len, tokens))
         totals.seconds += drafting + forward
         totals.steps += 1

@@ -16,6 +16,7 @@ from hf_smartspec.goodput import (
     GoodputAuction,
     NoSpeculation,
     Stage,
+    StepOutcome,
     StepRows,
     StepSeconds,
 )
@@ -140,7 +141,8 @@ def test_poor_drafts_leave_the_time_to_steps_with_good_ones():
     for _ in range(100):
         rows = rows_of([good])
         kept = decide(policy, rows, [good])
-        policy.observe(rows, [good], kept, [len(kept[0])], StepSeconds(0.0, 10.0 + len(kept[0])), [good.tokens])
+        seconds = StepSeconds(0.0, 10.0 + len(kept[0]))
+        policy.observe(StepOutcome(rows, [good], kept, [len(kept[0])], seconds, [good.tokens]))
     assert len(policy.select(rows_of([good]), [good])[0]) == 8
     assert len(policy.select(rows_of([poor]), [poor])[0]) == 0
 
@@ -156,7 +158,7 @@ def test_steps_without_rows_or_drafts():
     policy = GoodputAuction(line())
     rows = StepRows([], np.zeros(0, int), np.zeros(0, int), num_prefill_tokens=50)
     assert len(policy.max_nodes(rows, rows.stages[0], [])) == 0 and policy.select(rows, []) == []
-    policy.observe(rows, [], [], [], StepSeconds(0.0, 0.1), [])
+    policy.observe(StepOutcome(rows, [], [], [], StepSeconds(0.0, 0.1), []))
     rows = rows_of([DraftTree.empty()])
     assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()]).tolist() == [0]
     assert [len(tree) for tree in policy.select(rows, [DraftTree.empty()])] == [0]
@@ -405,7 +407,7 @@ def test_without_the_tokens_only_verified_chains_teach():
     policy, rows = GoodputAuction(line()), rows_of([chain])
     for _ in range(60):
         kept = policy.select(rows, [chain])
-        policy.observe(rows, [chain], kept, [1 if len(kept[0]) else 0], StepSeconds(0.0, 0.02))
+        policy.observe(StepOutcome(rows, [chain], kept, [1 if len(kept[0]) else 0], StepSeconds(0.0, 0.02)))
     first, second = policy.trust.calibrator.calibrate("", [0.9, 0.9], [1, 2])
     assert first > 0.9 and second < 0.5
 
@@ -418,7 +420,8 @@ def test_short_matches_are_told_from_long_ones():
         rows = rows_of([short, long])
         kept = decide(policy, rows, [short, long])
         seconds = StepSeconds(0.0, 20e-3 + 4e-3 * (2 + sum(map(len, kept))))
-        policy.observe(rows, [short, long], kept, [0, len(kept[1])], seconds, [np.array([9]), np.array([5, 9])])
+        tokens = [np.array([9]), np.array([5, 9])]
+        policy.observe(StepOutcome(rows, [short, long], kept, [0, len(kept[1])], seconds, tokens))
     short_prob, long_prob = policy.trust.calibrator.calibrate("", [0.6, 0.6], [1, 1], [1, 8])
     assert short_prob < 0.1 and long_prob > 0.9
     assert [len(tree) for tree in decide(policy, rows, [short, long])] == [0, 1]

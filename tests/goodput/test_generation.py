@@ -31,8 +31,8 @@ class Uneven(LengthPolicy):
         self.given.append([len(tree) for tree in trees])
         return [tree if index % 2 == 0 else DraftTree.empty() for index, tree in enumerate(trees)]
 
-    def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
-        self.seen.append((proposed, verified, accepted, seconds, tokens))
+    def observe(self, outcome):
+        self.seen.append(outcome[1:])
 
 
 def generate(policy, **arguments):

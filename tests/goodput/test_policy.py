@@ -5,7 +5,7 @@ import pytest
 
 from hf_smartspec import DraftTree, FixedLength, NoSpeculation
 from hf_smartspec.drafts.price import LevelPrice
-from hf_smartspec.goodput import DraftCost, Stage, StepRows, StepSeconds
+from hf_smartspec.goodput import DraftCost, Stage, StepOutcome, StepRows, StepSeconds
 
 from ..sources import random_tree
 
@@ -59,7 +59,7 @@ def test_no_speculation_asks_for_nothing():
     policy, rows = NoSpeculation(), rows_of([4, 4])
     assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).tolist() == [0, 0]
     assert [len(tree) for tree in policy.select(rows, [DraftTree.chain([1]), DraftTree.empty()])] == [0, 0]
-    policy.observe(rows, [], [], [], StepSeconds(0.0, 0.1))
+    policy.observe(StepOutcome(rows, [], [], [], StepSeconds(0.0, 0.1)))
     policy.forget("unknown")
 
 
@@ -73,3 +73,15 @@ def test_a_later_stage_is_asked_where_the_trees_promise_at_most_its_threshold():
 def test_bad_lengths_are_refused(num_nodes):
     with pytest.raises(ValueError, match="num_nodes"):
         FixedLength(num_nodes)
+
+
+def test_a_policy_that_observes_in_six_arguments_is_served_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"Older\.observe takes rows, proposed, .*`StepOutcome`"):
+
+        class Older(NoSpeculation):
+            def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
+                self.seen = rows, proposed, verified, accepted, seconds, tokens
+
+    policy, rows, trees = Older(), rows_of([4]), [DraftTree.empty()]
+    policy.observe(StepOutcome(rows, trees, trees, [0], StepSeconds(0.0, 0.1), None))
+    assert policy.seen == (rows, trees, trees, [0], StepSeconds(0.0, 0.1), None)

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree
-from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation, Stage, StepRows, StepSeconds
+from hf_smartspec.goodput import (
+    CostModel,
+    DraftCost,
+    FixedLength,
+    NoSpeculation,
+    Stage,
+    StepOutcome,
+    StepRows,
+    StepSeconds,
+)
 from hf_smartspec.goodput.report import LoggedPolicy
 
 COST = CostModel(alpha=0.0, gamma=0.001, delta=0.01)  # of 10 ms and 1 ms per token
@@ -32,7 +41,8 @@ def run(policy: LoggedPolicy, chains: list[list[int]], texts: list[list[int]], n
             accepted.append(int(np.cumprod(is_right).sum()))
         tokens = [np.array(text[: num + 1]) for text, num in zip(texts, accepted)]
         forward = float(COST.seconds(rows.num_context, rows.num_batched + sum(map(len, verified)), 1))
-        policy.observe(rows, proposed, verified, accepted, StepSeconds(0.001, forward, 0.002), tokens)
+        seconds = StepSeconds(0.001, forward, 0.002)
+        policy.observe(StepOutcome(rows, proposed, verified, accepted, seconds, tokens))
 
 
 def test_counts_of_known_steps():
@@ -72,8 +82,9 @@ def test_drafts_that_were_not_verified_count_in_hindsight():
 def test_prompts_and_an_empty_log():
     policy = LoggedPolicy(FixedLength(4))
     assert str(policy.report()).startswith("Time") and policy.report().best_fixed is None
-    policy.observe(step_rows(1, 30), [DraftTree.empty()], [DraftTree.empty()], [0], StepSeconds(0.0, 0.031, 0.0))
-    policy.observe(step_rows(0, 30), [], [], [], StepSeconds(0.0, 0.03, 0.0))
+    nothing = [DraftTree.empty()]
+    policy.observe(StepOutcome(step_rows(1, 30), nothing, nothing, [0], StepSeconds(0.0, 0.031, 0.0)))
+    policy.observe(StepOutcome(step_rows(0, 30), [], [], [], StepSeconds(0.0, 0.03, 0.0)))
     seconds = policy.report().seconds
     assert seconds["prefill"] == pytest.approx(0.06) and seconds["verify"] == pytest.approx(0.001)
 

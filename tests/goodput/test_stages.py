@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import DraftTree
-from hf_smartspec.goodput import DraftCost, GoodputAuction, Stage, StepRows, StepSeconds
+from hf_smartspec.goodput import DraftCost, GoodputAuction, Stage, StepOutcome, StepRows, StepSeconds
 from hf_smartspec.goodput.draft_cost import DraftTimer
 from hf_smartspec.goodput.stage_record import Newcomers, Novelty
 
@@ -130,7 +130,7 @@ def test_a_later_stage_that_is_always_wrong_is_soon_asked_no_more_and_the_first_
         accepted = [0, len(kept[1])]
         tokens = [np.array([99]), np.append(STRONG.tokens, 99)[: accepted[1] + 1]]
         forward = float(line().seconds(*rows.forward_size(sum(map(len, kept)))))
-        policy.observe(rows, trees, kept, accepted, StepSeconds(later.seconds, forward), tokens)
+        policy.observe(StepOutcome(rows, trees, kept, accepted, StepSeconds(later.seconds, forward), tokens))
         asked.append(int(limits[0]))
     assert asked[0] > 0
     assert np.count_nonzero(asked[-100:]) < 25, "probes of 1 ms, in 1 % of 21 ms a step"
@@ -156,7 +156,7 @@ def test_a_later_stage_without_an_idea_is_soon_asked_no_more_and_what_is_asked_k
         policy.calibrated(rows, rows.stages[1], nothing)
         kept = policy.select(rows, trees)
         seconds.append(rows.stages[1].seconds)
-        policy.observe(rows, kept, kept, [0], StepSeconds(seconds[-1], 0.021), [np.array([1])])
+        policy.observe(StepOutcome(rows, kept, kept, [0], StepSeconds(seconds[-1], 0.021), [np.array([1])]))
     assert seconds[0] > 0 and sum(seconds[-500:]) < 0.012 * 500 * 0.021
 
 
@@ -172,7 +172,8 @@ def test_the_first_stage_is_not_credited_with_what_later_ones_draft():
         kept = policy.select(rows, trees)
         forward = float(line().seconds(*rows.forward_size(len(kept[0]))))
         drafting = first.seconds + later.seconds
-        policy.observe(rows, trees, kept, [len(kept[0])], StepSeconds(drafting, forward), [STRONG.tokens])
+        step = StepSeconds(drafting, forward)
+        policy.observe(StepOutcome(rows, trees, kept, [len(kept[0])], step, [STRONG.tokens]))
     asked = [bool(np.any(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()])))
              for rows in (staged_rows(1) for _ in range(20))]  # fmt: skip
     assert sum(asked) <= 2, "its silence costs 5 ms"
@@ -201,6 +202,6 @@ def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
         rows.stages[1].proposed = [DraftTree.empty()] * 2
         kept = policy.select(rows, trees)
         truth = [np.arange(9)] * 2
-        policy.observe(rows, trees, kept, [0, 0], StepSeconds(0.0, 0.02, 0.0), truth)
+        policy.observe(StepOutcome(rows, trees, kept, [0, 0], StepSeconds(0.0, 0.02, 0.0), truth))
     assert all(np.isfinite(record.benefit.mean) for record in policy.records.values())
     assert len(kept[0]) > 2

@@ -224,9 +224,9 @@ class Watching(FixedLength):
         self.seen.append((rows.context_lens.tolist(), rows.caps.tolist(), rows.num_prefill_tokens, rows.num_waiting))
         return super().max_nodes(rows, stage, trees)
 
-    def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
-        chosen = [tree.tokens.tolist() for tree in verified]
-        self.outcomes.append((chosen, list(accepted), [line.tolist() for line in tokens]))
+    def observe(self, outcome):
+        chosen = [tree.tokens.tolist() for tree in outcome.verified]
+        self.outcomes.append((chosen, list(outcome.accepted), [line.tolist() for line in outcome.tokens]))
 
 
 def test_policies_see_the_same_as_in_the_real_engine():

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...drafts.tree import DraftTree
-from ...goodput import GoodputAuction, LengthPolicy, NoSpeculation, StepRows
-from ...goodput.cost import StepSeconds
+from ...goodput import GoodputAuction, LengthPolicy, NoSpeculation, StepOutcome
 from ...goodput.report import LoggedPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
@@ -59,20 +57,12 @@ class WatchedPolicy(LoggedPolicy):
         super().__init__(policy, getattr(policy, "cost", None))
         self.steps: list[tuple[float, int, int, int]] = []
 
-    def observe(
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        verified: Sequence[DraftTree],
-        accepted: Sequence[int],
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        num_nodes = sum(len(tree) for tree in verified)
-        num_tokens = len(rows) + sum(accepted) if tokens is None else sum(map(len, tokens))
-        if len(rows):
-            self.steps.append((time.perf_counter(), len(rows), num_nodes, num_tokens))
-        super().observe(rows, proposed, verified, accepted, seconds, tokens)
+    def observe(self, outcome: StepOutcome) -> None:
+        num_rows, tokens = len(outcome.rows), outcome.tokens
+        num_tokens = outcome.num_tokens if tokens is None else sum(map(len, tokens))
+        if num_rows:
+            self.steps.append((time.perf_counter(), num_rows, sum(outcome.sizes), num_tokens))
+        super().observe(outcome)
 
 
 @dataclass

@@ -9,11 +9,11 @@ import numpy as np
 from ...drafts.forest import Forest
 from ...drafts.price import FREE, LevelPrice
 from ...drafts.tree import DraftTree
-from ..cost import CostModel, StepSeconds
+from ..cost import CostModel
 from ..draft_cost import DraftTimer
 from ..estimates.decayed import DecayedMean
 from ..estimators import AcceptanceEstimator
-from ..policy import LengthPolicy, StepRows
+from ..policy import LengthPolicy, StepOutcome, StepRows
 from ..stage import Stage
 from .length import PowerLaw, expected_length, optimal_length
 
@@ -87,11 +87,6 @@ class BatchLookupTable(_Lengths):
         return stage.limits(self.length(len(rows)), trees)
 
 
-def _forward_size(rows: StepRows, trees: Sequence[DraftTree]) -> tuple[float, float, float]:
-    sizes = [len(tree) for tree in trees]
-    return rows.forward_size(sum(sizes), 1 + max(sizes, default=0))
-
-
 def _powers_of_two(largest: int) -> list[int]:
     if largest < 1:
         raise ValueError(f"`max_batch_size` must be at least 1, got {largest}.")
@@ -121,26 +116,18 @@ class _SmartSpec(_Lengths):
         calls, in_calls = cost.calls(lengths)
         return per_call * calls + per_row * in_calls
 
-    def observe(
-        self,
-        rows: StepRows,
-        proposed: Sequence[DraftTree],
-        verified: Sequence[DraftTree],
-        accepted: Sequence[int],
-        seconds: StepSeconds,
-        tokens: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        context, size, width = _forward_size(rows, verified)
+    def observe(self, outcome: StepOutcome) -> None:
+        context, size, width = outcome.forward_size
         if size:
-            self.cost.observe(context, size, seconds.forward + seconds.other, width)
-        first = rows.stages[0]
+            self.cost.observe(context, size, outcome.seconds.forward + outcome.seconds.other, width)
+        first, accepted = outcome.rows.stages[0], np.asarray(outcome.accepted, np.int64)
         drafted = np.array([tree.depths.max(initial=0) for tree in first.proposed], np.int64)
         self.timer.observe(*first.cost.calls(drafted), first.seconds)
-        depths = np.array([tree.depths.max(initial=0) for tree in verified], np.int64)
+        depths = np.array([tree.depths.max(initial=0) for tree in outcome.verified], np.int64)
         levels = np.arange(1, int(depths.max(initial=0)) + 1)
-        succeeded = levels <= np.asarray(accepted, np.int64)[:, None]
-        tried = levels <= np.minimum(np.asarray(accepted, np.int64) + 1, depths)[:, None]
-        self.acceptance.update(rows.request_ids, tried, succeeded)
+        succeeded = levels <= accepted[:, None]
+        tried = levels <= np.minimum(accepted + 1, depths)[:, None]
+        self.acceptance.update(outcome.rows.request_ids, tried, succeeded)
 
     def forget(self, request_id: Hashable) -> None:
         self.acceptance.forget(request_id)
