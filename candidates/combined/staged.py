@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import numpy as np
 
 from ...drafts.merge import Draft, join
 from ...drafts.tree import DraftTree
+from ...goodput.estimates.decayed import DecayedMean
 from ..base import TreeCandidateGenerator
 from ..committed import Committed
 from .members import MemberCandidates
@@ -41,7 +43,9 @@ class StagedCandidates(MemberCandidates):
         if threshold is not None and not threshold >= 0:
             raise ValueError(f"`threshold` must not be negative, got {threshold!r}.")
         self.threshold = threshold
-        self._lengths: defaultdict[int, _Mean] = defaultdict(_Mean)  # accepted, by stage
+        self._lengths: defaultdict[int, DecayedMean] = defaultdict(  # accepted, by stage; begin with one token
+            partial(DecayedMean, _LEAST_WEIGHT, 1.0, 1)
+        )
         self._drafts: dict[tuple[Hashable, int], DraftTree] = {}  # the latest of each stage
 
     @property
@@ -52,7 +56,7 @@ class StagedCandidates(MemberCandidates):
         trees = self._ask(self.sources[0], request_ids, max_nodes)
         self._drafts |= {(name, 0): draft for name, draft in zip(request_ids, trees)}
         for stage, source in enumerate(self.sources[1:], start=1):
-            limit = self._lengths[stage].value if self.threshold is None else self.threshold
+            limit = self._lengths[stage].mean if self.threshold is None else self.threshold
             rows = [row for row, tree in enumerate(trees) if float(tree.path_probs.sum()) <= limit]
             names = [request_ids[row] for row in rows]
             most = [min(max_nodes[row], source.default_num_nodes) for row in rows]  # it may cost by the node
@@ -80,14 +84,3 @@ class StagedCandidates(MemberCandidates):
         for stage in range(len(self.sources)):
             self._drafts.pop((request_id, stage), None)
         super().stop(request_id)
-
-
-class _Mean:
-    """A running mean that begins with one token."""
-
-    def __init__(self) -> None:
-        self.value, self.num = 1.0, 1
-
-    def add(self, value: float) -> None:
-        self.num += 1
-        self.value += max(_LEAST_WEIGHT, 1 / self.num) * (value - self.value)

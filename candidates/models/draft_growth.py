@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ...drafts.tree import DraftTree
+from ...goodput.estimates.decayed import DecayedRate
 from ...sampling.processors import ScoreProcessing
 from ...target_model.layout.rows import CacheRow, RowInput
 
@@ -20,16 +21,15 @@ class Outlook:
     """
 
     def __init__(self, share: float = _FIRST_GUESS):
-        self._above, self._below = 1.0, share
+        self._promised = DecayedRate(tries=1.0, hits=share)  # by levels, of what the levels above them promised
 
     def at(self, depth: int) -> float:
         """What the level of so many tokens behind the text promises."""
-        return (self._below / self._above) ** depth
+        return float(self._promised.rate**depth)
 
     def learn(self, promises: list[float]) -> None:
         """One draft's, level by level."""
-        self._above = _MEMORY * self._above + sum([1.0, *promises][:-1])
-        self._below = _MEMORY * self._below + sum(promises)
+        self._promised.add(sum([1.0, *promises][:-1]), sum(promises), _MEMORY)
 
     def of_another(self) -> "Outlook":
         """What another request begins with."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ....goodput.estimates.decayed import DecayedMean
 from .files import load_arrays, save_arrays
 from .neighbours import Neighbours
 
@@ -101,8 +102,7 @@ class DrafterBandit:
         self._kinds: OrderedDict[str, _Arms] = OrderedDict()  # the latest used last
         self.neighbours = Neighbours()
         self._lock = Lock()  # of all it knows, which requests of several threads use and change
-        self._unit = 0.0  # seconds of an ordinary step, drafting aside
-        self._num = 0
+        self._unit = DecayedMean(_UNIT_SHARE)  # seconds of an ordinary step, drafting aside
 
     def choose(self, kind: str = "", sketch: np.ndarray | None = None) -> str:
         """The drafter for a request of this kind, or if that is unknown (""), with a prompt of this sketch."""
@@ -118,10 +118,8 @@ class DrafterBandit:
                 self._add(outcome, seconds)
 
     def _add(self, outcome: Outcome, seconds: float) -> None:
-        self._num += 1
-        share = max(_UNIT_SHARE, 1 / self._num)
-        self._unit += share * (outcome.rest / outcome.steps - self._unit)
-        value = outcome.tokens * self._unit / seconds
+        self._unit.add(outcome.rest / outcome.steps)
+        value = outcome.tokens * self._unit.mean / seconds
         weight, decay = outcome.steps / (outcome.steps + _TYPICAL_STEPS), 0.5 ** (1 / self.half_life)
         arm = self.names.index(outcome.drafter)
         for arms in (self._general, self._of(outcome.kind)):
@@ -132,7 +130,7 @@ class DrafterBandit:
     def goodput(self, kind: str = "") -> dict[str, float]:
         """By drafter, tokens per second of a row of this kind of text: estimates; 0 before anything is known."""
         with self._lock:
-            means, unit = self._judged(kind)[0], self._unit
+            means, unit = self._judged(kind)[0], self._unit.mean
         return {name: float(mean / unit) if unit else 0.0 for name, mean in zip(self.names, means)}
 
     @property
@@ -151,7 +149,7 @@ class DrafterBandit:
         with self._lock:
             arms = [self._general, *self._kinds.values()]
             arrays = {
-                "options": np.array([_FORMAT, self._num, self._unit]),
+                "options": np.array([_FORMAT, self._unit.num, self._unit.mean]),
                 "names": np.array(self.names, np.str_),
                 "kinds": np.array(list(self._kinds), np.str_),
                 "counts": np.array([[item.counts, item.sums, item.squares] for item in arms]),
@@ -186,7 +184,7 @@ class DrafterBandit:
             item.restore(own, arms)
         with self._lock:
             self._general, self._kinds = found[0], OrderedDict(zip(kinds, found[1:]))
-            self._num, self._unit, self._rng, self.neighbours = int(num), unit, rng, neighbours
+            self._unit, self._rng, self.neighbours = DecayedMean(_UNIT_SHARE, unit, int(num)), rng, neighbours
 
     def _judged(self, kind: str, sketch: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Means and their standard deviations, of each drafter."""
