@@ -1,10 +1,10 @@
 """Decisions on how much to speculate: plain arithmetic on numpy arrays, without torch or a model."""
 
-from .acceptance import Calibrator, expected_calibration_error, outcomes
 from .auction import GoodputAuction, Prediction
 from .cost import CostModel, CostPoint, StepSeconds
 from .draft_cost import DraftCost, DraftTimer
-from .estimators import AcceptanceEstimator
+from .estimates.acceptance import AcceptanceEstimator
+from .estimates.calibrator import Calibrator, expected_calibration_error, outcomes
 from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length
 from .papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput, StepPlan

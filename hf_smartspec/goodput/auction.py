@@ -13,12 +13,12 @@ from ..drafts.tree import DraftTree
 from .cost import CostModel
 from .draft_cost import DraftCost
 from .estimates.decayed import DecayedRate
+from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
 from .plan import Before, Plan, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
 from .stage_record import StageRecord
-from .trust import Trust
 
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens

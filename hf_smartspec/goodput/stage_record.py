@@ -6,8 +6,8 @@ import numpy as np
 
 from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
+from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, drawn
-from .estimators import CERTAIN, AcceptanceEstimator
 from .stage import Stage
 
 _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens

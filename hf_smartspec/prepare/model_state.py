@@ -25,8 +25,7 @@ from ..candidates.heads.learned import LearnedDrafter
 from ..decoding.alarm import AcceptanceAlarm
 from ..decoding.statistics import GenerationStatistics
 from ..decoding.trace import TracedRequest
-from ..goodput import CostModel, GoodputAuction
-from ..goodput.acceptance import Calibrator
+from ..goodput import Calibrator, CostModel, GoodputAuction
 from ..log import get_logger
 
 logger = get_logger(__name__)

@@ -36,7 +36,7 @@ from ..candidates.heads.mtp import MTP
 from ..candidates.models.translated.source import TranslatedDraftCandidates
 from ..candidates.models.translated.translation import Translation
 from ..candidates.models.vocabulary import SharedVocabulary
-from ..goodput.acceptance import Calibrator
+from ..goodput import Calibrator
 from ..target_model.forward.ranks import is_sharded
 from ..target_model.private import warn_of_release
 from .config import DATASTORE, EARLY_EXIT, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec.drafts.forest import Forest
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.goodput.acceptance import outcomes
+from hf_smartspec.goodput import outcomes
 
 from ..strategies import lengths_of, trees
 

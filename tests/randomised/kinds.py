@@ -29,7 +29,7 @@ from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.candidates.heads.speculator_source import MLPSpeculatorCandidates
 from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.models.translated.translation import Translation
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from ..candidates.models.translated.pairs import with_tokens_of

@@ -14,7 +14,7 @@ from hf_smartspec.commands.common.drafters import Drafter
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.speed.loop import PLAIN, Method, Results, Settings, Tally, measure
 from hf_smartspec.commands.speed.report import num_different
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 
 from .arguments import SPEED, STEPS, TREES
 from .trees import accuracies, best_fixed_tree

@@ -14,7 +14,7 @@ from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.recordings import Fields, Recording, Texts, read_requests, tokenize
 from hf_smartspec.commands.replay.sources import SourceSpec
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 
 _PROMPT_TAIL = 8  # tokens of the prompt that suffix trees keep with an output
 _MAX_MATCH = 16  # tokens that suffix trees look up

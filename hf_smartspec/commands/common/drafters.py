@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...candidates import DraftModelCandidates, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.heads.kinds import load, source_of
 from ...candidates.heads.learned import LearnedDrafter
-from ...goodput.acceptance import Calibrator
+from ...goodput import Calibrator
 from ...prepare.resolve import resolve
 from .arguments import UsageError
 from .models import load_draft, name_of

@@ -15,7 +15,7 @@ from ...candidates import TreeCandidateGenerator
 from ...candidates.base import refuse_needs
 from ...drafts.price import FREE
 from ...drafts.tree import DraftTree
-from ...goodput.acceptance import Calibrator, expected_calibration_error, outcomes
+from ...goodput import Calibrator, expected_calibration_error, outcomes
 from ..common.recordings import Recording, count_accepted
 
 _MICROSECONDS = 1e6

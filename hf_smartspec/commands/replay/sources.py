@@ -21,7 +21,7 @@ from ...candidates import (
 )
 from ...candidates.combined.tuned import TunedSources
 from ...drafts.tree import DraftTree
-from ...goodput.acceptance import Calibrator
+from ...goodput import Calibrator
 from ..common.arguments import UsageError
 
 

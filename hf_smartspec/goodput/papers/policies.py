@@ -11,8 +11,8 @@ from ...drafts.price import FREE, LevelPrice
 from ...drafts.tree import DraftTree
 from ..cost import CostModel
 from ..draft_cost import DraftTimer
+from ..estimates.acceptance import AcceptanceEstimator
 from ..estimates.decayed import DecayedMean
-from ..estimators import AcceptanceEstimator
 from ..policy import LengthPolicy, StepOutcome, StepRows
 from ..stage import Stage
 from .length import PowerLaw, expected_length, optimal_length

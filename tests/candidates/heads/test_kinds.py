@@ -8,7 +8,7 @@ from hf_smartspec import EagleHeads, MedusaHeads, MLPSpeculator, MtpLayers
 from hf_smartspec.candidates.heads import files
 from hf_smartspec.candidates.heads.files import config_of
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 from hf_smartspec.prepare.resolve import resolve
 from hf_smartspec.training.eagle import new_heads
 

@@ -8,7 +8,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import Committed, Engine, MedusaCandidates, MedusaHeads, SmartSpecConfig
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 from hf_smartspec.prepare.resolve import Drafters, resolve
 
 from ...generate.helpers import prompts, tiny_llama

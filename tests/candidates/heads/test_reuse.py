@@ -6,7 +6,7 @@ import pytest
 
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 from tests.generate.helpers import prompts, tiny_llama
 
 from .fitted import fitted_eagle, fitted_heads, fitted_speculator

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
+from hf_smartspec.goodput.estimates.acceptance import longer
 from hf_smartspec.goodput.estimates.decayed import DecayedMean, DecayedRate, drawn
-from hf_smartspec.goodput.estimators import longer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.data_sets import DataSet
 from hf_smartspec.commands.common.narrowed import NarrowedCandidates
 from hf_smartspec.commands.common.recordings import Recording
-from hf_smartspec.goodput.acceptance import Calibrator
+from hf_smartspec.goodput import Calibrator
 from tests.candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from tests.generate.helpers import prompts, tiny_llama
 

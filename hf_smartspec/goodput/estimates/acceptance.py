@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .estimates.decayed import DecayedRate, drawn
+from .decayed import DecayedRate, drawn
 
 CERTAIN = 0.995  # upper bound on estimated rates: a perfect record proves little
 _NUM_DEPTHS = 8  # depths in the counts of a request; deeper levels count as the last

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..drafts.forest import Forest
-from ..drafts.tree import DraftTree
-from .estimates.decayed import drawn
-from .kernels.cells import count, estimate, locate
+from ...drafts.forest import Forest
+from ...drafts.tree import DraftTree
+from ..kernels.cells import count, estimate, locate
+from .decayed import drawn
 
 # Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
 # are the ratios of small counts, which are the scores that suffix trees give most often.

@@ -5,9 +5,9 @@ from functools import cache, partial
 
 import numpy as np
 
-from ..drafts.forest import Forest
-from .acceptance import Calibrator, Located
-from .estimates.decayed import DecayedRate
+from ...drafts.forest import Forest
+from .calibrator import Calibrator, Located
+from .decayed import DecayedRate
 
 _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # weight of a draft's own probability, in observations: calibrated sources hardly change

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
-from hf_smartspec.goodput.acceptance import Calibrator, expected_calibration_error, outcomes
+from hf_smartspec.goodput import Calibrator, expected_calibration_error, outcomes
 from hf_smartspec.goodput.papers.entropy import empirical_entropy
 
 
