@@ -7,7 +7,7 @@ import numpy as np
 from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import CERTAIN, AcceptanceEstimator
-from .estimates.decayed import DecayedMean, DecayedRate, drawn
+from .estimates.decayed import DecayedMean, DecayedRate, shrunk
 from .stage import Stage
 
 _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens
@@ -94,10 +94,10 @@ class Novelty:
     def share(self, promises: np.ndarray) -> np.ndarray:
         """Return the share of new tokens, `[rows]` float64 in [0, 1], for promises `[rows]`, in tokens."""
         true, new = self._new.tries, self._new.hits
-        general = drawn(new[1:].sum(), true[1:] @ _PRIOR[1:], 1.0, _STRENGTH)
+        general = shrunk(new[1:].sum(), true[1:] @ _PRIOR[1:], 1.0, _STRENGTH)
         prior = np.minimum(general * _PRIOR, 1.0)
         prior[0] = 1.0
-        return drawn(new, true, prior, _STRENGTH)[np.searchsorted(_EDGES, promises)]
+        return shrunk(new, true, prior, _STRENGTH)[np.searchsorted(_EDGES, promises)]
 
     def update(self, promises: np.ndarray, before: np.ndarray, reached: np.ndarray) -> None:
         """

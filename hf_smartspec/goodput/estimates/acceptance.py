@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from .decayed import DecayedRate, drawn
+from .decayed import DecayedRate, shrunk
 
 CERTAIN = 0.995  # upper bound on estimated rates: a perfect record proves little
 _NUM_DEPTHS = 8  # depths in the counts of a request; deeper levels count as the last
@@ -140,7 +140,7 @@ class AcceptanceEstimator:
 
 
 def _bounded(succeeded: float, tried: float, general: float, strength: float) -> float:
-    return min(float(drawn(succeeded, tried, general, strength)), CERTAIN)
+    return min(float(shrunk(succeeded, tried, general, strength)), CERTAIN)
 
 
 def longer(counts: np.ndarray, num: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from ...drafts.forest import Forest
 from ...drafts.tree import DraftTree
 from ..kernels.cells import count, estimate, locate
-from .decayed import drawn
+from .decayed import shrunk
 
 # Upper ends of the bins of raw scores. No k / (k + 1) and no 1 / k lies on an edge, where float32 would decide: these
 # are the ratios of small counts, which are the scores that suffix trees give most often.
@@ -191,7 +191,7 @@ class _Table:
 
     def probs(self, scores: np.ndarray, cells: np.ndarray, strength: float) -> np.ndarray:
         """Return probabilities `[n]` float64, from the raw score, level by level, to the finest cell."""
-        ratio = drawn(self.hits[0], self.expected, 1.0, strength)
+        ratio = shrunk(self.hits[0], self.expected, 1.0, strength)
         probs = np.empty_like(scores)
         estimate(self.num, self.hits, cells, scores, ratio, strength, probs)
         return probs

@@ -25,12 +25,12 @@ def _likely() -> Located:
 class Trust:
     """
     Corrects drafts' probabilities by a `Calibrator` for each source and, as acceptance changes, by the recent ratio of
-    observed to predicted acceptance (`Drift`).
+    observed to predicted acceptance.
     """
 
     def __init__(self) -> None:
         self.calibrator = Calibrator(_HALF_LIFE, _STRENGTH)
-        # Observed acceptance by expected one over the latest steps, by source: quicker and coarser than the calibrator.
+        # Ratio of observed to expected acceptance over the latest steps: quicker and coarser than the calibrator.
         self._drifts: defaultdict[str, DecayedRate] = defaultdict(partial(DecayedRate, 1.0, _DRIFT_STRENGTH))
         self._latest: dict[str, tuple[Forest, Located]] = {}  # latest draft by source
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec.goodput.estimates.acceptance import longer
-from hf_smartspec.goodput.estimates.decayed import DecayedMean, DecayedRate, drawn
+from hf_smartspec.goodput.estimates.decayed import DecayedMean, DecayedRate, shrunk
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_rates_of_cells_that_decay_apart():
         decay = 0.5 ** (tries / 300.0)
         true, new = true * decay + tries, new * decay + hits
         rate.add(tries, hits, decay)
-        assert np.array_equal(drawn(rate.hits, rate.tries, prior, 4.0), (new + 4.0 * prior) / (true + 4.0))
+        assert np.array_equal(shrunk(rate.hits, rate.tries, prior, 4.0), (new + 4.0 * prior) / (true + 4.0))
 
 
 def test_rates_by_depth_of_which_more_come_to_be_known():
