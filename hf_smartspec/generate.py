@@ -15,7 +15,7 @@ from .prepare.defaults import Default, EnabledCall
 from .prepare.entry import generating_model
 from .prepare.model_state import ModelStatistics
 from .prepare.resolve import check_assistant
-from .serving.stand_in import entries
+from .serving.transformers_batching import entries
 from .target_model.cache import kept_memory
 from .target_model.written import forget
 

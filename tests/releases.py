@@ -43,7 +43,7 @@ SUITE = (
     "tests/candidates/heads",  # MTP
     "tests/serving/test_engine.py",
     "tests/serving/test_adapters.py",  # PEFT
-    "tests/serving/stand_in",
+    "tests/serving/transformers_batching",
 )
 OF_SERVER = "tests/serving/server"  # with the releases that the extra `serve` allows
 LIMIT = 1800  # seconds after which a release's tests are given up

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.arguments:
         raise UsageError("a command of transformers is missing, such as: serve MODEL --continuous-batching")
     from ..generate import enable
-    from ..serving.stand_in.server import own_settings
+    from ..serving.transformers_batching.server import own_settings
 
     try:
         from transformers.cli.transformers import app

@@ -32,11 +32,11 @@ from ..target_model.compat import num_positions
 from ..target_model.cost.profiling import doubt_profile
 from ..target_model.forward.ranks import engine_ranks
 from ..validate import check_positive, check_weights
-from .budget import Budget
-from .memory import RequestMemory
+from .memory.base import RequestMemory
+from .memory.budget import Budget
+from .memory.choice import memory_of
 from .outputs import EngineOutput, Results, Ticket
 from .prompts import check_prompts, prompt_ids
-from .ways import memory_of
 from .worker import EngineRunner
 
 # Which the engine sees to itself.

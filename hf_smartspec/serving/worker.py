@@ -19,7 +19,7 @@ from ..prepare.call import model_limits
 from ..prepare.model_state import state_of
 from ..target_model.compat import RequestStatus
 from ..target_model.forward.ranks import Ranks
-from .memory import RequestMemory
+from .memory.base import RequestMemory
 from .outputs import EngineOutput, Results, Ticket, failed
 
 logger = get_logger(__name__)

@@ -20,8 +20,8 @@ from ..goodput.draft_cost import DraftCost
 from ..goodput.policy import LengthPolicy
 from ..goodput.prefill_gate import PrefillGate
 from ..sampling.processors import TokenPicker
-from ..serving.kv_memory import EngineMemory
-from ..serving.prefix_cache import PrefixRows
+from ..serving.memory.kv_memory import EngineMemory
+from ..serving.memory.prefix_cache import PrefixRows
 from ..serving.scheduler import Scheduler
 from .clock import EventClock
 from .forward import SimulatedForward

@@ -10,7 +10,8 @@ from transformers import StoppingCriteriaList
 from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, FixedLength, SmartSpecConfig
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.decoding.loop import equal_parts
-from hf_smartspec.serving import scheduler, shared_base
+from hf_smartspec.serving import scheduler
+from hf_smartspec.serving.memory import shared_base
 from hf_smartspec.target_model.compat import RequestStatus
 
 from ..architectures import small_model

@@ -21,7 +21,7 @@ from hf_smartspec.commands.common.models import load_tokenizer
 from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.generate import enable, enabled
-from hf_smartspec.serving.stand_in.server import own_settings
+from hf_smartspec.serving.transformers_batching.server import own_settings
 
 PLAIN = "transformers"
 _NUM_CHECKED = 8  # requests that are also decoded alone

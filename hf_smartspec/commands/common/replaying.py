@@ -10,9 +10,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from ...decoding.call import Request
 from ...prepare.config import SmartSpecConfig
-from ...serving.budget import Budget
 from ...serving.engine import Engine
-from ...serving.kv_memory import EngineMemory
+from ...serving.memory.budget import Budget
+from ...serving.memory.kv_memory import EngineMemory
 from ...target_model.forward.packed import PackedForward
 from ...target_model.layout.rows import CacheRow, RowInput
 from ...target_model.written import written_decoder

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from ...candidates.text.suffix.source import SuffixTreeCandidates
 from ...prepare.resolve import Assistant
-from ..budget import Budget
 from ..engine import Engine
-from ..memory import RequestMemory
-from ..ways import memory_of
+from ..memory.base import RequestMemory
+from ..memory.budget import Budget
+from ..memory.choice import memory_of
 
 
 class EngineLoad(NamedTuple):

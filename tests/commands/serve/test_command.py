@@ -82,7 +82,7 @@ def test_memory_is_divided_and_told_of(monkeypatch, capsys):
     """Among models, and among replicas on one machine; on a cluster, each replica has its own."""
     from hf_smartspec.commands.serve.arguments import add_arguments
     from hf_smartspec.commands.serve.serving import loaded_server, num_sharing
-    from hf_smartspec.serving import budget
+    from hf_smartspec.serving.memory import budget
     from hf_smartspec.serving.server.guard.keys import ApiKeys
 
     monkeypatch.setattr(budget, "free_bytes", lambda device: 800 * 2**20)

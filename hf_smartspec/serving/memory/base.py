@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from transformers import PreTrainedModel
 
-from ..decoding.call import DecodingCall, Request
-from ..prepare.call import PreparedCall
-from ..target_model.layout.rows import CacheRow
-from .outputs import Ticket
-from .scheduler import Scheduler
+from ...decoding.call import DecodingCall, Request
+from ...prepare.call import PreparedCall
+from ...target_model.layout.rows import CacheRow
+from ..outputs import Ticket
+from ..scheduler import Scheduler
 from .weights import WeightsVersion
 
 

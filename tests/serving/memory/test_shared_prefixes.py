@@ -11,16 +11,16 @@ from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, Engi
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.cpu.attention import has_attention
 from hf_smartspec.goodput import FixedLength
-from hf_smartspec.serving import shared_base
+from hf_smartspec.serving.memory import shared_base
 from hf_smartspec.target_model.attention import shared_attention
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.cache import slot_cache
 from hf_smartspec.target_model.cache.slabs import slot_size
 
-from ..generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
-from ..models import new_model, noisy_model, shared_model
-from ..watching import Watching
-from .helpers import SETTINGS, TIMEOUT, Asked, check_all, suffix
+from ...generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
+from ...models import new_model, noisy_model, shared_model
+from ...watching import Watching
+from ..helpers import SETTINGS, TIMEOUT, Asked, check_all, suffix
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
 PREFIX = np.random.default_rng(5).integers(3, VOCAB_SIZE, 90).tolist()

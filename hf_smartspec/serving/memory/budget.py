@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..target_model.cache.free_memory import free_bytes
-from ..target_model.compat import num_positions
-from ..target_model.forward.ranks import told_by_first
+from ...target_model.cache.free_memory import free_bytes
+from ...target_model.compat import num_positions
+from ...target_model.forward.ranks import told_by_first
 
 _ENOUGH = 2**28  # bytes that even models of short texts may take
 _KEPT = 2  # times what a full batch of the longest texts takes: as much is left for beginnings that are kept

@@ -13,8 +13,8 @@ from ...goodput import CostModel, GoodputAuction
 from ...prepare.call import PreparedCall
 from ...prepare.model_state import state_of
 from ..engine import Engine
-from ..kv_memory import EngineMemory
-from ..memory import RequestMemory
+from ..memory.base import RequestMemory
+from ..memory.kv_memory import EngineMemory
 from .deliveries import DeliveredResults, Deliveries
 from .logprobs import ChosenLogprobs
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..decoding.call import Request
-from ..target_model.layout.rows import CacheRow
+from ...decoding.call import Request
+from ...target_model.layout.rows import CacheRow
 from .prefix_cache import num_shared
 
 # Measured on CPUs: two more calls in every layer take as long as it takes to read so many columns.

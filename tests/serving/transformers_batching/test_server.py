@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec.serving.stand_in.manager import SpeculativeBatchingManager
-from hf_smartspec.serving.stand_in.server import own_settings
+from hf_smartspec.serving.transformers_batching.manager import SpeculativeBatchingManager
+from hf_smartspec.serving.transformers_batching.server import own_settings
 
 from ...generate.helpers import tiny_llama, tiny_tokenizer
 from ..helpers import TIMEOUT

@@ -7,16 +7,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..decoding.call import DecodingCall, Request
-from ..prepare.call import PreparedCall, decoding_call
-from ..target_model.cache.slabs import slot_size
-from ..target_model.cache.slot_cache import SlotCache
-from ..target_model.encoded import EncodedForward, OwnCache, encoder_size, masks_encoder
-from ..target_model.layout.rows import RowInput
+from ...decoding.call import DecodingCall, Request
+from ...prepare.call import PreparedCall, decoding_call
+from ...target_model.cache.slabs import slot_size
+from ...target_model.cache.slot_cache import SlotCache
+from ...target_model.encoded import EncodedForward, OwnCache, encoder_size, masks_encoder
+from ...target_model.layout.rows import RowInput
+from ..outputs import Ticket
+from ..scheduler import ByteScheduler
+from .base import RequestMemory, refuse
 from .budget import Budget
-from .memory import RequestMemory, refuse
-from .outputs import Ticket
-from .scheduler import ByteScheduler
 
 _FIRST_LINES = 64
 _WASTE = 4  # memory of so many times what is needed is given back

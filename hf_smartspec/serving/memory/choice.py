@@ -2,13 +2,13 @@
 
 from transformers import PreTrainedModel
 
-from ..prepare.encoders import pads_outputs
-from ..prepare.model_state import warn_once
-from ..prepare.route import way_of
+from ...prepare.encoders import pads_outputs
+from ...prepare.model_state import warn_once
+from ...prepare.route import way_of
+from .base import RequestMemory
 from .budget import Budget
 from .encoded_memory import EncodedMemory
 from .kv_memory import EngineMemory
-from .memory import RequestMemory
 from .row_memory import RowMemory
 
 

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..candidates.base import TreeCandidateGenerator
-from ..decoding.call import DecodingCall, Request
-from ..decoding.source_guard import forget
-from ..prepare.call import PreparedCall, decoding_call
-from ..target_model.cache.slot_cache import SlotCache
-from ..target_model.layout.rows import CacheRow, RowInput
-from ..target_model.written import packed_forward
+from ...candidates.base import TreeCandidateGenerator
+from ...decoding.call import DecodingCall, Request
+from ...decoding.source_guard import forget
+from ...prepare.call import PreparedCall, decoding_call
+from ...target_model.cache.slot_cache import SlotCache
+from ...target_model.layout.rows import CacheRow, RowInput
+from ...target_model.written import packed_forward
+from ..outputs import Ticket
+from ..scheduler import Scheduler
+from .base import RequestMemory, has_had_turn, may_yield, refuse
 from .budget import Budget
-from .memory import RequestMemory, has_had_turn, may_yield, refuse
-from .outputs import Ticket
 from .prefix_cache import CachedText, PrefixRows, SharedPrefix
-from .scheduler import Scheduler
 from .shared_base import SharedBase, shared_base
 
 _FIRST_LINES = 64

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..candidates.base import TreeCandidateGenerator
-from ..target_model.layout.rows import CacheRow
+from ...candidates.base import TreeCandidateGenerator
+from ...target_model.layout.rows import CacheRow
 
 _MIN_SHARED = 8  # tokens; below, copying is not worth the trouble (for sharing, see `shared_base`)
 

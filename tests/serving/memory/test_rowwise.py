@@ -10,10 +10,10 @@ from transformers.generation.streamers import BaseStreamer
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.target_model.compat import RequestStatus
 
-from ..architectures import small_model
-from ..generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
-from ..models import new_model
-from .helpers import TIMEOUT, Asked, StopsAt, change_weights_while_running, check_all, random_requests, suffix
+from ...architectures import small_model
+from ...generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
+from ...models import new_model
+from ..helpers import TIMEOUT, Asked, StopsAt, change_weights_while_running, check_all, random_requests, suffix
 
 DRAFTED = ["bloom", "gpt_neo"]  # with attention of its own, and with windows
 PLAIN = ["mamba", "qwen3_next", "openai-gpt"]  # a state, a state beside attention, no cache at all

@@ -8,9 +8,9 @@ from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.target_model.cache.slabs import slot_size
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 
-from ..generate.helpers import VOCAB_SIZE, tiny_llama
-from ..watching import Watching
-from .helpers import TIMEOUT, Asked, check_all, suffix
+from ...generate.helpers import VOCAB_SIZE, tiny_llama
+from ...watching import Watching
+from ..helpers import TIMEOUT, Asked, check_all, suffix
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
 

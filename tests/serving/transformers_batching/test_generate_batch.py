@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationM
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates
-from hf_smartspec.serving.stand_in.manager import SpeculativeBatchingManager
+from hf_smartspec.serving.transformers_batching.manager import SpeculativeBatchingManager
 from hf_smartspec.target_model.compat import RequestStatus
 
 from ...generate.helpers import EOS, PAD, Spy, noisy_copy, prompts, set_special_tokens, tiny_llama

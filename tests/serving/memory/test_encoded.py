@@ -8,13 +8,13 @@ import torch
 from transformers import StoppingCriteriaList
 
 from hf_smartspec import Engine, SmartSpecConfig
-from hf_smartspec.serving.encoded_memory import EncodedMemory
-from hf_smartspec.serving.row_memory import RowMemory
+from hf_smartspec.serving.memory.encoded_memory import EncodedMemory
+from hf_smartspec.serving.memory.row_memory import RowMemory
 from hf_smartspec.target_model.compat import RequestStatus
 
-from ..generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
-from ..models import new_model
-from .helpers import TIMEOUT, Asked, StopsAt, check_all, random_requests, suffix
+from ...generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
+from ...models import new_model
+from ..helpers import TIMEOUT, Asked, StopsAt, check_all, random_requests, suffix
 
 SHARING = ["t5", "bart", "t5gemma"]
 ROWWISE = "m2m_100"

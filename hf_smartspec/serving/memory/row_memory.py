@@ -6,21 +6,21 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..decoding.call import DecodingCall, Request
-from ..prepare.call import PreparedCall, decoding_call
-from ..prepare.config import SmartSpecConfig
-from ..prepare.media import media_kwargs, without_empty_media
-from ..prepare.model_state import warn_once
-from ..prepare.resolve import resolve
-from ..target_model.cache.footprint import Footprint, caches_in, num_bytes
-from ..target_model.compat import is_stateful
-from ..target_model.forward.rowwise import ModelRow, RowwiseForward
-from ..target_model.forward.stepwise import StepwiseForward
-from ..target_model.support.wrappers import has_adapters_by_row
+from ...decoding.call import DecodingCall, Request
+from ...prepare.call import PreparedCall, decoding_call
+from ...prepare.config import SmartSpecConfig
+from ...prepare.media import media_kwargs, without_empty_media
+from ...prepare.model_state import warn_once
+from ...prepare.resolve import resolve
+from ...target_model.cache.footprint import Footprint, caches_in, num_bytes
+from ...target_model.compat import is_stateful
+from ...target_model.forward.rowwise import ModelRow, RowwiseForward
+from ...target_model.forward.stepwise import StepwiseForward
+from ...target_model.support.wrappers import has_adapters_by_row
+from ..outputs import Ticket
+from ..scheduler import ByteScheduler
+from .base import RequestMemory, refuse
 from .budget import Budget
-from .memory import RequestMemory, refuse
-from .outputs import Ticket
-from .scheduler import ByteScheduler
 
 
 class RowMemory(RequestMemory):

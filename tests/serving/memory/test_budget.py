@@ -3,10 +3,10 @@
 import pytest
 
 from hf_smartspec import Engine
-from hf_smartspec.serving import budget
-from hf_smartspec.serving.budget import Budget
+from hf_smartspec.serving.memory import budget
+from hf_smartspec.serving.memory.budget import Budget
 
-from ..generate.helpers import tiny_llama
+from ...generate.helpers import tiny_llama
 
 MIB = 2**20
 

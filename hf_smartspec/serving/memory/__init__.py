@@ -1,0 +1,1 @@
+"""What an engine keeps of its requests: keys and values, rows of caches, what encoders have read."""
