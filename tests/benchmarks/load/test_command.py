@@ -14,6 +14,7 @@ from hf_smartspec.commands.load import runs as load_runs
 from hf_smartspec.commands.load.report import Cell, Point, summaries, verdicts
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.simulator import LoadResult, Served
+from tests.covering import exhaustive
 from tests.folders import save_tiny_models
 
 from .. import helpers
@@ -198,17 +199,27 @@ def test_timeline_whose_claim_fails_says_no_and_exits_with_1(folder, tmp_path, m
     assert "NO the auction's latency is at least 1.10 times better" in said and ": 1.07 times" in said
 
 
-def test_simulate_plays_figures_and_traces(folder, tmp_path, capsys):
+_ALL_FIGURES = {f"SmartSpec, Figure {number}" for number in (1, 5, 11, 12, 14, 15, 16)} | {"Su et al., Figure 5"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        (["--figures", "1", "12"], {"SmartSpec, Figure 1", "SmartSpec, Figure 12"}),
+        *exhaustive(([], _ALL_FIGURES)),
+    ],
+    ids=["some", "all"],
+)
+def test_simulate_plays_figures_and_traces(folder, tmp_path, capsys, asked, names):
     trace = tmp_path / "trace.csv"
     lines = [f"{900 * index},{20 + index},{5 + index},{index % 2}" for index in range(12)]
     trace.write_text("\n".join(["timestamp_ms,input_length,output_length,hash_ids", *lines]) + "\n")
     out, plots = tmp_path / "simulate.json", tmp_path / "plots"
-    asked = ["--requests", "2", "--tokenizer", folder / "target", "--json", out, "--plots", plots]
+    asked = [*asked, "--requests", "2", "--tokenizer", folder / "target", "--json", out, "--plots", plots]
     code = call("simulate", folder / "data.jsonl", *asked, "--traces", trace, "--trace-rate", "3")
     assert code in (0, 1), "two requests prove nothing"
     figures = {figure["name"]: figure for figure in json.loads(out.read_text())}
-    numbers = {f"SmartSpec, Figure {number}" for number in (1, 5, 11, 12, 14, 15, 16)}
-    assert set(figures) == numbers | {"Su et al., Figure 5", "trace trace.csv"}
+    assert set(figures) == names | {"trace trace.csv"}
     assert all(figure["panels"] and figure["claims"] for figure in figures.values())
     values = [y for figure in figures.values() for panel in figure["panels"].values()
               for series in panel.values() for y in series.values()]  # fmt: skip
