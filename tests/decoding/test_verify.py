@@ -25,6 +25,7 @@ from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise
 from hf_smartspec.sampling.top import argmax
 
+from ..covering import exhaustive
 from ..models import new_model
 from ..sources import Random, Recording
 from ..strategies import trees
@@ -247,7 +248,10 @@ def test_coupled_sampling_has_the_targets_distribution(target, draft, name):
     assert torch.equal(output.sequences, plain)
 
 
-@pytest.mark.parametrize(("name", "num_nodes"), [*[(name, 4) for name in SETTINGS], ("plain", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_nodes"),
+    [("plain", 4), ("top_p", 4), *exhaustive(("temperature", 4), ("top_k", 4), ("plain", 1))],
+)
 def test_rejection_sampling_has_the_targets_distribution(target, draft, name, num_nodes):
     """The joint distribution of three tokens: dependence between positions would show, too."""
     settings = SETTINGS[name]

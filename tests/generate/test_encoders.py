@@ -14,6 +14,7 @@ from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target_model.compat import CACHE
 from hf_smartspec.target_model.encoded import EncodedForward
 
+from ..covering import exhaustive
 from ..models import ENCODER_DECODER, SPEECH, VOCAB_SIZE, new_model, noisy_model, shared_model
 from ..sources import Oracle as Known
 from ..sources import WithDecoys
@@ -54,7 +55,7 @@ ASSISTANTS = {
 }
 
 
-@pytest.mark.parametrize("assistant", ASSISTANTS)
+@pytest.mark.parametrize("assistant", ["suffix", "draft", "tree", *exhaustive(["lookup"], ["staged"])])
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "sampled"])
 def test_batches(family, assistant, num_rows, seed):

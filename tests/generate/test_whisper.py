@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 import hf_smartspec
 from hf_smartspec import PromptLookupCandidates, SmartSpecConfig
 
+from ..covering import exhaustive
 from ..models import new_model, noisy_model
 from .helpers import Spy, both, tensors_of
 
@@ -52,7 +53,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["temperature fallback", "segments", "scores", "prompt", *exhaustive(["no speech"], ["text before"])]
+)
 def test_what_whispers_own_loop_looks_at(way):
     """It takes outputs apart entry by entry, and samples where the likeliest text is not good enough."""
     model, (num_frames, kwargs) = speaking(new_model("whisper")), WAYS[way]
