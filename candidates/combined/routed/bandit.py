@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....goodput.estimates.decayed import DecayedMean
+from ....goodput.estimates.decayed import DecayedMean, shrunk
 from .files import load_arrays, save_arrays
 from .neighbours import Neighbours
 
@@ -67,7 +67,8 @@ class _Arms:
             own[arms[arms >= 0]] = other[arms >= 0]
 
     def means(self, priors: np.ndarray, strength: float) -> np.ndarray:
-        return (self.sums + strength * priors) / (self.counts + strength)
+        means: np.ndarray = shrunk(self.sums, self.counts, priors, strength)
+        return means
 
     def spreads(self, means: np.ndarray, strength: float) -> np.ndarray:
         """Standard deviations of the means, from what requests differ by."""

@@ -128,7 +128,7 @@ class AcceptanceEstimator:
         if not self._requests:
             return np.ones(len(lines))
         expected = self._request_tried[lines] @ self.by_depth(_NUM_DEPTHS)
-        ratios = (self._request_succeeded[lines] + prior) / (expected + prior)
+        ratios = shrunk(self._request_succeeded[lines], expected, 1.0, prior)
         return np.where(lines < 0, 1.0, ratios)
 
     def forget(self, request_id: Hashable) -> None:
