@@ -76,7 +76,7 @@ def test_a_source_that_is_always_wrong_is_hardly_asked_any_more(model):
     policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-3, delta=1e-2))
     spy = Spy(Wrong())
     config = SmartSpecConfig(spy, policy=policy)
-    statistics = speculate(model, config, max_new_tokens=400)
+    statistics = speculate(model, config, max_new_tokens=200)
     assert 0 < statistics.drafted_tokens < 0.1 * statistics.generated_tokens
     assert statistics.steps >= 0.97 * statistics.generated_tokens
 
@@ -182,7 +182,7 @@ def test_a_small_draft_of_the_drafter_takes_nothing_from_the_first_sources(model
 def test_what_a_drafter_that_is_always_wrong_drafts_is_hardly_verified(model):
     source, _, drafter = hybrid(model, Silent(), Wrong())
     policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-3, delta=1e-2))
-    statistics = speculate(model, SmartSpecConfig(source, policy=policy), max_new_tokens=400)
+    statistics = speculate(model, SmartSpecConfig(source, policy=policy), max_new_tokens=200)
     assert drafter.drafted > 0 and statistics.drafted_tokens < 0.1 * statistics.generated_tokens
 
 
