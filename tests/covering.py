@@ -1,6 +1,6 @@
 """
-Products of parametrisations are long, and each further case says less: `make test` runs a part of them in which all
-values meet, `make test-all` the whole.
+Products of parametrisations are long, and each further case says less: `make test` runs a part of them that has every
+value, and every pair of values where more than two are combined; `make test-all` runs the whole.
 """
 
 import os
