@@ -31,7 +31,7 @@ def check(tally: Tally) -> None:
 @pytest.mark.skipif(IS_EXHAUSTIVE, reason="the exhaustive run contains it")
 @pytest.mark.parametrize("architecture", PACKED)
 def test_every_architecture_generates_the_plain_tokens(architecture, record_property):
-    tally = run_cases(architecture, count=1)
+    tally = run_cases(architecture, count=1, in_turns=True)
     tally.report(record_property)
     check(tally)
 
