@@ -82,7 +82,7 @@ def test_what_is_learnt_from_is_what_will_be_drafted(target, kind):
     expected = [drafted(target, heads, text) for text in texts]
     losses = []
     with torch.no_grad():
-        states, _ = module._known(batch["input_ids"])
+        states, _ = module._target_states(batch["input_ids"])
         steps = list(module._drafts(batch["input_ids"], batch["labels"], states))
         for step, (logits, where) in enumerate(steps):
             wanted = [item for own in expected for item in own[step]]

@@ -56,7 +56,7 @@ def fitted_eagle(model: PreTrainedModel, texts: torch.Tensor, num_steps: int = 3
     output = heads.part("lm_head")
     output.weight = torch.nn.Parameter(torch.eye(size), requires_grad=False)  # shows what it is multiplied with
     training = EagleTraining(model, heads, num_steps)
-    states, _ = training._known(texts)
+    states, _ = training._target_states(texts)
     x, tokens = [], []
     for step, (found, where) in enumerate(training._drafts(texts, texts, states)):
         x.append(found)
