@@ -84,6 +84,7 @@ class GoodputAuction(LengthPolicy):
 
     Attributes:
         prediction (`Prediction`): Expected result of the latest selection.
+        speedup (`float`): Tokens of the latest steps by those of plain decoding in the same time, at least 1.
     """
 
     learns_late = True
@@ -96,19 +97,10 @@ class GoodputAuction(LengthPolicy):
         self.records: defaultdict[DraftCost, StageRecord] = defaultdict(StageRecord)
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
-        self._speedup = DecayedRate(tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
+        self.speedup, self._speedup = 1.0, DecayedRate(tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
-
-    @property
-    def speedup(self) -> float:
-        """
-        Ratio of the tokens of the latest steps to those of plain decoding in the same time, at least 1. Goodput over
-        many steps is highest if time has one price in all of them (Dinkelbach): steps with poor drafts leave it to the
-        others.
-        """
-        return max(self._speedup.rate, 1.0)
 
     # 1. Before each stage drafts
 
@@ -378,6 +370,7 @@ class GoodputAuction(LengthPolicy):
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows) and not plan.is_baseline:
             self._speedup.add(plan.plain_tokens, outcome.num_tokens, _SPEEDUP_DECAY)
+            self.speedup = max(self._speedup.rate, 1.0)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)
         if tokens is None:
