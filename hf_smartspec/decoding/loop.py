@@ -106,10 +106,11 @@ class DecodingLoop:
             self.calls.remove(call)
         for request in call.requests:
             request.tree = request.logits = None
-            if request.row is not None and not call.keeps_cache:
+            has_row = request.row is not None
+            if has_row and not call.keeps_cache:
                 self._release(request)
                 request.row = None
-            self._forget(request)
+            self._forget(request, has_row)
         self._find_running()
         call.statistics.generated_tokens = sum(request.num_valid for request in call.requests)
         self.statistics.generated_tokens += call.statistics.generated_tokens
@@ -427,13 +428,14 @@ class DecodingLoop:
             self._release(request)
             request.row = None
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, has_row: bool = True) -> None:
+        """Sources, policy and recorders forget a request; what belongs to its row, as soon as that is gone."""
         request.line.recorders.stop(request.request_id)
         if request.is_known_to_source:
             self.drafting.sources.stop(request)
             self.policy.forget(request.request_id)
             request.fed = request.verified = None
-            if not self._keeps_rows:
+            if not (self._keeps_rows and has_row):
                 self.drafting.sources.forget(request)
 
     # Whatever one call's own processors, criteria or streamer do wrong is its own failure.

@@ -49,6 +49,28 @@ class _Namespace(Generic[Item]):
         return bool(self.waiting or self.running)
 
 
+@dataclass
+class _Offers(Generic[Item]):
+    """
+    Namespaces whose requests could give way first, so that it is known at once for whom none would.
+
+    Args:
+        richest (list): The two that have most, were one of their requests gone; `shares` are what they then have.
+        best_served (list): The two that were served most.
+    """
+
+    richest: list[_Namespace[Item]]
+    shares: dict[_Namespace[Item], float]
+    best_served: list[_Namespace[Item]]
+
+    def may_suffice(self, group: _Namespace[Item], share: float) -> bool:
+        """Return whether another namespace may give way to one that would come to have this share, or more."""
+        if any(self.shares[other] >= share for other in self.richest if other is not group):
+            return True
+        served = group.served + TURN
+        return not group.running and any(other.served >= served for other in self.best_served if other is not group)
+
+
 class Scheduler(Generic[Item]):
     """
     Admits requests as soon as their keys and values fit beside those of the running ones, up to the last token that
@@ -197,17 +219,19 @@ class Scheduler(Generic[Item]):
             for group in self._namespaces.values()
             if group.running and suspend is not None
         }
+        offers, least = self._offers(holders), self.size(1)
+        has_room = len(self.running) < self.max_batch_size and self.max_tokens - self.num_taken - num_held >= least
         for group in self._in_order():
             entry = group.waiting[0]
             if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):
                 continue
-            if is_full and self._room_for(group, 1, num_held, holders, has_had_turn) is None:
-                return None  # nobody gives way to it, however little it takes, nor to those that have more
-            shared = 0 if num_shared is None else num_shared(entry.item)
-            if shared is None:
-                continue
-            size = self.size(entry.num_tokens - shared)
-            leaving = self._room_for(group, size, num_held, holders, has_had_turn)
+            leaving = None
+            if has_room or offers.may_suffice(group, self._share(group, 1, least)):
+                shared = 0 if num_shared is None else num_shared(entry.item)
+                if shared is None:
+                    continue
+                size = self.size(entry.num_tokens - shared)
+                leaving = self._room_for(group, size, num_held, holders, has_had_turn)
             if leaving is not None:
                 for other in leaving:
                     self._suspend(other)
@@ -237,6 +261,14 @@ class Scheduler(Generic[Item]):
             newest = sorted(group.running, key=lambda entry: -entry.number)[: max(len(group.running) - most, 0)]
             found += [entry for entry in newest if may_yield is None or may_yield(entry.item)]
         return found
+
+    def _offers(self, holders: Mapping[_Namespace[Item], list[_Entry[Item]]]) -> "_Offers[Item]":
+        """The most that namespaces could do without, by the second and the third rule."""
+        newest = {group: max(entries, key=lambda entry: entry.number) for group, entries in holders.items() if entries}
+        shares = {group: self._share(group, -1, -entry.size) for group, entry in newest.items()}
+        richest = sorted(newest, key=lambda group: -shares[group])
+        best_served = sorted(newest, key=lambda group: -group.served)
+        return _Offers(richest[:2], shares, best_served[:2])
 
     def _in_order(self) -> list[_Namespace[Item]]:
         """Namespaces that wait, in the order in which they are to be served."""

@@ -250,7 +250,8 @@ class EngineRunner:
             self.seconds_waited += now - output.created_time
         self.memory.place(request, self.loop.running)
         if request.is_resumed:
-            ticket.spare_after(request.num_uncached)
+            encoded = ticket.call.encoded_text(request)  # which the encoder has read anew
+            ticket.spare_after(request.num_uncached + (0 if encoded is None else len(encoded)))
             self.loop.resume(ticket.call)
         else:
             self.loop.add(ticket.call)

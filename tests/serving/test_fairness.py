@@ -380,6 +380,29 @@ def test_who_has_given_way_can_be_cancelled(model):
     assert not len(runner.memory.scheduler) and not runner._num_open and not runner.loop.suspended
 
 
+def test_heads_keep_nothing_of_who_was_cancelled_while_another_had_its_turn(model, short_turns):
+    """What they keep of requests that have ended is of those whose keys and values are there."""
+    heads = fitted_eagle(model, torch.tensor([[3, 4, 5, *Asked([3, 4, 5], LONG).alone(model)]]))
+    longer = LONG | {"max_new_tokens": 200}
+    with Engine(model, SmartSpecConfig(heads, policy=FixedLength(4)), max_batch_size=1) as engine:
+        queue, sources = engine._runner.memory.scheduler, set()
+        for number in range(3):
+            names = [engine.add_request([6 + number, 4], assistant=of(whose, heads), **longer) for whose in "ab"]
+            for _ in range(10_000):  # until one waits, with its text
+                with engine.pause():
+                    waiting = [ticket for ticket in queue.waiting if ticket.request.is_resumed]
+                    if waiting:
+                        sources.update(waiting[0].request.line.sources)
+                        engine.cancel_request(waiting[0].output.request_id)
+                        break
+            for name in names:
+                engine.cancel_request(name)
+                assert engine.get_result(name, timeout=TIMEOUT) is not None
+        (source,) = sources
+        kept = {text.request_id for text in engine._memory.prefixes._rows.values()}
+        assert set(source._ended) <= kept and not source._states
+
+
 def test_an_engine_stops_while_some_have_given_way(model, short_turns):
     source = Spy(suffix())
     engine = Engine(model, SmartSpecConfig(source, policy=FixedLength(2)), max_batch_size=1).start()

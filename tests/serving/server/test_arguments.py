@@ -117,8 +117,8 @@ def test_a_small_schema_takes_no_more_work_than_a_large_one(monkeypatch, number)
     asked, declared = [], arguments._declared
     monkeypatch.setattr(arguments, "_declared", lambda *args: asked.append(1) or declared(*args))
     schema = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * number}}}
-    tool = {"function": {"parameters": schema}}
-    assert with_types([tool]) == [tool], "left as it is"
+    (tool,) = with_types([{"function": {"parameters": schema}}])
+    assert tool["function"]["parameters"]["properties"] == {"x": {"$ref": "#"}}, "of no type"
     assert len(asked) <= arguments._MOST
 
 
@@ -130,8 +130,47 @@ def test_copies_of_large_parts_are_bounded(monkeypatch, large):
     targets, target = [], arguments._target
     monkeypatch.setattr(arguments, "_target", lambda *args: targets.append(1) or target(*args))
     schema = {"properties": {f"x{n}": {"$ref": "#/$defs/A"} for n in range(1000)}, "$defs": {"A": large}}
-    tools = [{"function": {"parameters": schema}}, *tools_of({"$ref": "#/$defs/Count"})]
-    assert with_types(tools) == tools and len(targets) < 10
+    (typed,) = with_types([{"function": {"parameters": schema}}])
+    found = typed["function"]["parameters"]["properties"].values()
+    assert len([value for value in found if value == {"$ref": "#"}]) > 990
+    assert len(targets) < 1010, "once for each, and within few"
+
+
+def test_what_unfolds_without_an_end_cannot_be_forced_and_spares_the_others(served):
+    endless = {"anyOf": [{"$ref": "#/$defs/Endless"}] * 10}
+    properties = {"x": True, "y": {"$ref": "#/$defs/Endless"}, "z": {"enum": [1, 2]}}
+    parameters = {"type": "object", "properties": properties, "$defs": {"Endless": endless}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    (typed,) = with_types(tools)
+    assert typed["function"]["parameters"]["properties"]["z"] == {"enum": [1, 2], "type": "integer"}
+    fields = ChatFields.model_validate({"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
+    with pytest.raises(ApiError, match=r"'y' cannot be forced, .* unfolds to too much"):
+        forced_form(served, fields, tools, render(served, MESSAGES, tools_of({}), {}))
+
+
+def test_many_tools_without_references_all_have_their_types():
+    parameters = {f"x{n}": {"enum": [1, 2, 3], "description": "a", "default": 1, "title": "t"} for n in range(20)}
+    tools = [{"function": {"name": f"f{n}", "parameters": {"properties": parameters}}} for n in range(500)]
+    for tool in with_types(tools):
+        assert all(value["type"] == "integer" for value in tool["function"]["parameters"]["properties"].values())
+
+
+@pytest.mark.parametrize("kind", ["enum", "parameters", "deep"])
+def test_grammars_are_refused_before_they_are_written(served, kind):
+    """Whatever makes them long."""
+    properties = {"x": {"enum": [f"choice {n}" for n in range(2**16)]}}
+    if kind == "parameters":
+        properties = {f"x{n}": {"type": "string"} for n in range(2**14)}
+    if kind == "deep":
+        value = {"anyOf": [{"type": "string"}] * 2**17}
+        for _ in range(40):
+            value = {"anyOf": [value]}
+        properties = {"x": value}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    fields = ChatFields.model_validate({"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
+    with pytest.raises(ApiError, match=r"more than 262144 characters|unfolds to too much") as refused:
+        forced_form(served, fields, tools, render(served, MESSAGES, tools_of({}), {}))
+    assert refused.value.status == 400 and refused.value.param == "tools"
 
 
 def test_definitions_are_not_written_once_for_every_parameter(served, monkeypatch):

@@ -16,16 +16,17 @@ _ORDER = ("integer", "number", "boolean", "null", "object", "array", "string")  
 # Where text may also be a number, whatever number it reads as must do: these say nothing of values but their type.
 _FREE = frozenset(["type", "title", "description", "default", "examples", "nullable", "deprecated", *_UNIONS])
 _NOT_READ = ("$ref", "allOf", "not", "if", "enum", "const", *_UNIONS)  # what restricts values without a type
-_DEEPEST, _MOST = 32, 2**15  # levels, and keys and items of all schemas of a request, that are resolved
+_DEEPEST, _MOST = 32, 2**16  # levels, and keys and items of all schemas of a request, that are unfolded
 _LONGEST_REFERENCE = 2**10  # characters
+_UNRESOLVED = {"$ref": "#"}  # in place of a schema that unfolds to more: declares no type, and cannot be forced
 
 
 class _TooLargeError(Exception):
-    """The schemas of a request unfold to more than is resolved."""
+    """The schemas of a request unfold to more than is read."""
 
 
 class _Budget:
-    """Bounds the work of resolving references: a schema that refers to itself unfolds without an end."""
+    """Bounds the work of unfolding schemas: one that refers to itself unfolds without an end."""
 
     def __init__(self, number: int):
         self._left = number
@@ -42,8 +43,8 @@ class _Budget:
 def with_types(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """
     Return tools, in the form of chats, for the parser: the schema of every parameter declares its type where the type
-    can be found. Items that are no tools stay as they are, and so do tools whose schemas unfold to too much: texts of
-    their arguments are read without a type.
+    can be found. Items that are no tools stay as they are. A parameter whose schema unfolds to too much gets one
+    without a type: the parser then reads text.
     """
     budget = _Budget(_MOST)
     return None if tools is None else [_with_types(tool, budget) for tool in tools]
@@ -55,23 +56,28 @@ def _with_types(tool: dict[str, Any], budget: _Budget) -> dict[str, Any]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or not isinstance(schema, dict) or not isinstance(properties, dict):
         return tool
-    try:
-        typed = {name: _declared(value, schema, budget) for name, value in properties.items()}
-    except _TooLargeError:
-        return tool
+    typed = {name: _resolved(value, schema, budget) for name, value in properties.items()}
     return {**tool, "function": {**function, "parameters": {**schema, "properties": typed}}}
 
 
-def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int = 0) -> dict[str, Any]:
+def _resolved(value: Any, schema: Mapping[str, Any], budget: _Budget) -> dict[str, Any]:
+    try:
+        return _declared(value, schema, budget)[0]
+    except _TooLargeError:
+        return _UNRESOLVED
+
+
+def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int = 0) -> tuple[dict[str, Any], bool]:
     """
     Return the schema of a value with references to other parts of the whole `schema` followed, unless they are within
-    the value, and with the type of the items of its `enum` or `const`.
+    the value, and with the type of the items of its `enum` or `const`; and whether it, or a part of it, has a type.
     """
     if not isinstance(value, dict):
-        return {}  # `true` stands for any value
+        return {}, False  # `true` stands for any value
     if depth > _DEEPEST:
         raise _TooLargeError
-    budget.charge(value)  # before the copy
+    if depth:  # the schemas themselves are no longer than the request
+        budget.charge(value)
     value = dict(value)
     parts = value.get("allOf")
     if (target := _target(value.get("$ref"), schema)) is not None:
@@ -82,13 +88,17 @@ def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int
         budget.charge(parts[0])
         del value["allOf"]
         return _declared(parts[0] | value, schema, budget, depth + 1)
+    has_type = bool(_own_types(value))
     for name in _UNIONS:
         if parts := _parts(value, name):
-            value[name] = [_declared(part, schema, budget, depth + 1) for part in parts]
-    if not _types(value) and (choices := _choices(value)) is not None:
+            declared = [_declared(part, schema, budget, depth + 1) for part in parts]
+            value[name] = [part for part, _ in declared]
+            has_type = has_type or any(is_typed for _, is_typed in declared)
+    if not has_type and (choices := _choices(value)) is not None:
         kinds = {_kind(choice) for choice in choices}
         value["type"] = next(iter(kinds)) if len(kinds) == 1 else sorted(kinds, key=_ORDER.index)
-    return value
+        has_type = True
+    return value, has_type
 
 
 def _kind(value: Any) -> str:
@@ -105,14 +115,20 @@ def _target(reference: Any, schema: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     found: Any = schema
     for part in reference[2:].split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return None
+        found = found.get(part.replace("~1", "/").replace("~0", "~"))
     return found if isinstance(found, dict) else None
+
+
+def _own_types(value: Mapping[str, Any]) -> list[str]:
+    kind = value.get("type")
+    return [item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str)]
 
 
 def _types(value: Mapping[str, Any]) -> list[str]:
     """Those that the parser tries, in its order."""
-    kind = value.get("type")
-    types = [item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str)]
+    types = _own_types(value)
     for part in _parts(value, *_UNIONS):
         types += _types(part) if isinstance(part, dict) else ()
     return types
@@ -135,6 +151,8 @@ def written(name: str, value: dict[str, Any]) -> list[str] | str:
     Raises:
         ApiError: 400, where what is written could be read as what the schema forbids.
     """
+    if value is _UNRESOLVED:
+        raise _refused(name, "its schema unfolds to too much")
     types, choices = _types(value), _choices(value)
     if "boolean" in types and any(kind in types[types.index("boolean") :] for kind in _NUMBERS):
         raise _refused(name, "the text 1 would be read as true: name numbers before booleans")
@@ -142,7 +160,7 @@ def written(name: str, value: dict[str, Any]) -> list[str] | str:
         raise _refused(name, "its schema declares no type that the text could be read as")
     others = set(types) - {"string"}
     if choices is not None:
-        allowed = types + ["integer"] * ("number" in types)
+        allowed = {*types, *(["integer"] if "number" in types else [])}
         choices = [choice for choice in choices if _kind(choice) in allowed]
         if not choices or (others and any(isinstance(choice, str) and _is_like(choice) for choice in choices)):
             raise _refused(name, "its choices would be read as others, or not be of its type")
@@ -165,9 +183,15 @@ def _is_like(text: str) -> bool:
 
 def _is_free(value: Mapping[str, Any]) -> bool:
     """Whether the value, if it may be a number, may be any."""
-    if any(kind in _NUMBERS for kind in _types(value)) and not value.keys() <= _FREE:
-        return False
-    return all(_is_free(part) for part in _parts(value, *_UNIONS) if isinstance(part, dict))
+    return _numbers_and_freedom(value)[1]
+
+
+def _numbers_and_freedom(value: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether a value may be a number, and whether it then may be any."""
+    parts = [_numbers_and_freedom(part) for part in _parts(value, *_UNIONS) if isinstance(part, dict)]
+    may_be_number = any(kind in _NUMBERS for kind in _own_types(value)) or any(number for number, _ in parts)
+    is_free = not may_be_number or value.keys() <= _FREE
+    return may_be_number, is_free and all(free for _, free in parts)
 
 
 def _refused(name: str, reason: str) -> ApiError:

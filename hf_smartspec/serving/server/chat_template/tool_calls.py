@@ -103,11 +103,12 @@ class _Writer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._special = {item.content: ident for ident, item in tokenizer.added_tokens_decoder.items() if item.special}
-        self._num_chars = 0  # of the rules for values
+        specials = sorted(self._special, key=len, reverse=True)
+        self._specials = re.compile(f"({'|'.join(map(re.escape, specials)) or r'(?!)'})")
+        self._num_chars = 0  # of the rules that were written one by one
 
     def literal(self, text: str) -> str:
-        pattern = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
-        parts = [part for part in re.split(f"({pattern})", text) if part]
+        parts = [part for part in self._specials.split(text) if part]
         return " ".join(f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts)
 
     def text_until(self, name: str, end: str) -> str:
@@ -140,7 +141,8 @@ class _Writer:
         Arguments one by one, in the schema's order: `NAME_first_N` for those from the Nth on where none has come, and
         `NAME_rest_N` where one has.
         """
-        arguments, required = schema["properties"], schema.get("required") or ()
+        arguments = schema["properties"]
+        required = {item for item in schema.get("required") or () if isinstance(item, str)}
         end = _common_end(call)  # of every value
         separator, after = self.literal(call.separator[len(end) :]), self.literal(call.after[len(end) :])
         ways = [f"{self.literal(call.before)} {name}_first_0 {after}"] if arguments else []
@@ -160,22 +162,26 @@ class _Writer:
                 rules.append(f"{name}_rest_{number}: {separator} {this}{rest}{lacking}")
             rules.append(f"{this}: {self.literal(key + key_end)} {this}_value")
             rules.append(self._value_rule(f"{this}_value", key, value, schema, end))
+            self._count(sum(map(len, rules[-4:])))
         return "\n".join(rules)
 
     def _value_rule(self, name: str, key: str, value: Any, schema: dict[str, Any], end: str) -> str:
         """A rule for a value and what ends it: strings are written as they are, everything else is JSON."""
         form = written(key, value)
         if isinstance(form, list):
+            self._count(sum(map(len, form)))
             texts = [self.literal(text) or _quoted("") for text in form]
             return f"{name}: ({' | '.join(texts)}) {self.literal(end)}"
         if form == "text":
             return self.text_until(name, end)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        rule = f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"
-        self._num_chars += len(rule)
-        if self._num_chars > MOST_CHARS:  # each has all of `$defs` in it: checked before the next one is written
+        return f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"
+
+    def _count(self, num_chars: int) -> None:
+        """Refuse rules that are too long together before the next one is written: each may have all `$defs` in it."""
+        self._num_chars += num_chars
+        if self._num_chars > MOST_CHARS:
             raise ApiError(400, f"tools: their schemas make a grammar of more than {MOST_CHARS} characters", "tools")
-        return rule
 
 
 def _quoted(text: str) -> str:

@@ -101,11 +101,15 @@ class Guard:
             self._held[namespace] -= len(body)
 
     def _check_held(self, namespace: str) -> None:
-        """Refuse a key that holds more than a quarter of the bound, or, beyond it, more than its equal part."""
-        most, held = _LARGEST_HELD * self.max_body_bytes, self._held[namespace]
+        """
+        Refuse a key that holds more than a quarter of the bound, or, beyond the bound, more than its equal part: a key
+        that comes late finds room although others hold all of it. Twice the bound is held by nobody.
+        """
+        most, held, total = _LARGEST_HELD * self.max_body_bytes, self._held[namespace], self._held.total()
         own = most // 4 if len(self.keys) > 1 else most
-        num_holding = sum(number > 0 for number in self._held.values())
-        if held > own or (self._held.total() > most and held > most // num_holding):
+        if total > most:
+            own = min(own, most // sum(number > 0 for number in self._held.values()))
+        if held > own or total > 2 * most:
             raise ApiError(503, "Too many large requests are on their way: ask again", retry_after=1)
 
     def _too_large(self) -> ApiError:

@@ -43,7 +43,7 @@ class EngineChatHandler(ChatCompletionHandler):
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, fields.reasoning_effort)
         prompt = await served.in_worker(render, served, fields.messages, tools, kwargs)
         calls = await served.in_worker(forced_form, served, fields, tools, prompt)
-        typed = await served.in_worker(with_types, tools)
+        typed = await served.in_worker(with_types, tools) if tools else None
         limit = fields.max_completion_tokens or fields.max_tokens
         num_top = (fields.top_logprobs or 0) if fields.logprobs else None
         settings = read_settings(fields, served.model.generation_config, limit, num_top, calls=calls)

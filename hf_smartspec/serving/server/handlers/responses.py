@@ -37,7 +37,7 @@ class EngineResponseHandler(ResponseHandler):
         kwargs = template_kwargs(self.chat_template_kwargs, fields.chat_template_kwargs, effort)
         prompt = await served.in_worker(render, served, self._messages(fields), tools, kwargs)
         calls = await served.in_worker(forced_form, served, fields, tools, prompt)
-        typed = await served.in_worker(with_types, tools)
+        typed = await served.in_worker(with_types, tools) if tools else None
         form = (fields.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise ApiError(400, "text: format must be an object", param="text")
