@@ -385,19 +385,21 @@ def test_heads_keep_nothing_of_who_was_cancelled_while_another_had_its_turn(mode
     heads = fitted_eagle(model, torch.tensor([[3, 4, 5, *Asked([3, 4, 5], LONG).alone(model)]]))
     longer = LONG | {"max_new_tokens": 200}
     with Engine(model, SmartSpecConfig(heads, policy=FixedLength(4)), max_batch_size=1) as engine:
-        queue, sources = engine._runner.memory.scheduler, set()
-        for number in range(3):
-            names = [engine.add_request([6 + number, 4], assistant=of(whose, heads), **longer) for whose in "ab"]
-            for _ in range(10_000):  # until one waits, with its text
-                with engine.pause():
-                    waiting = [ticket for ticket in queue.waiting if ticket.request.is_resumed]
-                    if waiting:
-                        sources.update(waiting[0].request.line.sources)
-                        engine.cancel_request(waiting[0].output.request_id)
-                        break
-            for name in names:
-                engine.cancel_request(name)
-                assert engine.get_result(name, timeout=TIMEOUT) is not None
+        runner, step, sources = engine._runner, engine._runner.loop.step, set()
+
+        def cancelling():
+            for ticket in runner.memory.scheduler.waiting:
+                if ticket.request.is_resumed:
+                    sources.update(ticket.request.line.sources)
+                    engine.cancel_request(ticket.output.request_id)
+            return step()
+
+        runner.loop.step = cancelling
+        with engine.pause():
+            names = [engine.add_request([6 + number, 4], assistant=of("ab"[number % 2], heads), **longer)
+                     for number in range(6)]  # fmt: skip
+        reasons = [engine.get_result(name, timeout=TIMEOUT).finish_reason for name in names]
+        assert reasons.count("cancelled") > 2
         (source,) = sources
         kept = {text.request_id for text in engine._memory.prefixes._rows.values()}
         assert set(source._ended) <= kept and not source._states
