@@ -1,4 +1,4 @@
-"""Small arrays on their way to a device, without waiting for it."""
+"""Copies of small arrays between the host and a device, with as few waits as possible."""
 
 from collections.abc import Sequence
 
@@ -10,25 +10,27 @@ _LEAST_BUFFER = 2**12  # numbers
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether the device computes in double precision."""
+    """Return whether the device computes in double precision."""
     return device.type not in _WITHOUT_FLOAT64
 
 
 def waits_are_free(device: torch.device) -> bool:
-    """Whether the host can look at what the device has computed without waiting for it: where they are one."""
+    """Return whether reading the device's results costs the host no wait: true of CPUs only."""
     return device.type == "cpu"
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor of the array's values; on a CPU it shares their memory."""
+    """Return a tensor of the array's values on `device`; on a CPU it shares their memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # else the copy waits for whatever the device has still to do
+        tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the work queued on the device
     return tensor.to(device, non_blocking=True)
 
 
 def send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors (int64, of the host) on a device, where they are views of one that was sent; a CPU's stay as they are."""
+    """
+    Return int64 host tensors on `device`, as views of one tensor copied at once; on a CPU, the tensors themselves.
+    """
     if device.type == "cpu":
         return list(tensors)
     if not tensors:
@@ -37,25 +39,25 @@ def send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 def _parts(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What is one behind the other there, in the shapes that it has here."""
+    """Split `flat`, which holds the values of `tensors` end to end, into views of their shapes."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
 class Wire:
     """
-    What is sent along it arrives in one buffer on the device, always the same one as long as it is large enough: who
-    sends again has no use for what came before. The device's own order of work sees to it that nothing is overwritten
-    which is still needed there; the host waits for earlier copies from its own buffers, of which there are two.
+    A buffer on the device for host tensors that are sent at every step. It is reused as long as it is large enough, so
+    each `send` invalidates the views that the one before returned. The device's stream order keeps a copy from
+    overwriting values that queued work still reads; the host waits until the older of its two pinned buffers is copied.
     """
 
     def __init__(self) -> None:
         self._there: torch.Tensor | None = None
         self._here: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []  # that what is in the buffers here has arrived
+        self._copied: list[torch.cuda.Event] = []  # recorded after the copy from each host buffer
 
     def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Tensors (int64, of the host) on a device, where they are views of one buffer; a CPU's stay as they are."""
+        """Return int64 host tensors on `device`, as views of the buffer; on a CPU, the tensors themselves."""
         if device.type == "cpu":
             return list(tensors)
         if not tensors:
@@ -72,7 +74,7 @@ class Wire:
     def _buffer(self, size: int, device: torch.device) -> torch.Tensor:
         if self._there is None or len(self._there) < size or self._there.device != device:
             size = max(_LEAST_BUFFER, 1 << (size - 1).bit_length())
-            with torch.inference_mode(False):  # others write to it outside
+            with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
                 self._there = torch.empty(size, dtype=torch.int64, device=device)
                 if device.type == "cuda":
                     self._here = [torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -89,20 +91,20 @@ class Wire:
 
 
 def fetch_together(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The values of tensors (float32, or integers below 2**31) on the host, with one wait for their device."""
+    """Return the values of tensors (float32, or integers below 2**31) on the host, with one wait for their device."""
     if waits_are_free(tensors[0].device):
         return [tensor.numpy() for tensor in tensors]
     return values_in(bits_of(tensors).cpu(), tensors)
 
 
 def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors (float32, or integers below 2**31) end to end, int32 `[n]`: floats as the bits that they have."""
+    """Return the bits of tensors (float32, or integers below 2**31) end to end, int32 `[n]`."""
     bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor.to(torch.int32) for tensor in tensors]
     return torch.cat([item.reshape(-1) for item in bits])
 
 
 def values_in(bits: torch.Tensor, like: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The values of which `bits_of` has made these bits, once they are on the host; `like` has shapes and dtypes."""
+    """Decode the bits that `bits_of` made, once they are on the host; `like` has the shapes and dtypes."""
     parts = bits.split([tensor.numel() for tensor in like])
     values = [part.view(torch.float32) if tensor.is_floating_point() else part for part, tensor in zip(parts, like)]
     return [value.numpy().reshape(tensor.shape) for value, tensor in zip(values, like)]

@@ -1,4 +1,4 @@
-"""Files that are there as a whole, or not at all, and who may read them."""
+"""Files that appear complete or not at all, and the permissions of those that hold users' text."""
 
 import glob
 import os
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_ABANDONED = 3600.0  # seconds after which nobody goes on with a file that is not complete
+_ABANDONED = 3600.0  # seconds; an incomplete file that has not changed for longer was left by a writer that died
 
 
 def private_mode(folder: str | Path) -> int:
@@ -23,10 +23,10 @@ def private_mode(folder: str | Path) -> int:
 
 def private_file(path: str | Path) -> int:
     """
-    Create an empty file of `private_mode` and return its descriptor, to write to.
+    Create an empty file of `private_mode` and return its descriptor, open for writing.
 
     Raises:
-        FileExistsError: if there is one.
+        FileExistsError: if the file exists.
     """
     mode = private_mode(Path(path).parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -37,14 +37,15 @@ def private_file(path: str | Path) -> int:
 @contextmanager
 def replacing(path: Path, is_private: bool = False) -> Iterator[BinaryIO]:
     """
-    Open a new file that takes the place of `path` once it is complete and on the disk, and that vanishes on errors;
-    with it go those of writers that died before. Files with users' text are private (`private_mode`).
+    Open a new file that replaces `path` once it is complete and on the disk, and that is deleted on errors. Temporary
+    files that earlier writers of `path` abandoned are deleted, too. Files with users' text are private
+    (`private_mode`).
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with suppress(OSError):  # others sweep, too
+        with suppress(OSError):  # another process may delete it first
             if time.time() - left.stat().st_mtime > _ABANDONED:
                 left.unlink()
-    # Opened by hand, since files of `tempfile` cannot be read by other users.
+    # Opened by name, since other users could not read a file of `tempfile`.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(private_file(temporary) if is_private else temporary, "wb" if is_private else "xb") as file:

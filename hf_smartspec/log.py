@@ -1,4 +1,4 @@
-"""Loggers under `hf_smartspec`, which follow the verbosity of transformers and bear this library's name."""
+"""Loggers under `hf_smartspec`, which follow the verbosity of transformers and carry this library's name."""
 
 import logging
 import sys
@@ -12,8 +12,8 @@ progress_bar = transformers_logging.tqdm  # hidden where transformers' bars are
 
 def get_logger(name: str) -> Any:
     """
-    The logger of a module. It says as much as transformers does (`TRANSFORMERS_VERBOSITY`, `set_verbosity_error()`),
-    unless `logging.getLogger("hf_smartspec")` has been given a level; with transformers' `warning_once`.
+    Return the logger of a module. Its level follows transformers' (`TRANSFORMERS_VERBOSITY`, `set_verbosity_error()`),
+    unless `logging.getLogger("hf_smartspec")` has been given one. It has transformers' `warning_once`.
     """
     _root()
     return logging.getLogger(name)
@@ -32,13 +32,13 @@ class _Root(logging.Logger):
 
 
 class _Handler(logging.StreamHandler):
-    """Prints to stderr, as long as the application has no handlers, to which everything goes otherwise."""
+    """A handler that prints to stderr unless the application has handlers of its own, which then get the records."""
 
     def emit(self, record: logging.LogRecord) -> None:
         is_silenced = not transformers_logging.get_logger().handlers  # by `disable_default_handler()`
         if logging.getLogger().handlers or is_silenced:
             return
-        self.stream = sys.stderr  # may have been replaced
+        self.stream = sys.stderr  # may have been replaced since
         super().emit(record)
 
 

@@ -1,4 +1,4 @@
-"""Checks of plain values: bad input is refused before any work starts, with the remedy named."""
+"""Checks of plain values: bad input is refused before any work starts, with the allowed values named."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -8,20 +8,22 @@ import numpy as np
 
 
 def check_seed(seed: Any) -> None:
-    """Raises `TypeError` unless `seed` is an integer or a sequence of integers."""
+    """Raise `TypeError` unless `seed` is an integer or a sequence of integers."""
     is_list = isinstance(seed, Sequence) and not isinstance(seed, str)
     if not all(is_integer(value) for value in (seed if is_list else [seed])):
         raise TypeError(f"`seed` must be an integer or a sequence of integers, got {seed!r}.")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises `ValueError` unless `value` is an integer above 0."""
+    """Raise `ValueError` unless `value` is an integer above 0."""
     if not is_integer(value) or value < 1:
         raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
 
 
 def check_weights(name: str, weights: Any) -> None:
-    """Raises `TypeError` unless `weights` is a mapping, and `ValueError` unless it is to finite numbers above 0."""
+    """
+    Raise `TypeError` unless `weights` is a mapping, and `ValueError` unless its values are finite numbers above 0.
+    """
     if not isinstance(weights, Mapping):
         raise TypeError(f"`{name}` must be a mapping, got {type(weights).__name__}.")
     for key, value in weights.items():
@@ -31,5 +33,5 @@ def check_weights(name: str, weights: Any) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is a whole number, numpy's included; True and False are none."""
+    """Return whether `value` is an integer, numpy's included; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,1 +1,1 @@
-"""Draft trees: what every candidate source proposes and the target verifies. Plain numpy, no torch."""
+"""Draft trees: the tokens that candidate sources propose and the target verifies. Plain numpy, no torch."""

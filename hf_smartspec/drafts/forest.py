@@ -1,4 +1,4 @@
-"""All rows' draft trees as flat arrays, so that a step costs a few numpy calls, however many rows and nodes it has."""
+"""All rows' draft trees as flat arrays, so that a step costs a few numpy calls for any number of rows and nodes."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,11 +14,11 @@ class Forest:
     The trees of one step side by side.
 
     Attributes:
-        sizes (`np.ndarray` of shape `[rows]`, int64): Nodes of each tree.
+        sizes (`np.ndarray` of shape `[rows]`, int64): Number of nodes of each tree.
         row (`[n]` int64): The row of each node.
         parents (`[n]` int64): Index of each node's parent in the flat arrays; n for children of committed tokens.
-        depths (`[n]` int64): Children of committed tokens have depth 1.
-        probs (`[n]` float32): As drafted, clipped to [0, 1]; what is no number is an even chance.
+        depths (`[n]` int64): Depth of each node; children of committed tokens have depth 1.
+        probs (`[n]` float32): Probabilities as drafted, clipped to [0, 1]; 0.5 in place of NaN.
     """
 
     def __init__(self, trees: Sequence[DraftTree]):
@@ -29,26 +29,26 @@ class Forest:
         self.probs = np.empty(self.num_nodes, np.float32)
         if self.num_nodes:
             np.concatenate([tree.parents for tree in self.trees], out=self.parents, casting="same_kind")
-            with np.errstate(over="ignore"):  # whatever is above 1 is 1
+            with np.errstate(over="ignore"):  # an overflow to infinity is clipped to 1
                 np.concatenate([tree.probs for tree in self.trees], out=self.probs, casting="same_kind")
             if not flatten(self.sizes, self.row, self.parents, self.depths, self.probs):
                 raise ValueError("Every parent must stand before its child.")
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """The first node of each tree, `[rows]` int64."""
+        """Index of the first node of each tree, `[rows]` int64."""
         return np.cumsum(self.sizes) - self.sizes
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """`[n]` int64."""
+        """Tokens of all nodes, `[n]` int64."""
         if not self.num_nodes:
             return np.zeros(0, np.int64)
         return np.concatenate([tree.tokens for tree in self.trees], dtype=np.int64, casting="same_kind")
 
     @cached_property
     def match_lengths(self) -> np.ndarray:
-        """`[n]` int64; 0 where a tree knows none."""
+        """Match lengths of all nodes, `[n]` int64; 0 where a tree has none."""
         lengths = [tree.match_lengths for tree in self.trees]
         if not any(isinstance(item, np.ndarray) for item in lengths):
             return np.repeat(np.array(lengths, np.int64), self.sizes)
@@ -57,20 +57,21 @@ class Forest:
         return np.concatenate(arrays, dtype=np.int64, casting="same_kind")
 
     def along_paths(self, values: np.ndarray) -> np.ndarray:
-        """Products of `[n]` values from the root down to each node, `[n]` float64."""
+        """Return products of `[n]` values along the path from the root to each node, `[n]` float64."""
         products = values.astype(np.float64)
         multiply_along_paths(self.parents, products)
         return products
 
     def outcomes(self, tokens: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """
-        Scores all nodes against the tokens that really followed, as `acceptance.outcomes` does for one tree.
+        Compare nodes with the tokens that followed, as `acceptance.outcomes` does for one tree.
 
         Args:
-            tokens (sequence of `np.ndarray` of shape `[m]`): What is known of each row's continuation.
+            tokens (sequence of `np.ndarray` of shape `[m]`): The known part of each row's continuation.
 
         Returns:
-            The indices of the nodes whose parent came true and whose depth is known, and whether each came true.
+            The indices of the nodes whose parent was accepted and whose depth is within the continuation, and whether
+            each was accepted.
         """
         assert len(tokens) == len(self.trees), "every row has a continuation"
         ends = np.cumsum([len(line) for line in tokens], dtype=np.int64)
@@ -82,14 +83,16 @@ class Forest:
         return nodes[:num], is_true[nodes[:num]]
 
     def depths_reached(self, tokens: Sequence[np.ndarray]) -> np.ndarray:
-        """How many tokens of each row's continuation (`tokens`, as for `outcomes`) its tree holds, `[rows]` int64."""
+        """
+        Return how many tokens of each row's continuation (`tokens`, as for `outcomes`) its tree holds, `[rows]` int64.
+        """
         nodes, hits = self.outcomes(tokens)
         reached = np.zeros(len(self.trees), np.int64)
         np.maximum.at(reached, self.row[nodes[hits]], self.depths[nodes[hits]])
         return reached
 
     def with_probs(self, probs: np.ndarray) -> "Forest":
-        """The same nodes with other probabilities (`[n]`, in [0, 1])."""
+        """Return the same nodes with other probabilities (`[n]`, in [0, 1])."""
         forest = object.__new__(Forest)
         forest.__dict__.update(self.__dict__)
         forest.probs = probs = probs.astype(np.float32)
@@ -101,7 +104,9 @@ class Forest:
         return forest
 
     def ranks(self) -> np.ndarray:
-        """How many nodes of its tree `DraftTree.most_likely` prefers to each node, `[n]` int64."""
+        """
+        Return each node's rank in its tree, in the order of `DraftTree.most_likely` (0 for the likeliest), `[n]` int64.
+        """
         numbers = np.arange(self.num_nodes)
         order = np.lexsort((numbers, self.depths, -self.along_paths(self.probs), self.row))
         ranks = np.empty(self.num_nodes, np.int64)
@@ -109,7 +114,7 @@ class Forest:
         return ranks
 
     def keep(self, nodes: np.ndarray) -> list[DraftTree]:
-        """The trees of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
+        """Return the trees of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
         places, indices, parents = np.empty((3, self.num_nodes), np.int64)
         counts = np.empty_like(self.sizes)
         num = select(self.sizes, self.parents, nodes, places, indices, parents, counts)

@@ -1,4 +1,4 @@
-"""Several drafts as one tree of their most probable nodes (SSSD, algorithm 1)."""
+"""Merging of several drafts into one tree of their most probable nodes (SSSD, algorithm 1)."""
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
@@ -11,9 +11,9 @@ from .tree import DraftTree
 
 class Discount(NamedTuple):
     """
-    A source's dampening factors, in [0, 1]. A node at depth d that was found by a match of m tokens has the probability
-    that the source says times `first` (d = 1) or `further` (d > 1), times `short` ** (1 / (m + d - 1)) where m is
-    known: with its parents the match is m + d - 1 tokens long.
+    Dampening factors of a source, in [0, 1]. The probability of a node at depth d that was found by a match of m tokens
+    is multiplied by `first` (d = 1) or `further` (d > 1), and by `short` ** (1 / (m + d - 1)) where m is known:
+    together with the node's ancestors, the match is m + d - 1 tokens long.
     """
 
     first: float = 1.0
@@ -25,13 +25,13 @@ _NO_DISCOUNT = Discount()
 
 
 class Draft(NamedTuple):
-    """A source's tree as lists, which are read faster than arrays element by element."""
+    """A source's tree as lists, whose single elements are read faster than those of arrays."""
 
     tokens: list[int]
     probs: list[float]  # in [0, 1]
     depths: list[int]  # 0 for children of the last committed token
     match_lengths: list[int]  # 0 where unknown
-    children: dict[int, list[int]]  # by node, -1 for the last committed token
+    children: dict[int, list[int]]  # indices by parent, -1 for the last committed token
 
     @classmethod
     def of(cls, tree: DraftTree) -> "Draft":
@@ -42,7 +42,7 @@ class Draft(NamedTuple):
         for node, parent in enumerate(tree.parents.tolist()):
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
             children.setdefault(parent, []).append(node)
-        # What is no number says nothing: an even chance.
+        # NaN carries no information: an even chance.
         probs = [min(max(prob, 0.0), 1.0) if prob == prob else 0.5 for prob in tree.probs.tolist()]
         lengths = tree.match_lengths
         match_lengths = lengths.tolist() if isinstance(lengths, np.ndarray) else [int(lengths)] * len(probs)
@@ -60,11 +60,11 @@ class Draft(NamedTuple):
         )
 
     def nodes_of(self, tree: DraftTree) -> list[int]:
-        """The node that holds the same tokens as each node of `tree`, from the root on; -1 where there is none."""
+        """Return the node on the same path of tokens for each node of `tree`; -1 where there is none."""
         places = {
             (parent, self.tokens[child]): child
             for parent, children in self.children.items()
-            for child in reversed(children)  # so that of two equal siblings the first one is found
+            for child in reversed(children)  # so that the first of two equal siblings is kept
         }
         nodes: list[int] = []
         for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist()):
@@ -78,13 +78,13 @@ _NOTHING = Draft([], [], [], [], {})
 
 def merge(drafts: Sequence[Draft], limit: int, least: float = 0.0) -> DraftTree:
     """
-    The `limit` most probable nodes of several drafts as one tree (SSSD, algorithm 1), as far as their paths have a
-    probability of at least `least`.
+    Return the `limit` most probable nodes of several drafts as one tree (SSSD, algorithm 1), without those whose path
+    probability is below `least`.
     """
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[float] = []
-    lengths: list[int] = []  # of matches
+    lengths: list[int] = []  # match lengths
     places: dict[tuple[int, int], int] = {}  # (parent, token) of every node
     # Entries: minus path probability, source, its node, the parent in the merged tree.
     queue: list[tuple[float, int, int, int]] = [
@@ -122,10 +122,12 @@ def first_drafters(
     tree: DraftTree, drafts: Iterable[tuple[Draft, Callable[[DraftTree], Sequence[str]]]]
 ) -> list[str | None]:
     """
-    Who drafted each node of a tree, the first of those that did; None where nobody did.
+    Return the label of the first sub-source that drafted each node of a tree; None for nodes that no sub-source
+    drafted.
 
     Args:
-        drafts (iterable of pairs): Drafts in line, and who drafted the nodes of a part of them.
+        drafts (iterable of pairs): Drafts in order of precedence, each with a function that returns the labels of a
+            part's nodes.
     """
     labels: list[str | None] = [None] * len(tree)
     for draft, drafters in drafts:
@@ -139,7 +141,7 @@ def first_drafters(
 def join(
     trees: Sequence[DraftTree], others: Sequence[DraftTree], limits: Sequence[int] | np.ndarray
 ) -> list[DraftTree]:
-    """Two drafts for each row as one, of at most so many nodes."""
+    """Merge two drafts of each row, with at most `limits` nodes per row."""
     joined = []
     for tree, other, limit in zip(trees, others, limits):
         if len(tree) and len(other):

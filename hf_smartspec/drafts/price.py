@@ -1,27 +1,27 @@
-"""What a draft's further levels and nodes must be worth."""
+"""Least value of a draft's further levels and nodes."""
 
 from typing import NamedTuple
 
-_LEAST_PROBABILITY = 0.005  # of a path: whatever nodes cost, less likely ones are not worth a look
+_LEAST_PROBABILITY = 0.005  # least path probability of a node, even where nodes cost less
 
 
 class LevelPrice(NamedTuple):
     """
-    What growing a draft by a further level costs, in tokens that its time would yield otherwise, and what the drafter's
-    word is worth. To sources that draft all levels at once, only nodes have a price.
+    Cost of growing a draft by one level, in tokens that the same time would yield otherwise, and how far the drafter's
+    probabilities can be trusted. For sources that draft all levels at once, only `node` matters.
 
-    What a level costs depends on how deep the draft is already: forwards become dearer in steps. `deeper` says it for
-    drafts of one level, of two, and so on; the last entry holds for all that are deeper.
+    A level's cost depends on the depth of the draft, since forwards become dearer in steps. `deeper` has the costs
+    after one level, after two, and so on; its last entry holds for all deeper drafts.
     """
 
     call: float  # for all rows together
     row: float  # for each row that grows
     node: float  # to have one node verified
-    trust: float = 1.0  # by which its probabilities have turned out higher or lower than it says
+    trust: float = 1.0  # observed over drafted probability
     deeper: tuple[tuple[float, float], ...] = ()  # (call, row)
 
     def beyond(self, depth: int) -> "LevelPrice":
-        """The price of the level behind `depth` levels; of the first level of all, that of the second."""
+        """Return the price of the level after `depth` levels; for the first level, the price of the second."""
         if not self.deeper:
             return self
         call, row = self.deeper[min(max(depth, 1), len(self.deeper)) - 1]
@@ -29,9 +29,9 @@ class LevelPrice(NamedTuple):
 
     @property
     def least_probability(self) -> float:
-        """What the source must give a path, so that its last node is worth verifying."""
+        """Path probability, by the source's estimate, from which on a node is worth verifying."""
         return max(self.node / self.trust, _LEAST_PROBABILITY)
 
 
 FREE = LevelPrice(0.0, 0.0, 0.0)
-"""Of nodes whose number is given: drafts that end before it, for lack of promise, would save nothing."""
+"""Price of nodes whose number is fixed: ending a draft early, where nodes are unlikely, would save no time."""

@@ -1,4 +1,4 @@
-"""Draft trees: what every candidate source proposes and what the target verifies. Plain numpy, no torch."""
+"""Draft trees: the tokens that candidate sources propose and the target verifies. Plain numpy, no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from .kernels.trees import are_trees
 @dataclass(frozen=True)
 class DraftTree:
     """
-    A tree of draft tokens that hangs on the last committed token of one request. A chain is a tree.
+    A tree of draft tokens below the last committed token of one request. A chain is a tree.
 
     Args:
-        tokens (`np.ndarray` of shape `[n]`, int64): Draft tokens; parents stand before their children.
-        parents (`np.ndarray` of shape `[n]`, int64): Index of each node's parent, -1 for children of the last
-            committed token.
-        probs (`np.ndarray` of shape `[n]`, float32): Estimated probability that the target picks the node given that
-            it picked the node's parent.
+        tokens (`np.ndarray` of shape `[n]`, int64): Draft tokens; parents come before their children.
+        parents (`np.ndarray` of shape `[n]`, int64): Index of each node's parent, -1 for children of the last committed
+            token.
+        probs (`np.ndarray` of shape `[n]`, float32): Estimated probability that the target picks the node given that it
+            picked the node's parent.
         distributions (`torch.Tensor` of shape `[n, vocab_size]`, *optional*): For chains whose tokens were *sampled*:
-            the draft distribution each token was drawn from, which rejection sampling needs.
-        match_lengths (`np.ndarray` of shape `[n]`, int64, or one `int` for all nodes): Tokens of context that each node
-            was found by (SSSD, section 3.1.3); 0 where the source knows none, or has them in `probs`.
+            the draft distribution of each token, which rejection sampling needs.
+        match_lengths (`np.ndarray` of shape `[n]`, int64, or one `int` for all nodes): Tokens of context by whose match
+            each node was found (SSSD, section 3.1.3); 0 where the source does not match, or accounts for it in `probs`.
     """
 
     tokens: np.ndarray
@@ -41,22 +41,25 @@ class DraftTree:
         distributions: Any = None,
         match_lengths: np.ndarray | int = 0,
     ) -> "DraftTree":
-        """The tree in which every token follows the one before it; `probs` are 1 where none are given."""
+        """Return the tree in which every token follows the one before it; `probs` are 1 where none are given."""
         tokens = np.asarray(tokens, dtype=np.int64)
         probs = np.ones(len(tokens), np.float32) if probs is None else np.asarray(probs, np.float32)
         tree = cls(tokens, np.arange(-1, len(tokens) - 1), probs, distributions, match_lengths)
-        tree.__dict__["is_chain"] = True  # where `cached_property` keeps what it has found out
+        tree.__dict__["is_chain"] = True  # where `cached_property` stores its value
         return tree
 
     @classmethod
     def of(
         cls, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray, match_lengths: np.ndarray | int | None = None
     ) -> "DraftTree":
-        """A tree of these arrays, made faster than by the constructor, which a source of many small trees notices."""
+        """
+        Return a tree of these arrays, made faster than by the constructor, which counts for sources of many small
+        trees.
+        """
         tree = object.__new__(cls)
         fields = tree.__dict__
         fields["tokens"], fields["parents"], fields["probs"], fields["distributions"] = tokens, parents, probs, None
-        if match_lengths is not None:  # otherwise the class's own 0 serves
+        if match_lengths is not None:  # otherwise the class attribute, 0, is read
             fields["match_lengths"] = match_lengths
         return tree
 
@@ -83,7 +86,7 @@ class DraftTree:
 
     @cached_property
     def path_probs(self) -> np.ndarray:
-        """a_n of docs/design.md: probability that the target's path runs through each node, `[n]` float32."""
+        """Probability that the target's path runs through each node, a_n of docs/design.md, `[n]` float32."""
         # Rounded softmax values may exceed 1 by a hair, and a child must never outrank its parent.
         probs = np.clip(self.probs, 0, 1).astype(np.float32)
         if self.is_chain:
@@ -95,16 +98,16 @@ class DraftTree:
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        # Reversed, so that of two equal siblings the first one is found.
+        # Reversed, so that the first of two equal siblings is kept.
         nodes = range(len(self) - 1, -1, -1)
         return dict(zip(zip(self.parents.tolist()[::-1], self.tokens.tolist()[::-1]), nodes))
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of `parent` (-1: of the last committed token) that holds `token`, if there is one."""
+        """Return the child of `parent` (-1: the last committed token) that holds `token`, or None."""
         return self._children.get((parent, token))
 
     def path_along(self, tokens: np.ndarray) -> list[int]:
-        """The nodes that hold `tokens` (`[n]` int), one below the other from the root on, as far as there are such."""
+        """Return the nodes of the path from the root that holds `tokens` (`[n]` int), as far as the tree has it."""
         if self.is_chain:
             length = min(len(self), len(tokens))
             wrong = np.flatnonzero(self.tokens[:length] != tokens[:length])
@@ -119,26 +122,26 @@ class DraftTree:
         return path
 
     def with_probs(self, probs: np.ndarray) -> "DraftTree":
-        """The same nodes with other probabilities (`[n]` float32)."""
+        """Return the same nodes with other probabilities (`[n]` float32)."""
         tree = object.__new__(DraftTree)
         tree.__dict__.update(self.__dict__)
         tree.__dict__["probs"] = probs
-        tree.__dict__.pop("path_probs", None)  # the one that has been found out and no longer holds
+        tree.__dict__.pop("path_probs", None)  # the cached value no longer holds
         return tree
 
     def keep(self, nodes: np.ndarray) -> "DraftTree":
-        """The tree of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
+        """Return the tree of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
         if nodes.all():
             return self
         index = np.append(np.cumsum(nodes) - 1, -1)  # the last entry serves parent -1
         distributions = self.distributions
-        if distributions is not None:  # of a chain, what is kept is its head: a view, for which no device is waited for
+        if distributions is not None:  # a chain keeps its first nodes: a view, for which no device is waited for
             distributions = distributions[: nodes.sum()] if self.is_chain else distributions[np.flatnonzero(nodes)]
         lengths = self.match_lengths[nodes] if isinstance(self.match_lengths, np.ndarray) else self.match_lengths
         return DraftTree(self.tokens[nodes], index[self.parents[nodes]], self.probs[nodes], distributions, lengths)
 
     def most_likely(self, num_nodes: int) -> "DraftTree":
-        """The `num_nodes` nodes of highest path probability; they always form a tree."""
+        """Return the `num_nodes` nodes of highest path probability; they always form a tree."""
         if len(self) <= num_nodes:
             return self
         # Ties go to the shallower, then to the earlier node: a child never outranks its parent.
@@ -148,7 +151,7 @@ class DraftTree:
         return self.keep(nodes)
 
     def best_chain(self) -> "DraftTree":
-        """The most probable child again and again, from the root."""
+        """Return the chain that takes the most probable child at each step from the root."""
         if self.is_chain:
             return self
         nodes = np.zeros(len(self), bool)
@@ -159,7 +162,7 @@ class DraftTree:
         return self.keep(nodes)
 
     def check_integrity(self, vocab_size: int) -> None:
-        """Raises `ValueError` if the arrays do not describe a tree over `vocab_size` tokens."""
+        """Raise `ValueError` if the arrays do not describe a tree over `vocab_size` tokens."""
         num_nodes = len(self.tokens)
         arrays = [("tokens", self.tokens, "iu"), ("parents", self.parents, "iu"), ("probs", self.probs, "fiu")]
         if not isinstance(self.match_lengths, int | np.integer):
@@ -173,13 +176,13 @@ class DraftTree:
             return
         if not self.is_chain and ((self.parents >= np.arange(num_nodes)).any() or self.parents.min() < -1):
             raise ValueError(f"Every parent must stand before its child or be -1, got parents {self.parents.tolist()}.")
-        tokens = self.tokens.tolist()  # numpy is slow on few elements
+        tokens = self.tokens.tolist()  # as lists: numpy is slow on few elements
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"Draft tokens must lie in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}.")
 
 
 def check_trees(trees: Sequence[DraftTree], vocab_size: int) -> None:
-    """`check_integrity` of all trees, at once where they are in order."""
+    """Run `check_integrity` on all trees; valid ones are checked together, in compiled code."""
     trees = [tree for tree in trees if tree is not _EMPTY]
     if not (all(map(_has_arrays, trees)) and _are_trees(trees, vocab_size)):
         for tree in trees:
@@ -187,7 +190,7 @@ def check_trees(trees: Sequence[DraftTree], vocab_size: int) -> None:
 
 
 def _has_arrays(tree: DraftTree) -> bool:
-    """Whether the arrays of a tree certainly are of the right kinds and of one length."""
+    """Return whether the arrays of a tree are certainly of the right kinds and of one length."""
     tokens, parents, probs, lengths = tree.tokens, tree.parents, tree.probs, tree.match_lengths
     is_sound = (
         type(tokens) is type(parents) is type(probs) is np.ndarray
@@ -202,7 +205,7 @@ def _has_arrays(tree: DraftTree) -> bool:
 
 
 def _are_trees(trees: Sequence[DraftTree], vocab_size: int) -> bool:
-    """Whether all parents stand before their children, and all tokens lie in the vocabulary."""
+    """Return whether all parents come before their children, and all tokens lie in the vocabulary."""
     if not trees:
         return True
     sizes = np.array([len(tree.tokens) for tree in trees])

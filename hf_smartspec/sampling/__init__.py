@@ -1,1 +1,1 @@
-"""How the target picks its token: logits processors, noise that can be repeated, arg max and top k."""
+"""The target's choice of token: logits processors, repeatable noise, arg max and top k."""

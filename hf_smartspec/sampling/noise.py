@@ -1,4 +1,4 @@
-"""Gumbel noise that can be repeated: an arg max over scores plus noise is an exact sample."""
+"""Repeatable Gumbel noise: the arg max of scores plus noise is an exact sample."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from ..device import has_float64, send_together
 from ..validate import check_seed
 from .top import argmax
 
-# Noise of a uniform variate of 52 bits never exceeds this, -log(-log(1 - 2**-53)).
+# Upper bound of the noise of a uniform variate of 52 bits: -log(-log(1 - 2**-53)).
 _LARGEST_NOISE = 36.74
 
-_CPU_BLOCK, _BLOCK = 2**16, 2**24  # entries of scores that are worked on at a time, on a CPU and elsewhere
+_CPU_BLOCK, _BLOCK = 2**16, 2**24  # scores processed at a time, on a CPU and on other devices
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -23,13 +23,20 @@ _MASK = (1 << 64) - 1
 
 def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
     """
-    Standard Gumbel noise of the given tokens (int64, any shape) at one position of one request, float32.
+    Return standard Gumbel noise of tokens at one position of one request.
 
-    A counter-based generator: the noise of (seed, position, token) is the same whenever, wherever and beside whatever
-    it is asked for. Token counters pass through the finaliser of SplitMix64 (Steele et al., 2014).
+    The generator is counter-based: the noise of (seed, position, token) does not depend on when, on which device or
+    with which other tokens it is computed. Token counters pass through the finaliser of SplitMix64 (Steele et al.,
+    2014).
+
+    Args:
+        tokens (`torch.Tensor`, int64): Token ids, of any shape.
+
+    Returns:
+        `torch.Tensor` of the shape of `tokens`, float32.
     """
     key = _keys([seed], [position])[0]
-    if tokens.device.type == "cpu":  # numpy: a dozen small operations are dearer in torch, whose threads meet in each
+    if tokens.device.type == "cpu":  # numpy, since torch synchronises its threads in each of a dozen small operations
         uniform = torch.from_numpy(_uniform_numpy(key, tokens.numpy()))
     else:
         uniform = _uniform_torch(_signed(int(key)), tokens)
@@ -37,30 +44,30 @@ def gumbel_noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor
 
 
 def uniform_noise(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Uniform variates in the open interval (0, 1) of pairs of seeds and positions, float64 `[pairs]`."""
+    """Return uniform variates in the open interval (0, 1) of pairs of seeds and positions, float64 `[pairs]`."""
     return _uniform_numpy(_keys(seeds, positions), np.zeros(1, np.int64))
 
 
 def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
-    """Noise from uniform variates in float64, which are overwritten; float32."""
-    # In float64, since the upper tail, which decides who wins, is lost where float32 rounds the uniform to 1.
+    """Return noise (float32) made from uniform variates (float64), which are overwritten."""
+    # In float64: float32 rounds the largest variates to 1 and so loses the upper tail, which decides which token wins.
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 
 
 def _keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """What every pair of a seed and a position adds to the counters, uint64 `[rows]`."""
+    """Return the number that each pair of a seed and a position adds to the counters, uint64 `[rows]`."""
     keys = [_mix_int(_mix_int(seed) ^ (position + 1)) for seed, position in zip(seeds, positions)]
     return np.array(keys, np.uint64)
 
 
 def _uniform_numpy(keys: np.ndarray | np.uint64, tokens: np.ndarray) -> np.ndarray:
     """
-    Uniform variates in the open interval (0, 1): the upper 52 bits of the hash, centred in their cell. With 53 bits the
-    centre of the last cell would be rounded to 1, whose noise is infinite. Keys (uint64) and tokens are broadcast.
+    Return uniform variates in the open interval (0, 1): the upper 52 bits of the hash, centred in their cell. With 53
+    bits the centre of the last cell would be rounded to 1, whose noise is infinite. Keys (uint64) and tokens broadcast.
     """
     counters = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + keys
     for bits, multiplier in zip((30, 27), _MULTIPLIERS):
-        counters ^= counters >> np.uint64(bits)  # in place: memory is what this costs
+        counters ^= counters >> np.uint64(bits)  # in place, since memory traffic dominates the cost
         counters *= np.uint64(multiplier)
     counters ^= counters >> np.uint64(31)
     counters >>= np.uint64(12)
@@ -71,7 +78,10 @@ def _uniform_numpy(keys: np.ndarray | np.uint64, tokens: np.ndarray) -> np.ndarr
 
 
 def _uniform_torch(keys: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The same on any device; torch has no unsigned arithmetic, so keys (int64) are signed and shifts are masked."""
+    """
+    Return the variates of `_uniform_numpy` on any device. torch has no unsigned arithmetic, so keys are int64 and
+    shifts are masked.
+    """
     counters = (tokens + 1) * _signed(_GOLDEN) + keys
     counters = (counters ^ _shift(counters, 30)) * _signed(_MULTIPLIERS[0])
     counters = (counters ^ _shift(counters, 27)) * _signed(_MULTIPLIERS[1])
@@ -89,9 +99,9 @@ def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
     """
-    Scores `[rows, vocab_size]` plus the noise of each row's seed and position; rows without a seed stay as they are.
-    Noise is added only to tokens that can still win: those that the processors left, and whose score, with the largest
-    noise there is, exceeds that of the highest score with its own noise. No device is waited for.
+    Add the noise of each row's seed and position to scores `[rows, vocab_size]`; rows without a seed stay as they are.
+    Only tokens that can still win get noise: those that the processors left, and whose score plus the largest possible
+    noise exceeds the score plus noise of the best-scored token. Returns a new tensor; no device is waited for.
     """
     noise = noise_keys(seeds, positions)
     if noise is None:
@@ -100,14 +110,14 @@ def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], position
 
 
 class NoiseKeys(NamedTuple):
-    """What makes the noise of some lines of scores, wherever these are."""
+    """Keys of the noise of some lines of scores, on the host or on a device."""
 
     keys: torch.Tensor  # [noisy lines] int64
-    lines: torch.Tensor  # [noisy lines] int64, which these are; [0] where it is all of them
+    lines: torch.Tensor  # [noisy lines] int64, their indices; [0] where all lines are noisy
 
 
 def noise_keys(seeds: Sequence[int | None], positions: Sequence[int]) -> NoiseKeys | None:
-    """Of each line's seed and position, on the host; None where no line has a seed."""
+    """Return the keys of each line's seed and position, on the host; None where no line has a seed."""
     lines = [line for line, seed in enumerate(seeds) if seed is not None]
     if not lines:
         return None
@@ -117,8 +127,8 @@ def noise_keys(seeds: Sequence[int | None], positions: Sequence[int]) -> NoiseKe
 
 
 def add_noise(scores: torch.Tensor, noise: NoiseKeys) -> torch.Tensor:
-    """`add_gumbel_noise`, from keys that are where the scores are."""
-    if not has_float64(scores.device):  # which noise is exact in
+    """Return `add_gumbel_noise` of scores, from keys on the same device."""
+    if not has_float64(scores.device):  # the noise is computed in float64
         return add_noise(scores.cpu(), NoiseKeys(*(item.cpu() for item in noise))).to(scores.device)
     if not len(noise.lines):
         return _noisy(scores.clone(), noise.keys)
@@ -126,7 +136,7 @@ def add_noise(scores: torch.Tensor, noise: NoiseKeys) -> torch.Tensor:
 
 
 def _noisy(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Adds noise in place, to a few lines at a time, so that what it takes stays in the cache or is soon free again."""
+    """Add noise in place, to a few lines at a time, so that temporary tensors stay in the cache or are soon freed."""
     is_on_cpu = scores.device.type == "cpu"
     add, num = (_add_sparsely, _CPU_BLOCK) if is_on_cpu else (_add_densely, _BLOCK)
     num = max(num // scores.shape[1], 1)
@@ -136,7 +146,7 @@ def _noisy(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _add_densely(scores: torch.Tensor, keys: torch.Tensor) -> None:
-    """Makes all tokens' noise, of which those take theirs that can win."""
+    """Make the noise of all tokens, and add it to those that can win."""
     tokens = torch.arange(scores.shape[1], device=scores.device)
     noise = _gumbel(_uniform_torch(keys, tokens))
     best = scores.argmax(dim=-1, keepdim=True)
@@ -145,12 +155,12 @@ def _add_densely(scores: torch.Tensor, keys: torch.Tensor) -> None:
 
 
 def _add_sparsely(scores: torch.Tensor, signed_keys: torch.Tensor) -> None:
-    """Finds out first which tokens can win; on a CPU nobody waits for that."""
+    """Find the tokens that can win, and make noise for these alone; on a CPU, reading them back costs no wait."""
     keys, best = signed_keys.numpy().view(np.uint64), np.array(argmax(scores))[:, None]
     noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, best)))
     keep = _can_win(scores, scores.gather(1, torch.from_numpy(best)) + noise)
     places = keep.numpy().ravel().nonzero()[0]
-    if 2 * len(places) > keep.numel():  # nearly all: picking them out costs more than it saves
+    if 2 * len(places) > keep.numel():  # nearly all: gathering them costs more than it saves
         noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, np.arange(scores.shape[1]))))
         scores.copy_(torch.where(keep, scores + noise, scores))
     elif len(places):
@@ -160,12 +170,12 @@ def _add_sparsely(scores: torch.Tensor, signed_keys: torch.Tensor) -> None:
 
 
 def _can_win(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Which tokens may be picked, given the highest scores with their noise, `[rows, 1]`."""
+    """Return which tokens may be picked, bool `[rows, vocab_size]`, given the best scores plus noise, `[rows, 1]`."""
     return (scores >= best - _LARGEST_NOISE) & (scores > -torch.inf)
 
 
 def _mix_int(value: int) -> int:
-    """SplitMix64's output function on one Python integer; also how row seeds are derived."""
+    """Return SplitMix64's output for one Python integer; row seeds are derived by it as well."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK
     value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK
@@ -173,29 +183,29 @@ def _mix_int(value: int) -> int:
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of row `row` of a batch that was given one seed; row 0 keeps the seed itself."""
+    """Return the seed of row `row` of a batch that was given one seed; row 0 keeps the seed itself."""
     return seed if row == 0 else _mix_int(_mix_int(seed) + row)
 
 
 def draft_seed(seed: int) -> int:
-    """The seed with which a draft samples by itself, when its tokens are verified by rejection."""
+    """Return the seed of a drafter's own sampling, used when its tokens are verified by rejection sampling."""
     return seed ^ 0x5EED_D4AF
 
 
 class SeededGumbelLogitsProcessor(LogitsProcessor):
     """
-    Adds seeded Gumbel noise to the scores, so that the arg max is a sample (the Gumbel-max trick) that depends on
-    nothing but (seed, row, number of generated tokens, token).
+    Logits processor that adds seeded Gumbel noise, so that the arg max is a sample (the Gumbel-max trick) that
+    depends only on (seed, row, number of generated tokens, token).
 
-    It is the reference for this library's sampling: plain `generate(do_sample=False, logits_processor=[..., this])`
-    returns the tokens that `generate(do_sample=True, assistant=..., seed=seed)` returns. Put it last, behind the
-    warpers (temperature, top-k, ...), which `do_sample=False` does not add by itself.
+    This processor is the reference for the library's sampling: `generate(do_sample=False, logits_processor=[...,
+    this])` without speculation returns the tokens that `generate(do_sample=True, assistant=..., seed=seed)` returns.
+    Put it last, after the warpers (temperature, top-k, ...), which `do_sample=False` does not add by itself.
 
     Args:
         seed (`int` or sequence of `int`): One seed for the batch, from which each row derives its own, or one per row.
 
-    It notices the start of a generation by itself (its input is not one token longer than before); use one object per
-    `generate` call if you continue a text token by token.
+    The processor detects the start of a generation by itself: its input is not one token longer than in the call
+    before. If you continue a text token by token, use one object per `generate` call.
     """
 
     def __init__(self, seed: int | Sequence[int]):
@@ -208,7 +218,7 @@ class SeededGumbelLogitsProcessor(LogitsProcessor):
         return row_seed(self.seed, row) if isinstance(self.seed, int) else self.seed[row]
 
     def for_row(self, row: int, prompt_length: int) -> "SeededGumbelLogitsProcessor":
-        """The same noise for one row of the batch on its own, bound to a prompt of `prompt_length` tokens."""
+        """Return a processor of the same noise for one row alone, bound to a prompt of `prompt_length` tokens."""
         single = SeededGumbelLogitsProcessor([self.seed_of(row)])
         single._prompt_length, single._is_bound = prompt_length, True
         return single

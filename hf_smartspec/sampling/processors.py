@@ -1,4 +1,4 @@
-"""How the target picks a token: logits processors as plain decoding applies them, and noise that can be repeated."""
+"""Logits processors for rows of different lengths, with the results that plain `generate` would get from them."""
 
 import copy
 from collections.abc import Hashable, Sequence
@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from ..device import to_device
 from .noise import SeededGumbelLogitsProcessor
 
-# Look at the scores alone: one call serves rows of different lengths.
+# These read the scores alone: one call serves rows of different lengths.
 _SCORE_ONLY = (
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
@@ -28,7 +28,7 @@ _SCORE_ONLY = (
     hf.SuppressTokensLogitsProcessor,
 )
 
-# Look at one row's own tokens and keep no state: every row can be served by itself, at its own length.
+# These read one row's own tokens and keep no state: every row can be served by itself, at its own length.
 _ROW_ONLY = (
     hf.RepetitionPenaltyLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor,
@@ -44,7 +44,7 @@ _ROW_ONLY = (
 
 
 class PickedRow(Protocol):
-    """What a `TokenPicker` reads of a request."""
+    """Attributes of a request that a `TokenPicker` reads."""
 
     index: int  # row of the caller's batch
 
@@ -55,26 +55,27 @@ class PickedRow(Protocol):
 
 
 class PaddedBatch(Protocol):
-    """What a `TokenPicker` reads of the batch."""
+    """Method of the batch that a `TokenPicker` calls."""
 
     def padded_batch(self, num_generated: int) -> torch.Tensor: ...  # [batch_size, prompt_len + num_generated]
 
 
 class TokenPicker:
     """
-    The target's own choice of token for rows of one `generate` call (docs/design.md, "Exact processors and criteria").
-    A processor of one's own that looks at each row's own tokens and keeps no state may say so by an attribute
-    `keeps_no_state = True`: rows then need not wait for one another.
+    The target's choice of token for rows of one `generate` call (docs/design.md, "Exact processors and criteria"). A
+    custom processor that reads each row's own tokens and keeps no state may set an attribute `keeps_no_state = True`:
+    rows then need not wait for one another.
 
     Args:
         processors (`LogitsProcessorList`): As `generate` prepared them for the whole batch.
         batch_size, prompt_length (`int`): Of the caller's padded batch.
 
     Attributes:
-        is_known (`bool`): Whether no processor can keep state, so that it does not matter when they are called.
-        signature (`tuple`, *optional*): Equal for pickers that do the same to scores, which look at nothing else.
-        needs_lockstep (`bool`): True if some processor is of unknown kind in a batch of several rows. It may keep
-            state across rows, so rows may be picked for only when all unfinished rows have logits for one length.
+        is_known (`bool`): True if no processor can keep state, so that the order of calls does not matter.
+        signature (`tuple`, *optional*): Equal for pickers whose processors do the same to scores; None where a
+            processor reads more than scores or is set by more than numbers.
+        needs_lockstep (`bool`): True if a batch of several rows has a processor of unknown kind. It may keep state
+            across rows, so tokens are picked only when all unfinished rows have logits for the same length.
     """
 
     def __init__(self, processors: LogitsProcessorList, batch_size: int, prompt_length: int):
@@ -92,8 +93,8 @@ class TokenPicker:
 
     def process(self, rows: Sequence[PickedRow], logits: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
         """
-        Processed scores `[len(rows), vocab_size]` for the next token of each row from float32 logits of that shape.
-        Processors of unknown kind see the whole batch, as plain decoding would show it to them.
+        Return processed scores `[len(rows), vocab_size]` for the next token of each row, from float32 logits of that
+        shape. Processors of unknown kind get the whole padded batch, as without speculation.
         """
         if not self.processors:
             return logits
@@ -111,14 +112,14 @@ class TokenPicker:
     def _process_batch(self, rows: Sequence[PickedRow], logits: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
         input_ids = batch.padded_batch(rows[0].num_generated)
         lines = [row.index for row in rows]
-        # Finished rows have no logits; plain decoding passes something nobody reads, here it is zeros.
+        # Finished rows have no logits, and their scores are not read: zeros stand for them.
         full = logits.new_zeros(self.batch_size, logits.shape[1])
         full[lines] = logits
         return self.processors(input_ids, full)[lines]  # type: ignore[arg-type]
 
 
 def _texts(rows: Sequence[PickedRow], device: torch.device) -> list[torch.Tensor]:
-    """Every row's text, `[1, t]` each, which are sent together."""
+    """Return every row's text, `[1, t]` each, on `device`, copied at once."""
     texts = [row.padded_ids()[None] for row in rows]
     if device.type == "cpu":
         return texts
@@ -131,7 +132,7 @@ def _texts(rows: Sequence[PickedRow], device: torch.device) -> list[torch.Tensor
 
 
 def _signature(processors: LogitsProcessorList) -> tuple | None:
-    """What the processors are and how they are set; None where a setting is more than a number."""
+    """Return the types and settings of the processors; None where a setting is more than a number."""
     settings = [(type(processor), *sorted(vars(processor).items())) for processor in processors]
     if all(isinstance(value, bool | int | float) for _, *items in settings for _, value in items):
         return tuple(settings)
@@ -139,7 +140,7 @@ def _signature(processors: LogitsProcessorList) -> tuple | None:
 
 
 def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_size: int) -> LogitsProcessor:
-    """A processor for one row of the batch by itself, from one that serves the whole batch."""
+    """Return a processor for one row of the batch by itself, from one that serves the whole batch."""
     if isinstance(processor, SeededGumbelLogitsProcessor):
         return processor.for_row(row, prompt_length)
     ignored = getattr(processor, "prompt_ignore_length", None)
@@ -150,17 +151,18 @@ def _for_row(processor: LogitsProcessor, row: int, prompt_length: int, batch_siz
 
 
 def score_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those of the processors that look at scores alone, which a drafter can apply to its own scores as well."""
+    """Return the processors that read scores alone, which a drafter can apply to its own scores as well."""
     return LogitsProcessorList([processor for processor in processors if type(processor) in _SCORE_ONLY])
 
 
 class ScoreProcessing:
     """
-    A request's processors as far as they look at scores alone, for drafters to apply to their own scores.
+    The processors of a request that read scores alone, for drafters to apply to their own scores.
 
     Attributes:
-        signature (`tuple`, *optional*): What they are and how they are set; None where that is more than numbers.
-        key (`Hashable`): Equal for those that do the same, whether or not they are the same objects.
+        signature (`tuple`, *optional*): Types and settings of the processors; None where a setting is more than a
+            number.
+        key (`Hashable`): Equal for processors that do the same; without a `signature`, for the same objects only.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
@@ -171,8 +173,8 @@ class ScoreProcessing:
 
 def process_lines(scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, int]]) -> torch.Tensor:
     """
-    Scores `[lines, vocab_size]` of owners that have so many lines each, in order, after their own processors.
-    Neighbours whose processors do the same are processed together.
+    Return scores `[lines, vocab_size]` after their owners' processors. Owners are given in the order of their lines,
+    each with its number of lines; neighbours whose processors do the same are processed together.
     """
     parts, first = [], 0
     for _, group in groupby(owners, key=lambda owner: owner[0].key):

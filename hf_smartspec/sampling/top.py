@@ -1,4 +1,4 @@
-"""The best tokens of every line of scores, faster on CPUs than torch finds them."""
+"""The best tokens of every line of scores, found faster on CPUs than by torch."""
 
 from typing import NamedTuple
 
@@ -7,30 +7,30 @@ import torch
 
 from ..device import fetch_together
 
-_BLOCK = 128
-_LINES = 8
+_BLOCK = 128  # tokens whose maximum is taken first
+_LINES = 8  # converted to float32 at a time
 
 
 def argmax(scores: torch.Tensor) -> list[int]:
-    """Arg max of every line of `[rows, vocab_size]`; ties go to the lowest token, as in `torch.argmax`."""
+    """Return the arg max of every line of `[rows, vocab_size]`; ties go to the lowest token, as in `torch.argmax`."""
     if scores.device.type == "cpu":
         # numpy's arg max is vectorised, torch's on the CPU is not: 6 times faster for 40 lines of 32,000. A few lines
-        # at a time, so that what was converted is still in the cache.
+        # at a time, so that converted lines are still in the cache.
         parts = [scores] if scores.dtype == torch.float32 else scores.split(_LINES)
         return [token for part in parts for token in part.float().numpy().argmax(axis=-1).tolist()]
     return _rounded(scores).argmax(dim=-1).tolist()
 
 
 def _rounded(scores: torch.Tensor) -> torch.Tensor:
-    """To float32, as plain decoding does."""
+    """Round scores in float64 to float32, as `generate` does without speculation."""
     return scores.float() if scores.dtype == torch.float64 else scores
 
 
 def top_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
     """
-    The `count` best tokens of every line of `[rows, vocab_size]`, best first (all, if there are fewer): `torch.topk`,
-    applied to those blocks of the vocabulary only that hold the highest maxima. On a CPU, block maxima are vectorised
-    and `topk` is not.
+    Return the `count` best tokens of every line of `[rows, vocab_size]`, best first (all, if there are fewer), int64
+    `[rows, count]`. On a CPU, `torch.topk` runs only on those blocks of the vocabulary with the highest maxima, since
+    block maxima are vectorised and `topk` is not.
     """
     num_rows, vocab_size = scores.shape
     num_blocks = vocab_size // _BLOCK
@@ -46,12 +46,12 @@ def top_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 class Top(NamedTuple):
     """
-    The best of lines of scores.
+    Best tokens of lines of scores.
 
     Args:
-        argmax (list of `int`): Of every line; ties go to the lowest token. Empty if not asked for.
+        argmax (list of `int`): Best token of every line; ties go to the lowest token. Empty if not asked for.
         tokens (`np.ndarray` of shape `[rows, count]`, integers): The best tokens of the first lines, best first.
-        shares (`np.ndarray` of shape `[rows, count]`, float32): Their probabilities among themselves.
+        shares (`np.ndarray` of shape `[rows, count]`, float32): Probabilities of `tokens`, normalised over these alone.
     """
 
     argmax: list[int]
@@ -61,8 +61,8 @@ class Top(NamedTuple):
 
 def best_of(scores: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top:
     """
-    The `count` best tokens of the first `num_lines` lines of `[rows, vocab_size]`, and the arg max of every line: a
-    device is waited for once.
+    Return the `count` best tokens of the first `num_lines` lines of `[rows, vocab_size]`, and the arg max of every
+    line, with one wait for their device.
     """
     first = scores[:num_lines]
     tokens = top_tokens(first, count)
@@ -75,13 +75,13 @@ def best_of(scores: torch.Tensor, count: int, num_lines: int, with_argmax: bool)
 
 def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The `count` best tokens of every line of `[rows, vocab_size]` (float32), best first, and their probabilities, both
-    `[rows, count]`. No device is waited for.
+    Return the `count` best tokens of every line of `[rows, vocab_size]` (float32), best first, and their probabilities,
+    both `[rows, count]`. No device is waited for.
     """
     if count == 1:
         on_cpu = scores.device.type == "cpu"
         tokens = torch.tensor(argmax(scores))[:, None] if on_cpu else scores.argmax(dim=-1, keepdim=True)
     else:
         tokens = top_tokens(scores, count)
-    # Cheaper than the best scores and a log-sum-exp: torch has one fused kernel for this.
+    # torch has one fused kernel for softmax, which is cheaper than the best scores and a log-sum-exp.
     return tokens, scores.softmax(dim=-1).gather(1, tokens)

@@ -1,1 +1,1 @@
-"""Compiled loops over the nodes of trees: at a step's few nodes, a numpy call takes longer than its work."""
+"""Compiled loops over the nodes of trees: with a step's few nodes, the overhead of a numpy call exceeds its work."""

@@ -1,9 +1,9 @@
 """
-What a `Forest` finds out about its nodes, one behind the other. Parents stand before their children, so that a node
-reads what its parent has been given.
+Loops of `Forest` over its nodes in order. Parents come before their children, so that the values of a node's parent are
+ready when the node is reached.
 
 Arrays: `sizes` `[rows]` int64, nodes of each tree; `[nodes]` int64 are `row`, `parents` (the number of nodes for
-children of committed tokens), `depths`, `tokens`; all are contiguous, so that one version is compiled of each function.
+children of committed tokens), `depths`, `tokens`; all are contiguous, so that each function is compiled once.
 """
 
 from ...jit import compiled
@@ -12,8 +12,8 @@ from ...jit import compiled
 @compiled
 def are_trees(sizes, parents, tokens, vocab_size):
     """
-    Whether in trees that lie end to end, with `parents` as they number their own nodes, each is -1 or stands before its
-    child, and all tokens lie in [0, vocab_size).
+    Return whether trees that lie end to end are valid: `parents`, numbered within each tree, are -1 or come before
+    their children, and all tokens lie in [0, vocab_size).
     """
     start = 0
     for tree in range(len(sizes)):
@@ -28,10 +28,9 @@ def are_trees(sizes, parents, tokens, vocab_size):
 @compiled
 def flatten(sizes, row, parents, depths, probs):
     """
-    Takes trees that lie end to end, with `parents` as they number their own nodes, and gives every node its row, its
-    parent among all nodes, and its depth. Scores (`probs`, float32) are brought into [0, 1]: rounded softmax values may
-    exceed 1 by a hair, and what is no number says nothing: an even chance. Returns whether all parents stand before
-    their children.
+    Set every node's row, parent among all nodes, and depth, from trees that lie end to end, with `parents` numbered
+    within each tree. Clip `probs` (float32) to [0, 1], since rounded softmax values may exceed 1 by a hair; NaN carries
+    no information and becomes 0.5. Return whether all parents come before their children.
     """
     num_nodes, start = len(parents), 0
     for tree in range(len(sizes)):
@@ -57,7 +56,7 @@ def flatten(sizes, row, parents, depths, probs):
 
 @compiled
 def multiply_along_paths(parents, values):
-    """`values` (float64) become their products from the root down to each node."""
+    """Replace `values` (float64) by their products along the path from the root to each node."""
     num_nodes = len(parents)
     for node in range(num_nodes):
         if parents[node] < num_nodes:
@@ -67,9 +66,9 @@ def multiply_along_paths(parents, values):
 @compiled
 def judge(row, parents, depths, tokens, truth, ends, nodes, is_true):
     """
-    Finds the nodes whose parent came true and whose depth is known: their indices go to `nodes`, and how they fared to
-    `is_true` (bool, of all nodes, False before); returns how many they are. `truth` holds the continuations of all rows
-    end to end, of which each ends before its entry of `ends`.
+    Find the nodes whose parent was accepted and whose depth is within the known continuation. Write their indices to
+    `nodes`, and whether each was accepted to `is_true` (bool, of all nodes, False before); return their number. `truth`
+    holds the continuations of all rows end to end; each ends before its entry of `ends`.
     """
     num_nodes, num = len(parents), 0
     for node in range(num_nodes):
@@ -85,9 +84,8 @@ def judge(row, parents, depths, tokens, truth, ends, nodes, is_true):
 @compiled
 def select(sizes, parents, mask, places, nodes, own_parents, counts):
     """
-    Keeps the nodes of a `mask` (bool): their indices go to `nodes`, their parents, as their trees will number them, to
-    `own_parents`, and how many there are of each tree to `counts`. Returns how many there are in all. `places` is
-    overwritten.
+    Keep the nodes of a `mask` (bool). Write their indices to `nodes`, their parents, numbered within the kept trees, to
+    `own_parents`, and their number in each tree to `counts`; return the total. `places` is overwritten.
     """
     num_nodes, start, num = len(parents), 0, 0
     for tree in range(len(sizes)):
@@ -105,10 +103,10 @@ def select(sizes, parents, mask, places, nodes, own_parents, counts):
 @compiled
 def walk(sizes, parents, tokens, picks, path, counts):
     """
-    Follows the target's picks through trees that lie end to end, with `parents` as they number their own nodes. Behind
-    the last committed token and every node of a tree a token is picked: a tree has one more of `picks` than nodes.
-    `path` (int64 `[nodes]`) gets the nodes that hold their parents' picks, from the root on, of one tree behind the
-    other; `counts` (int64 `[trees]`) how many these are.
+    Follow the target's picks through trees that lie end to end, with `parents` numbered within each tree. A token is
+    picked after the last committed token and after every node, so a tree has one more of `picks` than nodes. Write the
+    nodes that hold their parents' picks, from the root on, to `path` (int64 `[nodes]`), one tree after the other, and
+    their number per tree to `counts` (int64 `[trees]`).
     """
     start = num = 0
     for tree in range(len(sizes)):
