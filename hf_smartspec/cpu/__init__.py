@@ -1,1 +1,1 @@
-"""Compiled code for CPUs, run by torch's own threads: products of a few tokens, which torch's libraries are slow at."""
+"""Compiled code for CPUs, run by torch's threads: operators on a few tokens, which torch's libraries are slow at."""

@@ -1,6 +1,6 @@
 """
-Attention of a few tokens on a CPU. torch's takes matrix products for every head of every row, which few queries are
-not worth.
+Attention of a few tokens on a CPU. torch's attention computes matrix products for every head of every row, which do not
+pay for few queries.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from .thin import has_kernels
 from .threads import run
 
 _CODE = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}
-MOST_WIDTH = 64  # tokens of a row; more are worth torch's products
+MOST_WIDTH = 64  # tokens of a row; for more, torch's products pay
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
 
 
@@ -28,22 +28,22 @@ class _Arguments(ctypes.Structure):
 @dataclass(frozen=True, eq=False)
 class SeenLines:
     """
-    What tokens see of the keys and values of their rows.
+    Lines of keys and values that tokens attend to.
 
     Args:
-        firsts, counts (`np.ndarray` of shape `[N]`, int64): The first line that each token sees, and how many there are
-            to its own, at least one.
-        runs (`np.ndarray` of shape `[runs + 1]`, int64): Where tokens begin that see lines of one row and are computed
-            together, `MOST_TOKENS` at most, and where the last of them end.
-        nodes (`np.ndarray` of shape `[2, N]`, int64, *optional*): A line from which on each token sees only those whose
-            bits are set; all, where these are -1.
+        firsts, counts (`np.ndarray` of shape `[N]`, int64): The first line that each token attends to, and the number
+            of lines from that one to the token's own, at least one.
+        runs (`np.ndarray` of shape `[runs + 1]`, int64): The first token of each run, and the end of the last one. A
+            run is up to `MOST_TOKENS` tokens that attend to lines of one row and are computed together.
+        nodes (`np.ndarray` of shape `[2, N]`, int64, *optional*): Lines and bits: from its line on, each token attends
+            only to lines with a set bit; to all, where the bits are -1.
     """
 
     firsts: np.ndarray
     counts: np.ndarray
     runs: np.ndarray
     nodes: np.ndarray | None = None
-    # Found out once, not in every layer:
+    # Computed once, not in every layer:
     addresses: list[int] = field(init=False)
     most_tokens: int = field(init=False)
     num_seen: int = field(init=False)
@@ -52,18 +52,18 @@ class SeenLines:
     def __post_init__(self) -> None:
         nodes = (None, None) if self.nodes is None else self.nodes
         arrays = self.runs, self.firsts, self.counts, *nodes
-        own = vars(self)  # of a frozen class
+        own = vars(self)  # fields of a frozen class cannot be assigned
         own["addresses"] = [0 if array is None else array.ctypes.data for array in arrays]
-        own["most_tokens"] = int(np.diff(self.runs).max())  # of a run
+        own["most_tokens"] = int(np.diff(self.runs).max())  # in a run
         own["num_seen"] = int(self.counts.sum())
-        # Windows of a run's tokens begin one after the other.
+        # A run reads more lines than one token: windows of its tokens may begin at successive lines.
         own["most_lines"] = int(self.counts.max()) + self.most_tokens
 
 
 def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None) -> bool:
     """
-    Whether compiled code attends with queries `[N, heads, head_dim]` to keys and values `[lines, kv_heads, head_dim]`
-    as they lie there.
+    Return whether compiled code computes attention of queries `[N, heads, head_dim]` to keys and values `[lines,
+    kv_heads, head_dim]` as they lie in memory.
     """
     return (
         is_plain(queries)
@@ -88,14 +88,14 @@ def thin_attention(
     lses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Attention of tokens, each over neighbouring lines, where `can_attend` says so.
+    Compute attention of tokens, each over neighbouring lines, for arguments that pass `can_attend`.
 
     Args:
-        queries (`torch.Tensor` of shape `[N, heads, head_dim]`): Neighbouring heads share a key/value head.
-        keys, values (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Of all rows.
-        lines (`SeenLines`): What the tokens see.
-        scale (`float`, *optional*): Of scores, above 0; `head_dim ** -0.5` where not given.
-        lses (`torch.Tensor` of shape `[N, heads]`, float32, *optional*): Gets the log-sum-exps of scores.
+        queries (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries; neighbouring heads share a key/value head.
+        keys, values (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Keys and values of all rows.
+        lines (`SeenLines`): Lines that the tokens attend to.
+        scale (`float`, *optional*): Factor of scores, above 0; `head_dim ** -0.5` where not given.
+        lses (`torch.Tensor` of shape `[N, heads]`, float32, *optional*): Filled with the log-sum-exps of scores.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
@@ -119,14 +119,14 @@ def thin_attention(
 
 def runs_of(rows: np.ndarray) -> np.ndarray:
     """
-    `SeenLines.runs` where tokens see lines of these rows (`[N]`, those of a row behind one
-    another): runs of a row are equally long, but for one token.
+    Return `SeenLines.runs` for tokens that attend to lines of these rows (`[N]`, grouped by row). Runs of a row differ
+    in length by one token at most.
     """
     starts = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
-    if len(starts) > len(rows):  # as many rows as tokens
+    if len(starts) > len(rows):  # one token per row
         return starts
     sizes = np.diff(starts)
-    numbers = -(-sizes // MOST_TOKENS)  # of runs of each row
+    numbers = -(-sizes // MOST_TOKENS)  # runs of each row
     within = np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)
     begins = np.repeat(starts[:-1], numbers) + within * np.repeat(sizes, numbers) // np.repeat(numbers, numbers)
     return np.append(begins, len(rows))
@@ -134,8 +134,8 @@ def runs_of(rows: np.ndarray) -> np.ndarray:
 
 @cache
 def has_attention(dtype: torch.dtype) -> bool:
-    """Whether there is compiled code for this CPU that gives the right numbers."""
-    if dtype not in _CODE or not has_kernels(dtype):  # which says why
+    """Return whether there is compiled code for this CPU, and its results are right."""
+    if dtype not in _CODE or not has_kernels(dtype):  # the latter logs why
         return False
     try:
         generator = torch.Generator().manual_seed(0)
@@ -149,5 +149,5 @@ def has_attention(dtype: torch.dtype) -> bool:
         expected = scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(0, 1)
         rtol = 1e-5 if dtype is torch.float32 else 2e-2
         return torch.allclose(found.double(), expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
-    except Exception:  # whatever compilers raise
+    except Exception:  # compilers raise errors of many types
         return False

@@ -1,4 +1,4 @@
-"""RMS norms of a few tokens on a CPU, in one call: torch makes ten of each."""
+"""RMS norms of a few tokens on a CPU, in one call where torch makes ten."""
 
 import ctypes
 from functools import cache
@@ -18,11 +18,13 @@ class _Arguments(ctypes.Structure):
 
 
 def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether compiled code computes norms over the last dimension faster, and can read these numbers as they lie."""
+    """
+    Return whether compiled code is faster for norms over the last dimension, and can read the tensors as they lie.
+    """
     return (
         is_plain(x)
         and x.dtype is weight.dtype
-        and 0 < x.shape[0] <= most_tokens(x.dtype)  # as many as products take: both change their sums' order together
+        and 0 < x.shape[0] <= most_tokens(x.dtype)  # as for products, so that both reorder sums together
         and x.numel() > 0
         and not x.shape[-1] % 16
         and is_vector(weight, x.shape[-1])
@@ -33,8 +35,8 @@ def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def thin_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool) -> torch.Tensor:
     """
-    `x / sqrt(mean(x ** 2) + eps)`, rounded, times `weight`, or times `1 + weight` and rounded once, where `can_norm`
-    says so.
+    Return `x / sqrt(mean(x ** 2) + eps)`, rounded, times `weight`; if `is_shifted`, times `1 + weight` and rounded
+    once. Arguments must pass `can_norm`.
     """
     x, size = x.contiguous(), x.shape[-1]
     outputs = x.new_empty(x.shape)
@@ -47,8 +49,8 @@ def thin_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted:
 
 @cache
 def has_norms(dtype: torch.dtype) -> bool:
-    """Whether there is compiled code for this CPU that gives the right numbers."""
-    if dtype not in _CODE or not has_kernels(dtype):  # which says why
+    """Return whether there is compiled code for this CPU, and its results are right."""
+    if dtype not in _CODE or not has_kernels(dtype):  # the latter logs why
         return False
     try:
         generator = torch.Generator().manual_seed(0)
@@ -57,7 +59,7 @@ def has_norms(dtype: torch.dtype) -> bool:
         normalized = torch.rms_norm(x.double(), (48,), None, 0.5)
         expected = [normalized * weight.double(), normalized * (weight.double() + 1)]
         return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
-    except Exception:  # whatever compilers raise
+    except Exception:  # compilers raise errors of many types
         return False
 
 

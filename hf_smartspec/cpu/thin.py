@@ -1,6 +1,6 @@
 """
-The linear map of a few tokens on a CPU, in the time of reading the weight. The libraries that torch has take longer
-from two or four tokens on; of bfloat16, on CPUs without AVX-512, of any number, and so of float32 on AMD's.
+The linear layer of a few tokens on a CPU, in the time of reading the weight. torch's libraries take longer from two or
+four tokens on; in bfloat16 on CPUs without AVX-512, and in float32 on AMD's, they do so for any number.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from .threads import has_threads, run, share_of
 logger = get_logger(__name__)
 
 _CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
-_SMALL = 2**17  # products that one thread is done with before a second one has begun
-_ROWS = 12  # a multiple of what tiles have
+_SMALL = 2**17  # products that one thread has computed before a second one has begun
+_ROWS = 12  # a multiple of the rows of tiles
 _FEW_WIDENED, _FEW, _SOME, _MANY, _ANY = 6, 12, 48, 256, 2**16  # tokens
 
 
@@ -38,7 +38,7 @@ class _Arguments(ctypes.Structure):
 
 @cache
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Whether there is compiled code for this CPU, torch's threads can run it, and it gives the right numbers."""
+    """Return whether there is compiled code for this CPU, torch's threads can run it, and its results are right."""
     if dtype not in _CODE or not num_lanes() or not has_threads():
         return False
     try:
@@ -48,30 +48,30 @@ def has_kernels(dtype: torch.dtype) -> bool:
         expected = linear(x.float(), weight.float(), bias.float())
         expected = torch.cat([expected, expected[:NARROW_TOKENS]])
         return torch.allclose(found.float(), expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4)
-    except Exception as error:  # whatever compilers raise
+    except Exception as error:  # compilers raise errors of many types
         logger.warning(
-            f"Products of few tokens run in torch's own operators: nothing faster can be compiled ({error!r})."
+            f"Products of few tokens run in torch's own operators: no faster code can be compiled ({error!r})."
         )
         return False
 
 
 @cache
 def most_tokens(dtype: torch.dtype) -> int:
-    """For how many tokens compiled code is faster than torch; 0 where there is none."""
+    """Return the number of tokens up to which compiled code is faster than torch; 0 where there is no such code."""
     return _most_tokens(dtype) if has_kernels(dtype) else 0
 
 
 def _most_tokens(dtype: torch.dtype) -> int:
-    """As measured. For more tokens, torch's products are as fast."""
+    """Return the measured limit; for more tokens, torch's products are as fast."""
     if num_lanes() == 8:
         return _MANY if dtype is torch.float32 else _ANY
-    if dtype is torch.float32:  # MKL does without AVX-512 on CPUs of another maker
+    if dtype is torch.float32:  # MKL does not use AVX-512 on AMD's CPUs
         return _ANY if cpu_name().startswith("znver") else _FEW
     return _SOME if has_pairs() and "+amx-bf16" not in cpu_features() else _FEW_WIDENED
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether compiled code computes `linear` of these tokens `[N, in]` faster, and can read them as they lie there."""
+    """Return whether compiled code is faster for `linear` of tokens `[N, in]`, and can read the tensors as they lie."""
     num_tokens, num_inputs = x.shape
     return (
         is_plain(x)
@@ -89,7 +89,10 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear(x, weight, bias)` where `can_multiply` says so; a token's result does not depend on the others."""
+    """
+    Return `linear(x, weight, bias)` for arguments that pass `can_multiply`. A token's result does not depend on the
+    others.
+    """
     x = x.contiguous()
     num_tokens, num_inputs = x.shape
     num_outputs = weight.shape[0]

@@ -1,4 +1,4 @@
-"""Compiled code run by the threads that torch's own operators run in."""
+"""Compiled code run by the threads that run torch's own operators."""
 
 import ctypes
 from functools import cache, lru_cache
@@ -11,21 +11,23 @@ _SHARE = 2**18  # weights that a thread takes at a time
 
 
 def has_threads() -> bool:
-    """Whether torch's threads can be used: those of OpenMP, by the interface that compilers call."""
+    """Return whether torch's threads can be used: those of OpenMP, through the interface that compilers call."""
     return _parallel() is not None
 
 
 def run(function: int, argument: int, num_threads: int) -> None:
     """
-    Lets so many threads, this one among them, call the function at an address with the same argument, and waits for
-    them. Threads of another kind would get in the way of torch's, which keep spinning for a while when their work is
-    done. As with torch's own operators, a process that was forked from one with threads has none.
+    Call the function at an address with `argument` in `num_threads` threads, this one among them, and wait for them.
+    The threads are torch's, which keep spinning for a while after their work and would get in the way of any others. As
+    with torch's own operators, they are gone in a process forked from one that has used them.
     """
     _parallel()(function, argument, num_threads, 0)
 
 
 def share_of(num_outputs: int, num_inputs: int, multiple: int) -> int:
-    """How many outputs a thread computes at a time: enough to read memory in one go, a quarter of its part at most."""
+    """
+    Return how many outputs a thread takes at a time: enough to read memory in one go, a quarter of its part at most.
+    """
     return _share_of(num_outputs, num_inputs, multiple, torch.get_num_threads())
 
 
@@ -37,7 +39,9 @@ def _share_of(num_outputs: int, num_inputs: int, multiple: int, num_threads: int
 
 @cache
 def _parallel() -> Any:
-    """`GOMP_parallel(function, argument, num_threads, flags)` of the library that torch was linked with, or None."""
+    """
+    Return `GOMP_parallel(function, argument, num_threads, flags)` of the library that torch is linked with, or None.
+    """
     if not torch.backends.openmp.is_available():
         return None
     try:

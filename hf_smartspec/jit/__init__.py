@@ -1,8 +1,8 @@
 """
-Python compiled to machine code by numba, for what runs once per token or more.
+Compilation to machine code by numba, for functions that run once per token or more.
 
-Nothing is compiled, and nothing written or deleted, before the first call. Machine code is kept on disk, where numba
-finds a folder for it: `NUMBA_CACHE_DIR`, the package's own, or else the user's.
+Before the first call, no function is compiled and no file is written or deleted. Machine code is kept on disk, in the
+folder that numba chooses: `NUMBA_CACHE_DIR`, else the package's own, else the user's.
 """
 
 import os
@@ -34,7 +34,7 @@ _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_w
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Machine code for the function, kept on disk, that runs without Python's lock."""
+    """Return the function as machine code that is kept on disk and runs without the GIL."""
     dispatcher = _Dispatcher(function, targetoptions=_OPTIONS)
     dispatcher.enable_caching()
     return dispatcher
@@ -42,21 +42,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def inner(function: Callable[..., Any]) -> Callable[..., Any]:
     """
-    The same for what compiled code alone calls, within whose machine code it is kept: without what Python would call it
-    through, which takes time to compile. `compiled(name.py_func)` can be called from Python.
+    Return the function as machine code that only compiled code calls, and that is kept as part of its callers' code. It
+    has no wrapper for calls from Python, which takes time to compile; `compiled(name.py_func)` has one.
     """
     return _Inner(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
 
 
 def callback(function: Callable[..., Any]) -> "Callback":
-    """Machine code that others than Python call, with an address: to them, it is a `void function(void *)`."""
+    """Return the function as machine code with an address, for callers in C: to them, `void function(void *)`."""
     return Callback(function)
 
 
 class Callback:
     """
+    Machine code of a function, with an address.
+
     Args:
-        function (`Callable`): Of an int64. Nothing in it may raise.
+        function (`Callable`): A function of one int64 that never raises.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -66,7 +68,7 @@ class Callback:
 
     @cached_property
     def address(self) -> int:
-        """Where the machine code begins, which is loaded or compiled when this is asked for first."""
+        """Address of the machine code, which is loaded or compiled at the first access."""
         self._code.compile()
         return self._code.address  # type: ignore[return-value]
 
@@ -89,13 +91,13 @@ class _Dispatcher(CPUDispatcher):
             return super().compile(sig)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Compiles calls by compiled code: once for all integers, where numba would for every width and constant."""
+        """Type a call from compiled code, with all integers as int64: numba would compile every width and constant."""
         return super().get_call_template(tuple(map(_widened, args)), kws)
 
 
 class _Inner(_Dispatcher):
     def add_overload(self, cres: Any) -> None:
-        self.overloads[tuple(cres.signature.args)] = cres  # numba's lets Python call it, too
+        self.overloads[tuple(cres.signature.args)] = cres  # numba's own method registers it for calls from Python, too
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"`{self.py_func.__name__}` can only be called by compiled code.")
@@ -110,7 +112,7 @@ def _widened(argument: types.Type) -> types.Type:
 
 
 class _DiskCache:
-    """numba's cache of a function, with files of our own, which is looked for when the function is first called."""
+    """numba's cache of a function, with this library's files; its folder is chosen at the function's first call."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function, self._stamp = function, stamp(Path(function.__code__.co_filename).parent)
@@ -119,14 +121,14 @@ class _DiskCache:
     def _cache(self) -> FunctionCache | NullCache:
         try:
             found = FunctionCache(self._function)
-        except RuntimeError:  # there is no folder that can be written
+        except RuntimeError:  # no folder is writable
             return NullCache()
         files: Any = _CodeFiles(Path(found.cache_path), self._function, self._stamp)
         found._cache_file = files
         return found
 
     def load_overload(self, *args: Any) -> Any:
-        """What was compiled before, or None: then it is compiled now."""
+        """Return the code compiled before for these arguments; None makes numba compile it now."""
         code = self._cache.load_overload(*args)
         if code is None:
             announce(not isinstance(self._cache, NullCache))
@@ -152,8 +154,8 @@ def announce(is_kept: bool) -> None:
 
 class _Progress:
     """
-    A bar on a terminal while functions are compiled, which disappears after the outermost one. It is entered under
-    numba's lock on its compiler, so that one thread at a time counts.
+    A bar on a terminal while functions are compiled, removed after the outermost one. It is entered under numba's lock
+    on its compiler, so that one thread at a time changes the counts.
     """
 
     def __init__(self) -> None:
@@ -175,8 +177,8 @@ class _Progress:
             global_compiler_lock.release()
 
     def show(self, name: str) -> None:
-        """Count a function that is not on the disk."""
-        with suppress(Exception):  # whatever stands for stderr: none, a closed one, one that knows no terminals
+        """Count a function that has no code on the disk."""
+        with suppress(Exception):  # stderr may be None, closed, or an object without `isatty`
             if self._bar is None and sys.stderr.isatty():
                 description = "compiling inner loops, once"
                 self._bar = progress_bar(desc=description, unit=" functions", leave=False, mininterval=0)
@@ -191,9 +193,9 @@ _progress = _Progress()
 @cache
 def stamp(folder: Path) -> str:
     """
-    What machine code of this folder's functions depends on: all sources there and here, which may be compiled into it
-    (numba looks at the function's own file only), and the compiler. Asked at import: what is edited later does not run
-    yet.
+    Return a digest of all that machine code of this folder's functions depends on: the compiler, and all sources there
+    and here, which may be compiled into it (numba checks the function's own file only). It is taken at import, since
+    sources edited later are not the ones that run.
     """
     digest = blake2b(f"{numba.__version__} {llvmlite.__version__}".encode(), digest_size=8)
     for source in [*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("*.py"))]:
@@ -210,8 +212,8 @@ def _digest(content: bytes) -> bytes:
 
 class _CodeFiles:
     """
-    A file for every signature and processor that a function was compiled for, named by all that it depends on: whatever
-    processes write at the same time, a file holds what its name says, whole.
+    One file for every signature and processor that a function was compiled for, named by a digest of all that it
+    depends on: processes that write at the same time write the same code, and a file is always whole.
     """
 
     def __init__(self, folder: Path, function: Callable[..., Any], stamp: str):
@@ -224,7 +226,7 @@ class _CodeFiles:
         return self._folder / f"{self._stem}{self._stamp}-{digest}.nbc"
 
     def load(self, key: tuple) -> Any:
-        """What was saved for the key, or None."""
+        """Return the data saved for the key, or None."""
         try:
             content = self._path(key).read_bytes()
         except OSError:

@@ -1,7 +1,7 @@
 """
-Pointers for compiled code: it reads an array through one at half the cost, having no reference count, no index from the
-end and one number per array to pass on. `pointer[k]` reads and writes as with an array. Whoever passes an address keeps
-its array alive.
+Pointers for compiled code. Reading an array through a pointer costs half: there is no reference count, no index from
+the end, and one number per array to pass on. `pointer[k]` reads and writes as with an array. The caller keeps the array
+alive.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from .writing import bfloat16_of, float32_of, power_of_two_of, send_for, written
+from .writing import bfloat16_of, float32_of, power_of_two_of, written
+from .writing import prefetch as write_prefetch
 
 
 def _pointer_to(number_type: types.Type) -> Any:
@@ -26,7 +27,7 @@ def _pointer_to(number_type: types.Type) -> Any:
 
 int32_at, int64_at = _pointer_to(types.int32), _pointer_to(types.int64)
 float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
-bfloat16_at = _pointer_to(types.uint16)  # their bits, since numba has no such numbers
+bfloat16_at = _pointer_to(types.uint16)  # as bits, since numba has no bfloat16
 widened = written(types.float32, types.uint16)(float32_of)
 narrowed = written(types.uint16, types.float32)(bfloat16_of)
 
@@ -35,7 +36,7 @@ power_of_two = written(types.float32, types.int32)(power_of_two_of)
 
 @intrinsic
 def ahead(typing_context, pointer, distance):
-    """The memory from entry `distance` on."""
+    """Return the pointer to entry `distance`."""
 
     def generate(context, builder, signature, args):
         return builder.gep(args[0], [args[1]])
@@ -45,7 +46,7 @@ def ahead(typing_context, pointer, distance):
 
 @intrinsic
 def put(typing_context, pointer, index, number):
-    """Writes a float32, rounded to the nearest bfloat16 where these are stored."""
+    """Write a float32 to entry `index`, rounded to the nearest bfloat16 where the entries are of that type."""
 
     def generate(context, builder, signature, args):
         pointer, index, number = args
@@ -58,10 +59,10 @@ def put(typing_context, pointer, index, number):
 
 @intrinsic
 def prefetch(typing_context, pointer, distance):
-    """Fetches the cache line of entry `distance`, while other work goes on. Any address will do, even a foreign one."""
+    """Prefetch the cache line of entry `distance`. Any address is allowed, even one outside the process's memory."""
 
     def generate(context, builder, signature, args):
-        send_for(builder, builder.gep(args[0], [args[1]]))
+        write_prefetch(builder, builder.gep(args[0], [args[1]]))
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate
@@ -69,7 +70,7 @@ def prefetch(typing_context, pointer, distance):
 
 @intrinsic
 def take(typing_context, pointer):
-    """The integer that is there, one more being left: whatever other threads do, nobody else gets it."""
+    """Return the integer at `pointer` and increment it atomically, so that every caller gets a different one."""
 
     def generate(context, builder, signature, args):
         return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")

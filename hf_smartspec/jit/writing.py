@@ -1,4 +1,4 @@
-"""What writes instructions by itself, where numba has no words for them: vectors, bits, prefetching."""
+"""Intrinsics written in LLVM instructions, for operations that numba lacks: vectors, bits, prefetching."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +16,7 @@ FLOAT, HALF = ir.FloatType(), ir.HalfType()
 
 
 class _BFloat(ir.Type):
-    """llvmlite has no word for it."""
+    """LLVM's type `bfloat`, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -34,18 +34,21 @@ _QUIET_NAN = 0x7FC0  # of bfloat16
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """Of the CPU for which numba compiles, such as "+avx512f"."""
+    """Return the features of the CPU for which numba compiles, such as "+avx512f"."""
     return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
 
 @cache
 def cpu_name() -> str:
-    """As LLVM calls it, such as "znver5"."""
+    """Return LLVM's name of the CPU for which numba compiles, such as "znver5"."""
     return str(cpu_target.target_context.codegen().magic_tuple()[1])
 
 
 def written(result: types.Type, *kinds: types.Type) -> Callable[[Callable], Any]:
-    """What compiled code can call, from a function that writes its instructions: `write(builder, *arguments)`."""
+    """
+    Return a decorator that makes an intrinsic of `write(builder, *arguments)`, a function that writes instructions; the
+    intrinsic takes arguments of `kinds` and returns a `result`.
+    """
 
     def decorate(write: Callable) -> Any:
         def typed(context: Any, *_: Any) -> Any:
@@ -63,44 +66,44 @@ def written(result: types.Type, *kinds: types.Type) -> Callable[[Callable], Any]
 
 
 def place(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Type) -> ir.Value:
-    """A pointer to an entry of an array of this kind."""
+    """Return a pointer to entry `index` of the array of `kind` at `address`."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
 
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
-    """One of LLVM's own functions."""
+    """Call one of LLVM's own functions."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def send_for(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """Lets the memory fetch what is needed soon, to be read and to stay in the cache. Any address will do."""
+def prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+    """Prefetch the cache line of this address for reading, into all levels of the cache. Any address is allowed."""
     byte = builder.bitcast(pointer, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, I32(0), I32(3), I32(1))
 
 
 def hold_order(builder: ir.IRBuilder) -> None:
     """
-    What is read from memory behind this place is not read before. Compilers would read early whatever they can, and run
-    out of registers.
+    Insert a compiler barrier: reads after this place are not moved before it. The compiler would otherwise read as
+    early as it can, and run out of registers.
     """
     builder.call(ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True), [])
 
 
 def float32_of(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """A float32 from the bits of a bfloat16."""
+    """Return the float32 of a bfloat16's bits."""
     return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
 
 
 def bfloat16_of(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
-    """The bits of the bfloat16 that is nearest to a float32, halves to even."""
+    """Return the bits of the bfloat16 nearest to a float32, ties to even."""
     bits = builder.bitcast(number, I32)
     odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, I32(0x7FFF))), I32(16))
-    is_none = builder.fcmp_unordered("uno", number, number)
-    return builder.trunc(builder.select(is_none, I32(_QUIET_NAN), rounded), I16)
+    is_nan = builder.fcmp_unordered("uno", number, number)
+    return builder.trunc(builder.select(is_nan, I32(_QUIET_NAN), rounded), I16)
 
 
 def power_of_two_of(builder: ir.IRBuilder, power: ir.Value) -> ir.Value:
-    """A float32, for powers from -126 to 127."""
+    """Return 2 ** `power` as a float32, for powers from -126 to 127."""
     return builder.bitcast(builder.shl(builder.add(power, I32(127)), I32(23)), FLOAT)

@@ -1,1 +1,1 @@
-"""Compiled with numba: products of a few tokens. They know one another and `jit` alone."""
+"""Kernels compiled with numba: operators on a few tokens. They import one another and `jit` alone."""

@@ -9,16 +9,17 @@ from ...jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at
 from .multiply import largest_tile
 from .tiles import MOST_SUMS, add_weighted, tile
 
-# What compiled code is called with: the address of numbers, int64 each but for `scale`, which is float64.
-# next: counted up by whoever takes the next share of the work; threads: counted up by each of them.
-# num_runs, runs: tokens that follow one another and see lines of one row; the address of int64 `[runs + 1]`, where each
-#   begins, and where the last one ends.
-# parts: among how many the key/value heads of a run are shared out, of `kv_heads`.
-# size: numbers of a head; groups: heads that share a key/value head.
-# firsts, counts: addresses of int64 `[tokens]`, the first line that each token sees and how many there are to its own.
-# nodes, bits: 0, or addresses of int64 `[tokens]`: a line from which on a token sees those of its bits only.
+# Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
+# next: incremented by the thread that takes the next share of the work; threads: incremented by each thread.
+# num_runs, runs: runs are successive tokens that attend to lines of one row; the address of int64 `[runs + 1]`, the
+#   first token of each run and the end of the last one.
+# parts: number of parts that the `kv_heads` of a run are divided into.
+# size: numbers of a head; groups: query heads that share a key/value head.
+# firsts, counts: addresses of int64 `[tokens]`, the first line that each token attends to, and the number of lines
+#   from that one to its own.
+# nodes, bits: 0, or addresses of int64 `[tokens]`: from line `nodes` on, a token attends only to lines with a set bit.
 # queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
-# lses: 0, or the address of float32 `[tokens, heads]`, which get log-sum-exps.
+# lses: 0, or the address of float32 `[tokens, heads]`, where log-sum-exps are stored.
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits queries keys values outputs "
@@ -28,26 +29,26 @@ ATTEND_FIELDS = tuple(
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _QUERIES,
     _KEYS, _VALUES, _OUTPUTS, _LSES, _SCRATCH, _SCRATCH_SIZE, _SCALE,
 ) = range(20)  # fmt: skip
-MOST_TOKENS = 8  # of a run
+MOST_TOKENS = 8  # tokens of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
 
-_LEAST = np.float32(-87.0)  # whose exponential is a normal number
+_LEAST = np.float32(-87.0)  # exponentials of lower numbers would be subnormal
 _PER_LOG2, _HALF = np.float32(1.4426950408889634), np.float32(0.5)
 _LOG2_HIGH, _LOG2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-# Of the exponential up to half the logarithm of 2, by Cephes (Moshier).
+# Coefficients of the exponential up to half the logarithm of 2, by Cephes (Moshier).
 _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 _ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
 def scratch_size(heads: int, size: int, most_lines: int) -> int:
-    """Numbers of float32 that a thread needs for a token with so many heads: results, and scores."""
+    """Return the float32 numbers that a thread needs for a token with `heads` heads: results, and scores."""
     return heads * (size + most_lines)
 
 
 @callback
 def attend_float32(address):
-    """Takes the next run, or part of one, until there are none left."""
+    """Take the next run, or part of one, until no runs are left."""
     a = int64_at(address)
     keys, values = float32_at(a[_KEYS]), float32_at(a[_VALUES])
     _attend_all(a, float32_at(a[_QUERIES]), keys, values, float32_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
@@ -55,7 +56,7 @@ def attend_float32(address):
 
 @callback
 def attend_bfloat16(address):
-    """The same in another dtype."""
+    """Do the same for numbers in bfloat16."""
     a = int64_at(address)
     keys, values = bfloat16_at(a[_KEYS]), bfloat16_at(a[_VALUES])
     _attend_all(a, bfloat16_at(a[_QUERIES]), keys, values, bfloat16_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
@@ -82,14 +83,16 @@ def _scratch(a):
 
 @inner
 def _share(a, number):
-    """A run, and the key/value heads from which to which it is to be computed."""
+    """Return a run, and the range of its key/value heads that work item `number` covers."""
     part, parts = number % a[_PARTS], a[_PARTS]
     return number // parts, a[_KV_HEADS] * part // parts, a[_KV_HEADS] * (part + 1) // parts
 
 
 @inner
 def _results(a, run, token, begin, end):
-    """Where a token's results for these heads are in the scratch memory, where they go, and how many numbers."""
+    """
+    Return where a token's results for these heads are in the scratch memory, where they go, and how many they are.
+    """
     num = (end - begin) * a[_GROUPS] * a[_SIZE]
     place = (token * a[_KV_HEADS] + begin) * a[_GROUPS] * a[_SIZE]
     return (token - int64_at(a[_RUNS])[run]) * num, place, num
@@ -97,7 +100,7 @@ def _results(a, run, token, begin, end):
 
 @inner
 def _attend(a, run, begin, end, scale, queries, keys, values, results):
-    """Attends with all queries of a run that belong to key/value heads from `begin` to `end`."""
+    """Compute attention of all queries of a run that belong to key/value heads from `begin` to `end`."""
     first_token, last_token = int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]
     firsts, counts, groups, size = int64_at(a[_FIRSTS]), int64_at(a[_COUNTS]), a[_GROUPS], a[_SIZE]
     first, last = firsts[first_token], firsts[first_token] + counts[first_token]
@@ -139,7 +142,7 @@ def _attend(a, run, begin, end, scale, queries, keys, values, results):
 
 @inner
 def _hide(a, token, scores, value):
-    """Puts a value in place of those of nodes that the token does not see."""
+    """Put `value` in place of the scores of nodes that the token does not attend to."""
     if a[_NODES]:
         line, bits = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], int64_at(a[_BITS])[token]
         for node in range(max(-line, 0), int64_at(a[_COUNTS])[token] - line if bits != -1 else 0):
@@ -149,7 +152,7 @@ def _hide(a, token, scores, value):
 
 @inner
 def _score(a, token, head, low, high, last, num, queries, keys, scores):
-    """Scores of one token's queries of a key/value head, for lines from `low` to `high`."""
+    """Compute the scores of one token's queries of a key/value head, for lines from `low` to `high`."""
     groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     query = (token * a[_KV_HEADS] + head) * groups * size
     line, none = low, float32_at(0)
@@ -168,7 +171,7 @@ def _score(a, token, head, low, high, last, num, queries, keys, scores):
 
 @inner
 def _add(a, head, low, high, num, weights, values, sums):
-    """Adds up the lines from `low` to `high` with the weights of the queries of a key/value head."""
+    """Add up the values of lines from `low` to `high` with the weights of the queries of a key/value head."""
     groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     group = 0
     while group < groups and low < high:
@@ -180,7 +183,9 @@ def _add(a, head, low, high, num, weights, values, sums):
 
 @inner
 def _exponentiate(scores, num, scale):
-    """Scores become exponentials of what they are less than the highest, scaled; returns that and their sum."""
+    """
+    Replace scores by exponentials of their scaled distance to the highest; return that score and the exponentials' sum.
+    """
     highest = scores[0]
     for line in range(1, num):
         highest = max(highest, scores[line])
@@ -194,7 +199,7 @@ def _exponentiate(scores, num, scale):
 
 @inner
 def _exponential(x):
-    """Of a float32 of at most 0, to the last bit or two; what is no number stays so."""
+    """Return the exponential of a float32 of at most 0, exact but for the last bit or two; NaN stays NaN."""
     if x < _LEAST:
         x = _LEAST
     power = np.int32(x * _PER_LOG2 - _HALF)

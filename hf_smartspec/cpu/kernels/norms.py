@@ -8,7 +8,7 @@ from ...jit import callback, inner
 from ...jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, narrowed, widened
 from .tiles import sum_of_squares
 
-# What compiled code is called with: the address of numbers, int64 each but for `eps`, which is float64.
+# Compiled code is called with the address of these numbers, int64 each but for `eps`, which is float64.
 # size: numbers of a token; is_shifted: one is added to weights; x, weight, outputs: addresses of numbers of one kind.
 NORM_FIELDS = tuple("num_tokens size is_shifted x weight outputs eps".split())
 _NUM_TOKENS, _SIZE, _IS_SHIFTED, _X, _WEIGHT, _OUTPUTS, _EPS = range(7)
@@ -29,7 +29,7 @@ def norm_float32(address):
 
 @callback
 def norm_bfloat16(address):
-    """Rounds where models do: the normalized number, too, unless weights are shifted."""
+    """Round where models do: after the normalization, too, unless weights are shifted."""
     a = int64_at(address)
     size, weight = a[_SIZE], bfloat16_at(a[_WEIGHT])
     for token in range(a[_NUM_TOKENS]):

@@ -19,21 +19,21 @@ from ...jit.writing import (
     cpu_features,
     float32_of,
     hold_order,
-    send_for,
+    prefetch,
 )
 
-_FIRST_LLVM = 16  # whose function for pairs takes vectors of bfloat16
-MOST_SUMS, _TOGETHER = 4, 4  # of rows, and vectors of a row, that are added up side by side
-_FEW_SUMS = 8  # that leave registers enough for all that is read
-_SHIFT = 8  # bits, more than numbers of tokens take
+_FIRST_LLVM = 16  # the first release whose intrinsic for pairs takes vectors of bfloat16
+MOST_SUMS, _TOGETHER = 4, 4  # sums of rows, and vectors of a row, that are computed side by side
+_FEW_SUMS = 8  # sums that leave enough registers for all numbers that are read
+_SHIFT = 8  # bits; the number of tokens takes fewer
 
 
-# Tokens of the tiles of so many rows, by lanes: what the CPU has registers for, 32 of 16 numbers or 16 of 8.
+# Tokens of tiles, by lanes and rows: sizes that fit the CPU's registers, 32 of 16 numbers or 16 of 8.
 _SIZES = {16: {1: (1,), 3: (7, 8), 4: (1, 2, 3, 4, 5, 6)}, 8: {1: (1,), 3: (1, 2, 3, 4)}}
 
 
 def num_lanes() -> int:
-    """Numbers in a vector of the CPU for which numba compiles; 0 where it has none that this is of use for."""
+    """Return the float32 numbers in a vector of the CPU for which numba compiles; 0 where its vectors are too short."""
     features = cpu_features()
     if "+avx512f" in features:
         return 16
@@ -41,13 +41,13 @@ def num_lanes() -> int:
 
 
 def has_pairs() -> bool:
-    """Whether the CPU multiplies vectors of bfloat16 as they are, and adds up neighbouring products."""
+    """Return whether the CPU multiplies vectors of bfloat16 without widening, and adds up neighbouring products."""
     return num_lanes() == 16 and "+avx512bf16" in cpu_features() and llvm_version_info[0] >= _FIRST_LLVM
 
 
 @intrinsic
 def lanes(typing_context):
-    """`num_lanes`, for compiled code: a constant there."""
+    """Return `num_lanes`, as a constant of compiled code."""
     return types.int64(), lambda context, builder, signature, arguments: I64(num_lanes())
 
 
@@ -68,20 +68,21 @@ def tile(
     last,
 ):
     """
-    Products of rows of `length` numbers, a multiple of 16, which lie `row_stride` from one another, with neighbouring
-    tokens of as many become `outputs[token * stride + row]`, with `bias[row]` added unless that is no address. There
-    are few sizes of tiles;
-    another one does nothing. Meanwhile weights at this distance from the rows, in numbers, are sent for; they should
-    exist. Where several tiles of tokens meet the same rows, `first` and `last` name those that are this one's part.
+    Multiply `num_rows` rows of a weight by `num_tokens` neighbouring tokens, and store sums as `outputs[token * stride
+    + row]`, with `bias[row]` added unless `bias` is null. Rows and tokens have `length` numbers, a multiple of 16; rows
+    lie `row_stride` numbers apart. Only the sizes in `_SIZES` are compiled; other tiles store no outputs.
 
-    Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, outputs rounded once.
-    Every product is summed in the same order, whatever the tile: a token's result does not depend on the others.
+    Meanwhile, weights `distance` numbers ahead of the rows are prefetched; they should exist. Where several tiles of
+    tokens share the same rows, each prefetches those from `first` to `last`.
+
+    Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, and outputs are rounded once.
+    Products are summed in the same order in every tile, so a token's result does not depend on the others.
     """
 
     def generate(context, builder, signature, arguments):
         weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
         factors = numbers = _vectors(builder, weight)
-        if token != weight:  # tokens that have been widened
+        if token != weight:  # tokens were widened
             factors, numbers = (_Lanes(builder, num_lanes(), kind) for kind in (weight, token))
         kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
@@ -102,7 +103,7 @@ def tile(
 
 @intrinsic
 def sum_of_squares(typing_context, numbers, length):
-    """As float32, of so many numbers, a multiple of 16."""
+    """Return the sum of squares of `length` numbers, a multiple of 16, as float32."""
 
     def generate(context, builder, signature, arguments):
         pointer, length = arguments
@@ -119,10 +120,9 @@ def sum_of_squares(typing_context, numbers, length):
 @intrinsic
 def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, num, length, outputs):
     """
-    To each of a few `outputs` of `length` numbers, a multiple of 16, side by side, `num` rows are added that lie
-    `stride` numbers from one another, each times its weight, of which every output has its own, `num_weights` from
-    those of the one before. Weights and outputs are float32. There are 1 to `MOST_SUMS` outputs; other numbers do
-    nothing.
+    Add `num` weighted rows to each of `num_sums` neighbouring outputs of `length` numbers, a multiple of 16. Rows lie
+    `stride` numbers apart. Each output has its own weights, `num_weights` numbers after those of the output before.
+    Weights and outputs are float32. `num_sums` is 1 to `MOST_SUMS`; otherwise the outputs stay as they are.
     """
 
     def generate(context, builder, signature, arguments):
@@ -145,7 +145,7 @@ def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, n
 
 def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, length, outputs):
     builder, begin = vectors.builder, I64(0)
-    for number in (_TOGETHER, 1):  # vectors side by side, and then those that are left
+    for number in (_TOGETHER, 1):  # several vectors side by side, then the remaining ones
         step = I64(number * vectors.number)
         end = builder.sub(length, builder.srem(builder.sub(length, begin), step))
         with cgutils.for_range_slice(builder, begin, end, step, I64) as (first, _):
@@ -168,7 +168,7 @@ def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, leng
 
 
 def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "_Lanes":
-    """For products of numbers of this kind with one another."""
+    """Return the writer for products of numbers of `kind` with one another."""
     return (_Pairs if kind == types.uint16 and has_pairs() else _Lanes)(builder, num_lanes(), kind)
 
 
@@ -187,7 +187,7 @@ def _write_tile(
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
         for start, ahead in zip(starts, distances):
-            send_for(builder, builder.gep(weight, [builder.add(start, ahead)]))
+            prefetch(builder, builder.gep(weight, [builder.add(start, ahead)]))
         for token in range(num_tokens):
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
             for row in range(num_rows):
@@ -203,10 +203,10 @@ def _write_tile(
 
 class _Lanes:
     """
-    Writes instructions on vectors of so many float32.
+    Writer of instructions on vectors of `number` float32.
 
     Args:
-        kind (`types.Type`): Of the numbers in memory: float32, or the bits of bfloat16.
+        kind (`types.Type`): Type of the numbers in memory: float32, or the bits of bfloat16.
     """
 
     def __init__(self, builder: ir.IRBuilder, number: int, kind: types.Type):
@@ -215,7 +215,7 @@ class _Lanes:
         self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
-        """Where vectors begin, in a loop, and whether they are whole."""
+        """Yield where vectors begin, in a loop, and whether they are whole."""
         with cgutils.for_range_slice(self.builder, I64(0), length, I64(self.number), I64) as (begin, _):
             yield begin, True
 
@@ -223,7 +223,7 @@ class _Lanes:
         return cgutils.alloca_once_value(self.builder, ir.Constant(self.floats, [0.0] * self.number))
 
     def sum_at(self, pointer: ir.Value) -> ir.Value:
-        """A sum that begins with the float32 that are there."""
+        """Return a sum that starts with the float32 numbers at `pointer`."""
         found = self.builder.load(self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
         return cgutils.alloca_once_value(self.builder, found)
 
@@ -239,7 +239,7 @@ class _Lanes:
         return builder.bitcast(builder.shl(builder.zext(bits, self.integers), shift), self.floats)
 
     def load_one(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
-        """A number as float32; 0 where the pointer is no address."""
+        """Load a number as float32; 0 where the pointer is null."""
         builder = self.builder
         number = cgutils.alloca_once_value(builder, FLOAT(0.0))
         with builder.if_then(builder.icmp_unsigned("!=", pointer, ir.Constant(pointer.type, None))):
@@ -250,7 +250,7 @@ class _Lanes:
         return builder.load(number)
 
     def store_one(self, number: ir.Value, pointer: ir.Value, index: ir.Value) -> None:
-        """A float32, rounded to the nearest bfloat16, halves to even, where these are stored."""
+        """Store a float32, rounded to the nearest bfloat16 (ties to even) where numbers are of that kind."""
         builder = self.builder
         if self.is_half:
             number = bfloat16_of(builder, number)
@@ -262,12 +262,15 @@ class _Lanes:
         self.builder.store(more, sums)
 
     def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
-        """How far each row looks ahead: the first tile for all, since a number for each would cost registers."""
+        """
+        Return how far each row prefetches ahead: the first tile does so for all, since a number per row costs
+        registers.
+        """
         is_first = self.builder.icmp_signed("==", first, I64(0))
         return num_rows * [self.builder.select(is_first, distance, I64(0))]
 
     def hold(self) -> None:
-        """Behind the products of a token."""
+        """Separate the products of one token from those of the next."""
 
     def filled_with(self, number: ir.Value) -> ir.Value:
         builder = self.builder
@@ -275,7 +278,7 @@ class _Lanes:
         return builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.number))
 
     def total(self, sums: ir.Value) -> ir.Value:
-        """Halves are added up until one number is left."""
+        """Return the sum of a vector: halves are added until one number is left."""
         builder, vector, half = self.builder, self.builder.load(sums), self.number // 2
         while half:
             places = [ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half)]
@@ -286,8 +289,8 @@ class _Lanes:
 
 class _Pairs(_Lanes):
     """
-    Writes instructions on vectors of twice as many bfloat16, of which neighbours' products are added to one float32.
-    What is left behind whole vectors are halves of such.
+    Writer of instructions on vectors of twice as many bfloat16, of which neighbours' products are added to one float32.
+    The rest after whole vectors is half a vector.
     """
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
@@ -304,7 +307,7 @@ class _Pairs(_Lanes):
         pairs = builder.load(builder.bitcast(builder.gep(pointer, [start]), kind.as_pointer()), align=2)
         if is_whole:
             return pairs
-        places = ir.Constant(self.integers, list(range(self.number)))  # the second half of zeros
+        places = ir.Constant(self.integers, list(range(self.number)))  # the second half is zeros
         return builder.shuffle_vector(pairs, ir.Constant(kind, [0] * number), places)
 
     def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
@@ -313,7 +316,9 @@ class _Pairs(_Lanes):
         self.builder.store(call(self.builder, name, self.floats, self.builder.load(sums), *halves), sums)
 
     def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
-        """Rows from `first` to `last` alone: several tiles of tokens share what is to be sent for."""
+        """
+        Return how far each row prefetches ahead: only rows from `first` to `last`, since several tiles share the rows.
+        """
         builder, found = self.builder, []
         for row in range(num_rows):
             begun, over = builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed("<=", last, I64(row))

@@ -1,4 +1,4 @@
-"""Models whose linear maps run in int8 on the CPU."""
+"""Models whose linear layers run in int8 on the CPU."""
 
 from .linear import Int8Linear
 from .model import KINDS, is_quantized, quantize

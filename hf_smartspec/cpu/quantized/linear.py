@@ -1,4 +1,4 @@
-"""The linear map that holds its weight in int8."""
+"""The linear layer that holds its weight in int8."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from .product import int8_linear, to_levels
 
 class Int8Linear(nn.Module):
     """
-    A linear map with an int8 weight and one scale per output, for inference on the CPU. Tokens are rounded to int8 too,
-    each by its own largest value, for the time of the product.
+    A linear layer with an int8 weight and one scale per output, for inference on the CPU. Tokens are rounded to int8 as
+    well, each by its own largest value, for the time of the product.
 
     Args:
-        weight (`torch.Tensor` of shape `[out_features, in_features]`): Of a floating dtype.
+        weight (`torch.Tensor` of shape `[out_features, in_features]`): The weight, in a floating dtype.
         bias (`torch.Tensor` of shape `[out_features]`, *optional*): Kept as it is.
     """
 
@@ -34,7 +34,7 @@ class Int8Linear(nn.Module):
         self.register_parameter("bias", kept)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` -> `[..., out_features]`, in the dtype of `x`."""
+        """Map `[..., in_features]` to `[..., out_features]`, in the dtype of `x`."""
         lines = int8_linear(x.reshape(-1, self.in_features), self.weight, self.scale, self.bias)
         return lines.view(*x.shape[:-1], self.out_features)
 
@@ -42,7 +42,7 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Int8Linear":
-        """Moved like any module; the scale stays in float32 when the model is cast."""
+        """Move or cast the module as any other, but keep the scale in float32."""
         scale = self.scale.detach()
         super()._apply(fn, recurse)
         if self.scale.dtype != torch.float32:
@@ -50,7 +50,7 @@ class Int8Linear(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Weights of a model that is not quantized are quantized as they are loaded."""
+        """Load weights, quantizing those of a model that is not quantized."""
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.is_floating_point():
             levels, scale = _quantized(weight)
@@ -59,6 +59,6 @@ class Int8Linear(nn.Module):
 
 
 def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels `[out, in]` int8 and scales `[out]` float32."""
+    """Return levels `[out, in]` int8 and scales `[out]` float32."""
     levels = to_levels(weight.detach())
     return levels.values, levels.steps.flatten()

@@ -1,4 +1,4 @@
-"""Quantizing a model that is loaded."""
+"""Quantization of a loaded model."""
 
 from typing import Any
 
@@ -21,24 +21,24 @@ _REMEDY = "Load the model anew without it, and quantize that."
 
 def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     """
-    Replaces a model's linear maps, the output layer included, by ones in int8: half the bytes of bfloat16, and up to
-    twice its speed on CPUs with int8 instructions. Last bits, which depend on what is run together, may become
-    other tokens on real models, with and without speculation (docs/quantized.md).
+    Replace a model's linear layers, the output layer included, by ones in int8: half the bytes of bfloat16, and up to
+    twice its speed on CPUs with int8 instructions. On real models, last bits, which depend on the tokens that are run
+    together, may turn into other tokens, with and without speculation (docs/quantized.md).
 
-    Embeddings, norms, convolutions and experts that are no `nn.Linear` stay as they are. An output layer that is tied
+    Embeddings, norms, convolutions and experts that are not `nn.Linear` stay as they are. An output layer that is tied
     to the input embeddings gets a weight of its own. Parameters no longer require gradients.
 
     Args:
-        model (`PreTrainedModel`): On the CPU, in float32, bfloat16 or float16. Is changed.
+        model (`PreTrainedModel`): A model on the CPU, in float32, bfloat16 or float16. It is changed in place.
         kind (`str`): `"int8"`.
 
     Returns:
         `PreTrainedModel`: the same object.
 
     Raises:
-        TypeError: for anything else than a model of transformers.
-        ValueError: for another kind, or a model that is quantized already, is not on the CPU, has adapters or hooks on
-            its linear maps, or no linear maps; and where the CPU has no exact int8 product.
+        TypeError: if `model` is not a model of transformers.
+        ValueError: if `kind` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
+            on its linear layers, or has no linear layers; or if the CPU has no exact int8 product.
     """
     _check(model, kind)
     before = _num_bytes(model)
@@ -51,19 +51,19 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     model.requires_grad_(False)
     vars(model)["hf_quantizer"] = _Quantizer(QuantizationConfigMixin(kind))  # type: ignore[arg-type]
     logger.info(
-        f"{type(model).__name__}: {len(replaced)} linear maps in int8, {_num_bytes(model) / 2**20:,.0f} MiB of weights "
-        f"in place of {before / 2**20:,.0f}."
+        f"{type(model).__name__}: {len(replaced)} linear layers in int8, {_num_bytes(model) / 2**20:,.0f} MiB of "
+        f"weights in place of {before / 2**20:,.0f}."
     )
     return model
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether `quantize` has changed the model."""
+    """Return whether `quantize` has changed the model."""
     return isinstance(getattr(model, "hf_quantizer", None), _Quantizer)
 
 
 class _Quantizer(HfQuantizer):
-    """What transformers asks about a quantized model: it cannot be saved, trained or compiled."""
+    """The model's quantizer, as transformers asks for it: the model cannot be saved, trained or compiled."""
 
     def is_serializable(self) -> bool:
         logger.warning("Save the model as it is before `quantize`, and quantize it after loading, which takes seconds.")
@@ -98,7 +98,7 @@ def _check(model: PreTrainedModel, kind: str) -> None:
         )
     linears = _linears(model)
     if not linears:
-        raise ValueError(f"{type(model).__name__} has no `nn.Linear` that could be quantized.")
+        raise ValueError(f"{type(model).__name__} has no `nn.Linear` to quantize.")
     for _, name, linear in linears:
         _check_linear(name, linear)
 
@@ -113,7 +113,7 @@ def _check_linear(name: str, linear: Any) -> None:
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """The modules that hold linear maps, under which name, and these."""
+    """Return the linear layers, each with the module that holds it and its name there."""
     return [
         (parent, name, child)
         for parent in model.modules()
@@ -123,7 +123,7 @@ def _linears(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _untie(model: Any) -> None:
-    """Nobody ties the output layer to the embeddings again, whose weight it no longer has."""
+    """Keep transformers from tying the output layer to the embeddings again, now that it has a weight of its own."""
     head = model.get_output_embeddings()
     if not isinstance(head, Int8Linear):
         return

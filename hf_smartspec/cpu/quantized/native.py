@@ -1,4 +1,4 @@
-"""The linear map of a few tokens in two calls of compiled code: one rounds the tokens, the other does the rest."""
+"""The linear layer of a few tokens in two calls of compiled code: one rounds the tokens, the other multiplies."""
 
 import ctypes
 from functools import cache
@@ -15,13 +15,13 @@ from .kernels.multiply import ROWS, multiply
 from .kernels.multiply_many import multiply_many
 from .kernels.tiles import SIDE, configuration, has_tiles
 
-_MOST_TOKENS = 32  # for more, torch's product is faster where it is exact, but for ...
-_MOST_IN_REGISTERS = 512  # ... more than that where there are matrix registers: then levels outgrow the caches
-_MANY = 12  # tokens, for which matrix registers are faster
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux
+_MOST_TOKENS = 32  # for more, torch's product is faster, where it is exact
+_MOST_IN_REGISTERS = 512  # the same with matrix registers; levels of more tokens outgrow the caches
+_MANY = 12  # tokens from which on matrix registers are faster
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux's numbers for these
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_SMALL = 2**17  # products that one thread is done with before a second one has begun
-_FEW = 2**13  # numbers that it has rounded by then
+_SMALL = 2**17  # products that one thread has computed before a second one has begun
+_FEW = 2**13  # numbers that one thread has rounded by then
 
 
 class _Arguments(ctypes.Structure):
@@ -30,18 +30,18 @@ class _Arguments(ctypes.Structure):
 
 @cache
 def has_kernels() -> bool:
-    """Whether there is compiled code for this CPU, and torch's threads can run it."""
+    """Return whether there is compiled code for this CPU, and torch's threads can run it."""
     return widest() > 0 and has_threads()
 
 
 @cache
 def has_matrix_registers() -> bool:
-    """Whether the CPU has matrix registers, and Linux lets this process use them, which it must be asked for."""
+    """Return whether the CPU has matrix registers and Linux, which must be asked, lets this process use them."""
     return has_tiles() and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def _takes(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether this is faster for so many tokens than torch's product, or that is not exact."""
+    """Return whether compiled code is faster for `num_tokens` than torch's product, or torch's is not exact."""
     most = _MOST_IN_REGISTERS if _fits_registers(weight) else _MOST_TOKENS
     return 0 < num_tokens <= most or (num_tokens > 0 and not has_dots())
 
@@ -56,7 +56,7 @@ def _registers(num_inputs: int) -> ctypes.Array:
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether compiled code is faster for these, and can read them as they lie in memory."""
+    """Return whether compiled code is faster for these tensors, and can read them as they lie in memory."""
     return (
         has_kernels()
         and _takes(len(x), weight)
@@ -75,7 +75,7 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bia
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `product.plain_int8_linear` gives, bit by bit, where `can_multiply` says so."""
+    """Return the results of `product.plain_int8_linear`, bit by bit, for arguments that pass `can_multiply`."""
     x = x.contiguous()
     num_tokens, num_outputs, num_threads = len(x), len(weight), torch.get_num_threads()
     outputs = torch.empty(num_tokens, num_outputs, dtype=x.dtype)
@@ -93,7 +93,7 @@ def int8_linear(
     if bias is not None:
         arguments.bias, arguments.bias_kind = bias.data_ptr(), _KINDS[bias.dtype]
     is_many = num_tokens >= _MANY and _fits_registers(weight)
-    held = _reserve(arguments, is_many)  # noqa: F841 (until all is done)
+    held = _reserve(arguments, is_many)  # noqa: F841 (keeps the memory alive until all is done)
     address = ctypes.addressof(arguments)
     run(to_levels.address, address, num_threads if num_tokens > 1 and x.numel() > _FEW else 1)
     arguments.next = 0
@@ -103,7 +103,10 @@ def int8_linear(
 
 
 def _reserve(arguments: Any, is_many: bool) -> tuple[torch.Tensor, ctypes.Array | None]:
-    """Memory for levels, for matrix registers too, steps and offsets; and what the registers are set to."""
+    """
+    Allocate memory for levels, steps and offsets, and for levels in the order of matrix registers if `is_many`; return
+    it with the registers' configuration. Both must outlive the calls.
+    """
     num_tokens = arguments.num_tokens
     line = -(-arguments.num_inputs // LINE) * LINE
     num_packed = -(-num_tokens // SIDE) * SIDE if is_many else 0

@@ -1,1 +1,3 @@
-"""Compiled with numba: tokens to int8, and their products with weights. They know one another and `jit` alone."""
+"""
+Kernels compiled with numba: tokens to int8, and their products with weights. They import one another and `jit` alone.
+"""

@@ -1,4 +1,4 @@
-"""Dot products of int8 numbers, by the instructions that CPUs have for them (VNNI), or by those for int16 (AVX2)."""
+"""Dot products of int8 numbers, by the CPU's instructions for int8 (VNNI), or by those for int16 (AVX2)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,37 +7,39 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from ....jit.writing import I8, I16, I32, I64, call, cpu_features, place, send_for, written
+from ....jit.writing import I8, I16, I32, I64, call, cpu_features, place, prefetch, written
 
-LINE = 64  # levels of a token are padded with zeros to multiples of it
-OFFSET = 128  # is added to weights: the instruction multiplies unsigned by signed numbers
-_AHEAD = 4  # rows that are sent for before their turn
-_REGISTERS = {64: 32, 32: 16, 16: 16}  # of the CPU, by bytes that it multiplies at once
+LINE = 64  # levels of a token are padded with zeros to a multiple of this
+OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
+_AHEAD = 4  # rows between the one that is multiplied and the one that is prefetched
+_REGISTERS = {64: 32, 32: 16, 16: 16}  # registers of the CPU, by bytes that it multiplies at once
 _NEED = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",), 16: ("+avx2", "+f16c")}
 
 
 def widest() -> int:
-    """Bytes that the CPU for which numba compiles multiplies at once; 0 where it has no fit instructions."""
+    """Return the bytes that the CPU for which numba compiles multiplies at once; 0 where it lacks the instructions."""
     return next((width for width, need in _NEED.items() if cpu_features().issuperset(need)), 0)
 
 
 def has_dots() -> bool:
-    """Whether it has instructions for int8 themselves. Without them, torch's products of int8 are not exact."""
+    """Return whether that CPU has instructions for int8. Without them, torch's products of int8 are not exact."""
     return widest() > 16
 
 
 def _dots(num_rows: int, num_tokens: int) -> Any:
     """
-    `dots(weight, length, levels, padded, offsets, sums, stride)`: products of neighbouring rows of `length` int8 with
-    as many levels of tokens, which lie `padded` bytes from one another, become `sums[token * stride + row]`, int32.
+    Return `dots(weight, length, levels, padded, offsets, sums, stride)`, which multiplies neighbouring rows of `length`
+    int8 by as many levels of tokens, `padded` bytes apart. Sums of products, int32, become `sums[token * stride +
+    row]`.
 
-    `offsets[token]` is `OFFSET` times the sum of a token's levels, which is taken away where it has been added.
+    `offsets[token]` is `OFFSET` times the sum of a token's levels; it is subtracted where `OFFSET` was added to
+    weights.
     """
 
     @written(types.void, *[types.int64] * 7)
     def dots(builder, weight, length, levels, padded, offsets, sums, stride):
         vectors = _vectors(builder)
-        size = max(_REGISTERS[vectors.width] // 2 // num_rows, 1)  # the others hold what is multiplied
+        size = max(_REGISTERS[vectors.width] // 2 // num_rows, 1)  # the other half holds factors
         for first in range(0, num_tokens, size):
             tokens = range(first, min(first + size, num_tokens))
             _write_dots(vectors, range(num_rows), tokens, weight, length, levels, padded, offsets, sums, stride)
@@ -46,7 +48,7 @@ def _dots(num_rows: int, num_tokens: int) -> Any:
 
 
 def _write_dots(vectors, rows, tokens, weight, length, levels, padded, offsets, sums, stride):
-    """For as many rows and tokens as sums fit into registers."""
+    """Write the products of as many rows and tokens as have sums that fit into registers."""
     builder = vectors.builder
     totals = {token: [cgutils.alloca_once_value(builder, vectors.zeros) for _ in rows] for token in tokens}
     for begin, rest in vectors.parts(length):
@@ -54,7 +56,7 @@ def _write_dots(vectors, rows, tokens, weight, length, levels, padded, offsets, 
         factors = [vectors.weights(weight, start, rest) for start in starts]
         if rest is None and tokens[0] == 0:
             for start in starts:
-                send_for(builder, place(builder, weight, builder.add(start, builder.mul(I64(_AHEAD), length)), I8))
+                prefetch(builder, place(builder, weight, builder.add(start, builder.mul(I64(_AHEAD), length)), I8))
         for token in tokens:
             numbers = vectors.levels(levels, builder.add(begin, builder.mul(I64(token), padded)))
             for row in rows:
@@ -73,7 +75,7 @@ def _vectors(builder: ir.IRBuilder) -> "_Vectors":
 
 class _Vectors:
     """
-    Writes instructions on vectors of so many bytes.
+    Writer of instructions on vectors of `width` bytes.
 
     Args:
         together (`int`): Neighbouring products that one instruction adds up.
@@ -85,7 +87,9 @@ class _Vectors:
         self.zeros = ir.Constant(self.sums, [0] * (width // together))
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, ir.Value | None]]:
-        """Where vectors begin in a loop over whole ones, and then what is left, and how many bytes that are."""
+        """
+        Yield where vectors begin, in a loop over whole ones, with None; then the begin and size in bytes of the rest.
+        """
         builder, step = self.builder, I64(self.width)
         whole = builder.and_(length, I64(-self.width))
         with cgutils.for_range_slice(builder, I64(0), whole, step, I64) as (begin, _):
@@ -95,7 +99,7 @@ class _Vectors:
             yield whole, rest
 
     def weights(self, weight: ir.Value, start: ir.Value, rest: ir.Value | None) -> ir.Value:
-        """A vector of weights, or as many as are left of a row, as they are multiplied."""
+        """Load a vector of weights, or the `rest` of a row, and return it as it is multiplied."""
         pointer = self._pointer(weight, start)
         if rest is None:
             signed = self.builder.load(pointer, align=1)
@@ -109,7 +113,7 @@ class _Vectors:
         raise NotImplementedError
 
     def levels(self, levels: ir.Value, start: ir.Value) -> ir.Value:
-        """A vector of levels, as they are multiplied."""
+        """Load a vector of levels, and return it as it is multiplied."""
         raise NotImplementedError
 
     def add_products(self, total: ir.Value, weights: ir.Value, levels: ir.Value) -> None:
@@ -125,7 +129,7 @@ class _Vectors:
         return self.builder.bitcast(place(self.builder, address, start, I8), self.bytes.as_pointer())
 
     def _first(self, count: ir.Value) -> ir.Value:
-        """A mask of the first `count` bytes."""
+        """Return a mask of the first `count` bytes."""
         builder, kind = self.builder, self.bytes
         one = builder.insert_element(ir.Constant(kind, ir.Undefined), builder.trunc(count, I8), I32(0))
         every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, self.width), [0] * self.width))
@@ -133,7 +137,7 @@ class _Vectors:
 
 
 class _Dots(_Vectors):
-    """Unsigned times signed int8, four to a sum, by VNNI."""
+    """Writer of products of unsigned and signed int8, four to a sum, by VNNI."""
 
     def __init__(self, builder: ir.IRBuilder, width: int):
         super().__init__(builder, width, together=4)
@@ -155,7 +159,7 @@ class _Dots(_Vectors):
 
 
 class _Pairs(_Vectors):
-    """Signed int16, two to a sum, by AVX2: its products of int8 would saturate."""
+    """Writer of products of signed int16, two to a sum, by AVX2, whose products of int8 would saturate."""
 
     def __init__(self, builder: ir.IRBuilder, width: int):
         super().__init__(builder, width, together=2)

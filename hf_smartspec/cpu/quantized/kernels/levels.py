@@ -1,4 +1,4 @@
-"""Tokens to int8."""
+"""Rounding of tokens to int8."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ _ALL_BUT_SIGN, _INFINITE = 0x7FFFFFFF, 0x7F800000
 
 @callback
 def to_levels(arguments):
-    """Rounds the next token to multiples of its largest absolute value / 127, until there are none left."""
+    """Round the next token to multiples of its largest absolute value / 127, until no tokens are left."""
     num_inputs, kind = load_int64(arguments, at.NUM_INPUTS), load_int64(arguments, at.KIND)
     padded = (num_inputs + LINE - 1) // LINE * LINE
     size = 4 if kind == FLOAT32 else 2
@@ -40,7 +40,7 @@ def to_levels(arguments):
             step = _LEAST_STEP
         if bits_of(largest) < _INFINITE:
             total = _round(kind, numbers, num_inputs, step, levels)
-        else:  # of an infinite step nothing finite comes, whatever the levels
+        else:  # an infinite or NaN step makes no result finite, so the levels do not matter
             total = _clear(levels, 0, num_inputs)
         _clear(levels, num_inputs, padded)
         if load_int64(arguments, at.PACKED):
@@ -52,7 +52,10 @@ def to_levels(arguments):
 
 @inner
 def _largest(kind, numbers, num):
-    """The largest absolute value, or what is no number: their bits, as integers, are in the same order."""
+    """
+    Return the largest absolute value, or NaN if there is one. Without the sign, floats are ordered as their bits are,
+    taken as integers.
+    """
     largest = np.int32(0)
     for k in range(num):
         largest = max(largest, np.int32(bits_of(load(kind, numbers, k)) & _ALL_BUT_SIGN))
@@ -61,7 +64,7 @@ def _largest(kind, numbers, num):
 
 @inner
 def _round(kind, numbers, num, step, levels):
-    """Their sum."""
+    """Store the levels of `num` numbers, and return the sum of the levels."""
     total = np.int32(0)
     for k in range(num):
         level = nearest(load(kind, numbers, k) / step)
@@ -79,7 +82,10 @@ def _clear(levels, begin, end):
 
 @inner
 def _pack(levels, padded, packed, token):
-    """Every four levels of a token have the same four of the 15 tokens of its block beside them."""
+    """
+    Copy a token's levels to where matrix registers read them: every four levels stand beside the same four of the other
+    15 tokens of the block.
+    """
     first = (token - token % SIDE) * (padded // 4) + token % SIDE
     for k in range(padded // 4):
         store_int32(packed, first + SIDE * k, load_int32(levels, k))

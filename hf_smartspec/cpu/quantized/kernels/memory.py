@@ -1,4 +1,4 @@
-"""Numbers at addresses, for compiled code: three floating dtypes, whose values are float32 in between."""
+"""Loads and stores for compiled code: numbers of three floating dtypes, float32 once loaded."""
 
 from typing import Any
 
@@ -51,13 +51,13 @@ def store_float32(builder, address, index, number):
 
 @written(types.void, types.int64, types.int64, types.float32)
 def store_bfloat16(builder, address, index, number):
-    """Rounded to the nearest, halves to even."""
+    """Store a number rounded to the nearest bfloat16, ties to even."""
     builder.store(bfloat16_of(builder, number), place(builder, address, index, I16))
 
 
 @written(types.void, types.int64, types.int64, types.float32)
 def store_float16(builder, address, index, number):
-    """Rounded to the nearest, halves to even."""
+    """Store a number rounded to the nearest float16, ties to even."""
     builder.store(builder.fptrunc(number, HALF), place(builder, address, index, HALF))
 
 
@@ -73,12 +73,15 @@ def float_of(builder, bits):
 
 @written(types.int32, types.float32)
 def nearest(builder, number):
-    """The integer next to a number, halves to even."""
+    """Return the integer nearest to a number, ties to even."""
     return builder.fptosi(call(builder, "llvm.roundeven.f32", FLOAT, number), I32)
 
 
 def room_for(count: int) -> Any:
-    """What gives the address of so many numbers of four bytes, which are gone when the calling function returns."""
+    """
+    Return a function that reserves `count` numbers of four bytes and returns their address; they are freed when the
+    calling function returns.
+    """
 
     @written(types.int64)
     def room(builder):

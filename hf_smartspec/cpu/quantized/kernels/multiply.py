@@ -1,4 +1,4 @@
-"""Levels of tokens times weights, in the dtype of the tokens."""
+"""Levels of tokens times weights, with outputs in the dtype of the tokens."""
 
 import numpy as np
 
@@ -17,14 +17,14 @@ from .memory import (
     store_float32,
 )
 
-ROWS, _MOST = 32, 8  # and tokens whose sums are kept before they become numbers
+ROWS, _MOST = 32, 8  # rows and tokens whose sums are computed before they are scaled
 _LINE = 4 * ROWS  # bytes of a token's sums
 _room = room_for(ROWS * _MOST)
 
 
 @callback
 def multiply(arguments):
-    """Takes the next share of the weight's rows, until there are none left."""
+    """Take the next share of the weight's rows, until no rows are left."""
     num_outputs, share = load_int64(arguments, at.NUM_OUTPUTS), load_int64(arguments, at.SHARE)
     sums = _room()
     begin = share * take(ahead(int64_at(arguments), at.NEXT))
@@ -38,7 +38,7 @@ def multiply(arguments):
 
 @inner
 def multiply_rows(arguments, row, num_rows, sums):
-    """Some rows times all tokens: they come from memory once."""
+    """Multiply some rows by all tokens, so that the rows come from memory once."""
     token, num_tokens = 0, load_int64(arguments, at.NUM_TOKENS)
     while token < num_tokens:
         num = min(_MOST, num_tokens - token)
@@ -50,7 +50,7 @@ def multiply_rows(arguments, row, num_rows, sums):
 
 @inner
 def _sum(arguments, first_row, num_rows, token, num_tokens, sums):
-    """`sums[token, row]`."""
+    """Compute sums of products, `sums[token, row]`."""
     length = load_int64(arguments, at.NUM_INPUTS)
     padded = (length + LINE - 1) // LINE * LINE
     weight = load_int64(arguments, at.WEIGHT) + first_row * length
@@ -86,7 +86,7 @@ def _sum_four_rows(weight, length, levels, padded, offsets, sums, num_tokens):
 
 @inner
 def scale(arguments, row, num_rows, token, sums):
-    """Sums of a token become numbers of the output, rounded as torch's operators round them one after the other."""
+    """Scale a token's sums and store them as outputs, rounded as torch's operators round one after the other."""
     step, scale = load_float32(load_int64(arguments, at.STEPS), token), load_int64(arguments, at.SCALES) + 4 * row
     for k in range(num_rows):
         store_float32(sums, k, np.float32(load_int32(sums, k)) * load_float32(scale, k) * step)

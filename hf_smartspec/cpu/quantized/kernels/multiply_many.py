@@ -15,7 +15,7 @@ _room_of_a_token = room_for(SIDE)
 
 @callback
 def multiply_many(arguments):
-    """Takes the next share of the weight's rows, until there are none left."""
+    """Take the next share of the weight's rows, until no rows are left."""
     num_outputs, share = load_int64(arguments, at.NUM_OUTPUTS), load_int64(arguments, at.SHARE)
     sums = _room()
     configure(load_int64(arguments, at.REGISTERS))
@@ -33,7 +33,7 @@ def multiply_many(arguments):
 
 @inner
 def _multiply_side(arguments, row, sums):
-    """16 rows times all tokens."""
+    """Multiply 16 rows by all tokens."""
     token, num_tokens, line = 0, load_int64(arguments, at.NUM_TOKENS), _room_of_a_token()
     while token < num_tokens:
         num = min(_MOST, num_tokens - token)
@@ -48,7 +48,7 @@ def _multiply_side(arguments, row, sums):
 
 @inner
 def _sum(arguments, row, token, num_blocks, sums):
-    """`sums[row, token]`."""
+    """Compute sums of products, `sums[row, token]`."""
     length = load_int64(arguments, at.NUM_INPUTS)
     padded = (length + LINE - 1) // LINE * LINE
     weight, levels = load_int64(arguments, at.WEIGHT) + row * length, load_int64(arguments, at.PACKED) + token * padded

@@ -6,21 +6,24 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from ....jit.writing import I8, I64, call, cpu_features, place, send_for, written
+from ....jit.writing import I8, I64, call, cpu_features, place, prefetch, written
 
-SIDE, LINE = 16, 64  # rows of a register, and their bytes
-MOST_BLOCKS = 2  # of 16 tokens, whose sums are in registers
-_WEIGHT, _LEVELS, _LAST_WEIGHT, _LAST_LEVELS = range(MOST_BLOCKS, MOST_BLOCKS + 4)  # registers behind those of sums
+SIDE, LINE = 16, 64  # rows of a register, and bytes of a row
+MOST_BLOCKS = 2  # blocks of 16 tokens whose sums are in registers
+_WEIGHT, _LEVELS, _LAST_WEIGHT, _LAST_LEVELS = range(MOST_BLOCKS, MOST_BLOCKS + 4)  # registers after those of sums
 _NEED = {"+amx-tile", "+amx-int8"}
 
 
 def has_tiles() -> bool:
-    """Whether the CPU for which numba compiles has such registers. The system must be asked for them, too."""
+    """Return whether the CPU for which numba compiles has matrix registers. Linux must allow their use, too."""
     return cpu_features() >= _NEED
 
 
 def configuration(num_inputs: int) -> bytes:
-    """All registers are full but those of the last part of a line of weights, which has a multiple of four bytes."""
+    """
+    Return the configuration of the registers. All are full but those for the last part of a row of weights, whose
+    length is a multiple of four bytes.
+    """
     rest = num_inputs % LINE or LINE
     widths, heights = [LINE] * 8, [SIDE] * 8
     widths[_LAST_WEIGHT], heights[_LAST_LEVELS] = rest, rest // 4
@@ -40,9 +43,9 @@ def release(builder):
 
 def _sums(num_blocks: int) -> Any:
     """
-    `sums(weight, length, levels, block, output)`: of 16 neighbouring rows of `length` int8 with blocks of 16 tokens.
-    Every `block` bytes hold the levels of 16 tokens, four of each token beside one another. Sums, int32, become
-    `output[row, token]`.
+    Return `sums(weight, length, levels, block, output)`, which multiplies 16 neighbouring rows of `length` int8 by
+    blocks of 16 tokens. Every `block` bytes hold the levels of 16 tokens, four of each token side by side. Sums of
+    products, int32, become `output[row, token]`.
     """
 
     @written(types.void, *[types.int64] * 5)
@@ -60,7 +63,7 @@ def _sums(num_blocks: int) -> Any:
             tiles.call("tilezero", index)
         last = builder.and_(builder.sub(length, I64(1)), I64(-LINE))
         with cgutils.for_range_slice(builder, I64(0), last, I64(LINE), I64) as (begin, _):
-            tiles.send_for(weight, begin, length)
+            tiles.prefetch(weight, begin, length)
             add(begin, _WEIGHT, _LEVELS)
         add(last, _LAST_WEIGHT, _LAST_LEVELS)
         for index in blocks:
@@ -70,7 +73,7 @@ def _sums(num_blocks: int) -> Any:
 
 
 class _Tiles:
-    """Writes instructions on registers by their numbers."""
+    """Writer of instructions on registers by their numbers."""
 
     def __init__(self, builder: ir.IRBuilder):
         self.builder = builder
@@ -85,11 +88,11 @@ class _Tiles:
     def store(self, register: int, address: ir.Value, index: ir.Value, stride: ir.Value) -> None:
         self.call("tilestored64", register, place(self.builder, address, index, I8), stride)
 
-    def send_for(self, address: ir.Value, index: ir.Value, length: ir.Value) -> None:
-        """Lets the memory fetch the next 16 rows' part of a weight."""
+    def prefetch(self, address: ir.Value, index: ir.Value, length: ir.Value) -> None:
+        """Prefetch the next 16 rows' part of a weight."""
         for row in range(SIDE, 2 * SIDE):
             start = self.builder.add(index, self.builder.mul(I64(row), length))
-            send_for(self.builder, place(self.builder, address, start, I8))
+            prefetch(self.builder, place(self.builder, address, start, I8))
 
 
 sums_1, sums_2 = _sums(1), _sums(2)
