@@ -1,1 +1,3 @@
-"""Attention of packed rows and draft trees: masked, compiled, shared prefixes, variable lengths on CUDA."""
+"""
+Attention of packed rows and draft trees: by masks, in compiled code, over shared prefixes, of variable lengths on CUDA.
+"""

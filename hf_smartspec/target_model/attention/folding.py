@@ -1,4 +1,4 @@
-"""Packed queries as the padded batch of a part, with grouped heads as further queries; and back."""
+"""Conversion of packed queries to the padded batch of a part, with grouped heads as further queries, and back."""
 
 import torch
 
@@ -6,7 +6,10 @@ from ..layout.step_layout import PaddedPart
 
 
 def fold(packed: torch.Tensor, part: PaddedPart, kv_heads: int) -> torch.Tensor:
-    """`[tokens, heads, head_dim]` -> `[R, kv_heads, S * groups, head_dim]`: nothing is repeated for grouped heads."""
+    """
+    Reshape `[tokens, heads, head_dim]` to `[R, kv_heads, S * groups, head_dim]`, so that keys are not repeated for
+    grouped heads.
+    """
     padded = packed if part.gather is None else packed.index_select(0, part.gather)
     num_heads = packed.shape[1]
     if part.width == 1:
@@ -16,7 +19,7 @@ def fold(packed: torch.Tensor, part: PaddedPart, kv_heads: int) -> torch.Tensor:
 
 
 def unfold(output: torch.Tensor, part: PaddedPart, num_heads: int) -> torch.Tensor:
-    """`[R, kv_heads, S * groups, dim]` -> `[R * S, heads, dim]`"""
+    """Reshape `[R, kv_heads, S * groups, dim]` to `[R * S, heads, dim]`."""
     if part.width > 1:
         num_rows, kv_heads, _, dim = output.shape
         output = output.view(num_rows, kv_heads, part.width, num_heads // kv_heads, dim).transpose(1, 2)
@@ -24,5 +27,5 @@ def unfold(output: torch.Tensor, part: PaddedPart, num_heads: int) -> torch.Tens
 
 
 def unpad(padded: torch.Tensor, part: PaddedPart) -> torch.Tensor:
-    """`[R * S, ...]` -> `[tokens, ...]`"""
+    """Drop padding: `[R * S, ...]` to `[tokens, ...]`."""
     return padded if part.scatter is None else padded.index_select(0, part.scatter)

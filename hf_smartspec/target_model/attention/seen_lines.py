@@ -1,4 +1,4 @@
-"""What tokens see of the keys and values of their rows, for compiled attention."""
+"""Lines of keys and values that tokens attend to, for compiled attention."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,19 @@ from ..layout.step_layout import PaddedPart, StepLayout
 
 
 def is_thin(part: PaddedPart, window: int | None) -> bool:
-    """Whether rows have few tokens, and what these see is told by columns: windows count positions."""
+    """
+    Return whether rows have few tokens, and columns determine what these attend to. Trees in a window do not qualify,
+    since windows count positions.
+    """
     has_trees = part.tree_pairs is not None
-    told = not has_trees or (part.seen_nodes is not None and (window is None or window >= part.num_columns))
-    return told and part.width <= MOST_WIDTH
+    is_determined = not has_trees or (part.seen_nodes is not None and (window is None or window >= part.num_columns))
+    return is_determined and part.width <= MOST_WIDTH
 
 
 def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:
-    """What the tokens of neighbouring parts see; found out once per step for every distinct window."""
+    """
+    Return the lines that tokens of neighbouring parts attend to, computed once per step for every distinct window.
+    """
     first, last = parts[0].tokens.start, parts[-1].tokens.stop
     key = first, last, window
     if key not in layout.seen:
@@ -30,13 +35,13 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
                 if part.seen_nodes is not None:
                     nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
             nodes[0] += firsts
-        assert counts.min() > 0, "every token sees its own line"
+        assert counts.min() > 0, "every token attends to its own line"
         layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes)
     return layout.seen[key]
 
 
 def lines_of_shared(layout: StepLayout, shared: SharedPart) -> SeenLines:
-    """The same of a beginning that many tokens see, whole."""
+    """Return the lines of a shared prefix, all of which its tokens attend to."""
     if shared not in layout.seen:
         num = len(shared.tokens)
         firsts, counts = np.full(num, shared.first_line), np.full(num, shared.num_columns)

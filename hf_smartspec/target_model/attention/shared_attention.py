@@ -1,6 +1,6 @@
 """
-Attention of rows that share their beginnings, in two pieces: the queries of all of them over what they share, which is
-read once, and each row's over its own. Both are merged by their log-sum-exps.
+Attention of rows that share a prefix, in two pieces: the queries of all these rows over the prefix, which is read once,
+and each row's queries over its own lines. The pieces are merged by their log-sum-exps.
 """
 
 import torch
@@ -22,9 +22,7 @@ def shared_attention(
     scaling: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """
-    Args and output as those of `attention.packed_attention`, for layers that have neither window, soft cap nor bias.
-    """
+    """Compute `packed_attention` of a step with shared prefixes, for layers without window, soft cap or bias."""
     if not dropout and can_attend(packed, key, value, scaling) and all([is_thin(part, None) for part in layout.parts]):
         return _thin_attention(packed, key, value, layout, scaling)
     outputs, lses = [], []
@@ -42,7 +40,7 @@ def shared_attention(
 def _thin_attention(
     packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: StepLayout, scaling: float | None
 ) -> torch.Tensor:
-    """The same by compiled code, of rows that have few tokens."""
+    """Compute the same in compiled code, for rows that have few tokens."""
     lse = packed.new_empty(packed.shape[:2], dtype=torch.float32)
     output = thin_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling, lse)
     for shared in layout.shared:
@@ -61,7 +59,9 @@ def _of_part(
     scaling: float | None,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a part's rows have for themselves: output `[tokens, heads, dim]` and log-sum-exp `[tokens, heads, 1]`."""
+    """
+    Attend to the lines of a part's own rows; return output `[tokens, heads, dim]` and log-sum-exp `[tokens, heads, 1]`.
+    """
     num_heads, kv_heads = packed.shape[1], key.shape[1]
     mask = part.mask(None, num_heads // kv_heads, packed.dtype)
     folded = fold(packed, part, kv_heads)
@@ -77,7 +77,7 @@ def _of_shared(
     scaling: float | None,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of what rows share, for their tokens: grouped heads are further queries, as are all tokens."""
+    """Attend to a shared prefix with all its tokens, grouped heads being further queries; return as `_of_part` does."""
     queries = packed if len(shared.tokens) == len(packed) else packed.index_select(0, shared.tokens)
     num, num_heads, _ = queries.shape
     kv_heads = key.shape[1]
@@ -96,7 +96,7 @@ def _of_shared(
 def _merge(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Writes what some tokens see to their outputs, from that and from another piece."""
+    """Merge the attention of some tokens over another piece into their outputs, in place."""
     if len(tokens) == len(output):
         output.lerp_(other, torch.sigmoid(other_lse - lse).to(output.dtype))
         return
@@ -113,10 +113,12 @@ def attention_with_lse(
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
+    Compute attention and its log-sum-exp.
+
     Args:
         query, key, value (`torch.Tensor` of shape `[R, heads, length, dim]`): Values may have another `dim`.
-        mask (`torch.Tensor`, *optional*): What is added to scores; broadcast to `[R, heads, queries, keys]`. Every
-            query sees something.
+        mask (`torch.Tensor`, *optional*): Added to scores; broadcast to `[R, heads, queries, keys]`. Every query must
+            attend to some key.
 
     Returns:
         Output `[R, heads, queries, dim]`, and log-sum-exp `[R, heads, queries, 1]` in float32 or wider.

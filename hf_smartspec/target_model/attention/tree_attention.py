@@ -27,7 +27,7 @@ PREFIX = "smartspec_tree_"
 # keywords on to their attention, and a context variable keeps other threads' forwards apart.
 _layout: ContextVar[StepLayout | None] = ContextVar("smartspec_layout", default=None)
 
-# Arguments of attention functions that change the result and that this function does not know.
+# Arguments of attention functions that change the result, and that tree attention does not support.
 _UNSUPPORTED = ("s_aux", "position_bias", "alibi", "head_mask", "sinks", "indices", "topk_indices", "block_bias")
 
 
@@ -46,15 +46,18 @@ def tree_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    An attention function as transformers' `AttentionInterface` defines it.
+    Attention function for transformers' `AttentionInterface`.
 
     Args:
         query (`torch.Tensor` of shape `[1, heads, N, head_dim]`): Queries of all rows, packed.
-        key, value (`torch.Tensor` of shape `[1, kv_heads, lines, head_dim]`): As `SlotLayer.update` returns them.
-        replaces (`str`): The implementation to use where no packed step is under way (another thread's forward).
+        key, value (`torch.Tensor` of shape `[1, kv_heads, lines, head_dim]`): Memory, as `SlotLayer.update` returns it.
+        replaces (`str`): The implementation to call outside packed steps (in another thread's forward).
 
     Returns:
         The output of shape `[1, N, heads, head_dim]`, and None for the weights.
+
+    Raises:
+        NotImplementedError: if an argument is given that tree attention does not support.
     """
     layout = _layout.get()
     if layout is None:
@@ -65,7 +68,7 @@ def tree_attention(
     position_bias = None if encoded is None else kwargs.pop("position_bias", None)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported:
-        raise NotImplementedError(f"Tree attention does not know the attention arguments {unsupported}.")
+        raise NotImplementedError(f"Tree attention does not support the arguments {unsupported}.")
 
     options: dict[str, Any] = {
         "window": layer_window(module, sliding_window), "scaling": scaling, "softcap": softcap, "dropout": dropout,
@@ -89,17 +92,19 @@ def packed_attention(
     bias: Callable[[PaddedPart], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """
+    Compute the attention of a packed step.
+
     Args:
         packed (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries of all rows.
-        key, value (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): As `SlotLayer.write` returns them.
-        window (`int`, *optional*): Of sliding attention.
-        bias (`Callable`, *optional*): What is added to a part's scores, `[R, heads, S, K]`.
+        key, value (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Memory, as `SlotLayer.write` returns it.
+        window (`int`, *optional*): Length of the sliding window.
+        bias (`Callable`, *optional*): Returns the summand of a part's scores, `[R, heads, S, K]`.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
     """
     if layout.shared:
-        assert window is None and softcap is None and bias is None, "such models share nothing (`shares_prefixes`)"
+        assert window is None and softcap is None and bias is None, "such models share no prefixes (`shares_prefixes`)"
         return shared_attention(packed, key, value, layout, scaling, dropout)
     is_plain = softcap is None and bias is None and not dropout
     kind = kind_of(packed, key, layout, window) if is_plain else None
@@ -125,7 +130,7 @@ def _masked_attention(
     dropout: float = 0.0,
     bias: Callable[[PaddedPart], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The same, by rectangles and masks."""
+    """Compute `packed_attention` by padded rectangles and masks."""
     is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling)
     thin = [is_plain and is_thin(part, window) for part in layout.parts]
     if all(thin):
@@ -153,8 +158,8 @@ def attend_part(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    One part's attention, from packed queries of which it gathers its own: `[R * S, heads, head_dim]`. A `bias`
-    `[R, heads, S, K]` goes with heads that are not grouped.
+    Compute the attention of one part, `[R * S, heads, head_dim]`, whose queries are gathered from the packed ones. A
+    `bias` `[R, heads, S, K]` is for heads that are not grouped.
     """
     num_heads, kv_heads = packed.shape[1], key.shape[1]
     groups = num_heads // kv_heads
@@ -189,8 +194,8 @@ def _attention(
 
 def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     """
-    The layer's sliding window. Where the config knows every layer's type, models go by that when they build their
-    masks, and need not hand the window to the attention function as well (Qwen2-MoE does not).
+    Return the layer's sliding window. Where the config lists every layer's type, models build masks by that list, and
+    may not pass the window to the attention function (Qwen2-MoE does not).
     """
     config, layer_idx = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
@@ -208,7 +213,9 @@ def _softcapped_attention(
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Scores squashed to (-softcap, softcap) before the mask, as in Gemma 2; softmax in float32."""
+    """
+    Compute attention with scores squashed to (-softcap, softcap) before the mask, as in Gemma 2; softmax in float32.
+    """
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
@@ -218,7 +225,7 @@ def _softcapped_attention(
 
 
 def _plain_function(module: torch.nn.Module, implementation: str) -> Callable:
-    # "eager" is no entry of the interface: every modelling file has its own.
+    # "eager" is not in the interface: every modelling file has its own function.
     default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, default)
 
@@ -228,7 +235,7 @@ def _plain_mask(*args: Any, replaces: str, **kwargs: Any) -> Any:
 
 
 def _registered(implementation: str) -> str:
-    """The name of tree attention in place of `implementation`, registered on first use."""
+    """Return the name of tree attention in place of `implementation`, registered at first use."""
     name = PREFIX + implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, partial(tree_attention, replaces=implementation))
@@ -237,12 +244,12 @@ def _registered(implementation: str) -> str:
 
 
 def attention_configs(model: torch.nn.Module) -> list[PreTrainedConfig]:
-    """The distinct configs from which the model's modules read their attention implementation."""
+    """Return the distinct configs from which the model's modules read their attention implementation."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
-# Configs that are in use by packed forwards, by id: how many, and the implementation to restore after the last one.
+# Configs in use by packed forwards, by id: the number of forwards, and the implementation to restore after the last.
 _in_use: dict[int, tuple[int, str]] = {}
 _lock = Lock()
 
@@ -250,8 +257,8 @@ _lock = Lock()
 @contextmanager
 def tree_attention_step(configs: list[PreTrainedConfig], layout: StepLayout) -> Iterator[None]:
     """
-    Within the context, this thread's forwards of a model with these configs attend as `layout` says. Other threads
-    may run packed forwards of the same model meanwhile, or plain ones, which then find their way past the layout.
+    Within the context, let this thread's forwards of a model with these configs attend by `layout`. Meanwhile, other
+    threads may run packed forwards of the same model, or its own, which then bypass the layout.
     """
     token = _layout.set(layout)
     with _lock:

@@ -1,7 +1,7 @@
 """
-Attention on CUDA without masks: flash attention over rows of any length, in place of rectangles. Chains, prompts and
-plain decoding are causal and take one call for all rows. Trees take two: what all of a row's queries see, and the small
-rest, which only some of them see, merged by their log-sum-exps.
+Attention on CUDA without masks: flash attention over rows of any length, in place of padded rectangles. Chains, prompts
+and decoding without drafts are causal and take one call for all rows. Trees take two pieces, the keys common to all of
+a row's queries and the few others, merged by their log-sum-exps.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from ..layout.step_layout import PaddedPart, StepLayout
 
 logger = get_logger(__name__)
 
-_LARGEST_HEAD = 256  # that flash attention knows
+_LARGEST_HEAD = 256  # dimensions that flash attention supports
 _flash_attention_forward = torch.ops.aten._flash_attention_forward
-_TOLERANCE = 2e-2  # of the largest value, in the half precisions that flash attention computes in
+_TOLERANCE = 2e-2  # relative to the largest value; flash attention computes in half precision
 
 
 def spans_of(layout: StepLayout) -> Spans:
-    """The spans of a layout that has not been sent to a device yet."""
+    """Return the spans of a layout that has not been sent to a device yet."""
     starts = np.flatnonzero(np.diff(layout.firsts, prepend=-1))
     firsts, counts = layout.firsts[starts], np.diff(starts, append=len(layout.firsts))
     used = np.maximum.reduceat(layout.columns, starts) + 1
@@ -29,7 +29,7 @@ def spans_of(layout: StepLayout) -> Spans:
     for part in layout.parts:
         rows = np.flatnonzero((starts >= part.tokens.start) & (starts < part.tokens.stop))
         places = (firsts[rows] - part.first_line) // part.stride
-        if part.tree_pairs is not None:  # nodes of an earlier forward lie before the row's first query
+        if part.tree_pairs is not None:  # nodes of an earlier forward come before the row's first query
             queries = np.arange(part.width) < counts[rows, None]
             limits = np.where(queries, part.limits.numpy()[places], np.iinfo(np.int64).max)
             common[rows] = np.minimum(common[rows], limits.min(axis=1))
@@ -68,9 +68,7 @@ def varlen_attention(
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """
-    Args and output as those of `attention.packed_attention`, for calls that have a `kind_of`.
-    """
+    """Compute `packed_attention`, for calls that have a `kind_of`."""
     spans = layout.spans
     assert spans is not None, "laid out for masks"
     if window is not None and window >= spans.most_keys:
@@ -81,7 +79,7 @@ def varlen_attention(
     if not spans.most_common:
         return rest
     output, lse = _flash(query, key, value, spans, True, None, scaling)
-    lse = lse.masked_fill(lse.isposinf(), -torch.inf)  # of rows that have nothing in common, as flash attention has it
+    lse = lse.masked_fill(lse.isposinf(), -torch.inf)  # flash attention's value for rows without common keys
     return torch.lerp(rest, output, torch.sigmoid(lse - rest_lse).t()[:, :, None].to(output.dtype))
 
 
@@ -95,8 +93,8 @@ def _flash(
     scaling: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Output `[N, heads, dim]` and log-sum-exp `[heads, N]` of what all of a row's queries see, or else of all that is
-    there, causal from the row's last query and key backwards.
+    Run flash attention over the keys common to all of a row's queries, or over all keys, causal from the row's last
+    query and key backwards. Return output `[N, heads, dim]` and log-sum-exp `[heads, N]`.
     """
     queries, keys, used, common = spans.flash_rows
     output, lse, *_ = _flash_attention_forward(
@@ -126,7 +124,10 @@ def _rest(
     spans: Spans,
     scaling: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What only some of a row's queries see: output `[N, heads, dim]` and log-sum-exp `[heads, N]`, float32."""
+    """
+    Attend to the keys that only some of a row's queries attend to; return output `[N, heads, dim]` and log-sum-exp
+    `[heads, N]`, float32.
+    """
     outputs, lses = [], []
     bases = spans.bases.split([part.num_rows for part in layout.parts])
     for part, base, extent in zip(layout.parts, bases, spans.extents):
@@ -138,7 +139,10 @@ def _rest(
 
 
 def _square(part: PaddedPart, base: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lines of the memory behind what all see, `[R, E]`, and who sees them, bool `[R, S, E]`; once per step."""
+    """
+    Return the lines after the common ones, `[R, E]`, and which queries attend to them, bool `[R, S, E]`; computed once
+    per step.
+    """
     key = ("square", extent)
     if key not in part._masks:
         columns = base[:, None] + torch.arange(extent, device=base.device)
@@ -166,7 +170,7 @@ def _of_part(
     scores = torch.einsum("rskgd,rekd->rskge", folded * scale, key.float())
     scores = scores.masked_fill(~visible[:, :, None, None, :], -torch.inf)
     lse = scores.logsumexp(dim=-1)
-    # Queries that see nothing of the rest: their weight will be 0, and must not be NaN now.
+    # Queries without a key in the rest get the weight 0 in the merge; their outputs must not be NaN.
     weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
     output = torch.einsum("rskge,rekd->rskgd", weights, value.float()).flatten(2, 3).flatten(0, 1).to(query.dtype)
     lse = lse.flatten(2, 3).flatten(0, 1)
@@ -182,14 +186,14 @@ _is_right: dict[tuple, bool] = {}  # by kind of call, after its first result was
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether steps of such a model are laid out for it."""
+    """Return whether steps of such a model are laid out for flash attention."""
     return device.type in _DEVICE_TYPES and dtype.itemsize == 2 and head_dim <= _LARGEST_HEAD and not head_dim % 8
 
 
 def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: int | None) -> tuple | None:
     """
-    What makes a call unlike others; None if it needs masks, as trees in a sliding window do, whose nodes' columns are
-    not their positions.
+    Return the kind of a call, by which its results are trusted; None if the call needs masks, as trees in a sliding
+    window do, whose nodes' columns are not their positions.
     """
     spans = layout.spans
     if spans is None:
@@ -201,17 +205,17 @@ def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: 
 
 
 def is_trusted(kind: tuple) -> bool | None:
-    """Whether calls of a kind are right; None where no call has been compared yet."""
+    """Return whether calls of a kind are right; None where no call has been compared yet."""
     return _is_right.get(kind)
 
 
 def all_are_right(device: torch.device) -> bool:
-    """Whether none of the kinds of calls that were compared on a device was wrong."""
+    """Return whether all kinds of calls that were compared on a device were right."""
     return all([is_right for kind, is_right in _is_right.items() if kind[0] == device])
 
 
 def judge(kind: tuple, attend: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
-    """Compares what a first call of a kind gives with what masks give."""
+    """Compare the result of a kind's first call with that of masks, and record whether they agree."""
     try:
         output = attend()
         _is_right[kind] = bool((output - expected).abs().max() <= _TOLERANCE * expected.abs().max())

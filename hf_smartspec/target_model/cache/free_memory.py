@@ -1,4 +1,4 @@
-"""Memory that this process may still take: of the machine, and of the control groups (cgroups) that it runs in."""
+"""Memory that this process may still take: the machine's, and that of the control groups (cgroups) it runs in."""
 
 import os
 from collections.abc import Iterator
@@ -6,18 +6,18 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-_FALLBACK_BYTES = 2**32  # where the machine does not say how much memory it has
+_FALLBACK_BYTES = 2**32  # assumed where the system does not report free memory
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device, own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
     """
-    Bytes of free memory: a GPU's, or the machine's, of which a container may have less than there is.
+    Return the bytes of free memory: a GPU's, or the machine's within the limits of the container.
 
     Args:
         own_groups (`Path`): The file in which the kernel lists the process's cgroups.
-        groups (`Path`): Where these are mounted.
+        groups (`Path`): The folder where cgroups are mounted.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -29,7 +29,9 @@ def free_bytes(device: torch.device, own_groups: Path = _OWN_GROUPS, groups: Pat
 
 
 def _left_to_groups(own_groups: Path, groups: Path) -> Iterator[int]:
-    """What every memory cgroup of the process, and each that it lies in, has left of its limit, if it has one."""
+    """
+    Yield the bytes left within each limit on the process: of every memory cgroup that it is in, and of their parents.
+    """
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:  # no Linux
@@ -43,7 +45,7 @@ def _left_to_groups(own_groups: Path, groups: Path) -> Iterator[int]:
             reclaimable = "total_inactive_file"
         else:
             continue
-        # A container may see its own group as the root, under which the path that it has on the host is not there.
+        # A container may see its own group as the root, where the group's path on the host does not exist.
         path = PurePosixPath(own.lstrip("/"))
         for folder in (root / path, *(root / parent for parent in path.parents)):
             left = _left(folder, limit, used, reclaimable)
@@ -52,7 +54,10 @@ def _left_to_groups(own_groups: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    """Bytes, not less than 0; None where there is no limit. Files that were read, which the kernel drops, are free."""
+    """
+    Return the bytes left in a cgroup, at least 0; None where it has no limit. Cached files, which the kernel drops on
+    demand, count as free.
+    """
     try:
         text = (folder / limit).read_text().strip()
         if text == "max":
@@ -60,5 +65,5 @@ def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
         taken = int((folder / used).read_text())
         counts = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
         return max(int(text) - max(taken - int(counts.get(reclaimable, 0)), 0), 0)
-    except (OSError, ValueError):  # not mounted, or not for us to read
+    except (OSError, ValueError):  # not mounted, or not readable
         return None

@@ -1,10 +1,10 @@
 """
-Memory that lives as long as its model is used: keys and values, the buffers by which layouts are sent, and what is
-recorded on both, serve one call after the other, at the same addresses.
+Memory that lives as long as its model is used: keys and values, the buffers in which layouts are sent, and the graphs
+recorded on both serve one call after the other, at the same addresses.
 
-Kept is the most that a call had, as long as that is little: a sixteenth of a GPU's memory, 256 MiB elsewhere. It goes
-with the model, when `disable` is called, and with the next call where dtype, device or stream are others then. A call
-that begins while another has it gets memory of its own.
+The largest memory that a call had is kept, up to a sixteenth of a GPU's memory, or 256 MiB elsewhere. It is freed with
+the model, by `disable`, and at the next call if dtype, device or stream have changed. A call that begins while another
+uses it gets memory of its own.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class _Kept:
 
 
 _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
-_lock = RLock()  # what is freed meanwhile may end here again
+_lock = RLock()  # reentrant, since freeing objects under the lock may call back into this module
 
 
 def lend(forward: PackedForward) -> None:
-    """Gives what is kept of its model, if nobody has it, to a forward that has not been run."""
+    """Pass the memory kept of its model, unless another call uses it, to a forward that has not run yet."""
     with _lock:
         kept = _kept.pop(forward.model, None)
     if kept is not None and kept.setting == _setting(forward.model):
@@ -45,7 +45,7 @@ def lend(forward: PackedForward) -> None:
 
 
 def take_back(forward: PackedForward) -> None:
-    """Keeps a forward's memory for the next one; this one holds nothing any more."""
+    """Keep a forward's memory for the next one, and leave the forward without any."""
     memories = forward.cache.give_back()
     size = _bytes(memories)
     if 0 < size <= _most_bytes(forward.device):
@@ -57,13 +57,13 @@ def take_back(forward: PackedForward) -> None:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Frees what is kept of a model."""
+    """Free the memory kept of a model."""
     with _lock:
         _kept.pop(model, None)
 
 
 def kept_bytes(model: PreTrainedModel) -> int:
-    """Of keys and values that are kept for a model's next call; 0 while one has them."""
+    """Return the bytes of keys and values kept for a model's next call; 0 while a call uses them."""
     with _lock:
         kept = _kept.get(model)
     return 0 if kept is None else _bytes(kept.memories)
@@ -80,6 +80,6 @@ def _most_bytes(device: torch.device) -> int:
 
 
 def _setting(model: PreTrainedModel) -> tuple:
-    """What memory must not be used beyond: what another stream does with it is not waited for."""
+    """Return the setting in which memory may be reused; work on it in another stream would not be waited for."""
     stream = torch.cuda.current_stream(model.device) if model.device.type == "cuda" else None
     return model.dtype, model.device, stream

@@ -1,6 +1,6 @@
 """
-Where the rows of a cache lie: in slabs of neighbouring slots of one size, within one range of lines. Plain arithmetic;
-what lies there is moved by `slot_cache`.
+Places of a cache's rows: slabs of neighbouring slots of one size, within one range of lines. Plain arithmetic;
+`slot_cache` moves the contents.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ..layout.rows import CacheRow
 
-_LEAST, _STEP = 64, 16
-_MOST_TOUCHED = 256
+_LEAST, _STEP = 64, 16  # lines
+_MOST_TOUCHED = 256  # entries
 
 
 def slot_size(num_tokens: int, most: int | None = None) -> int:
     """
-    Lines of the smallest slot for so many tokens, no more than `most`. There are two sizes to every doubling, so that
-    rows of like lengths share a slab, and a slot is on average 1.2 times as long as what it is for, 1.5 times at most.
+    Return the lines of the smallest slot for `num_tokens`, at most `most`. There are two sizes to every doubling, so
+    that rows of similar lengths share a slab; a slot is on average 1.2 times as long as needed, 1.5 times at most.
     """
     power = max(_LEAST, 1 << (num_tokens - 1).bit_length())
     smaller = -(-int(power * 0.5**0.5) // _STEP) * _STEP
@@ -25,7 +25,7 @@ def slot_size(num_tokens: int, most: int | None = None) -> int:
 
 @dataclass(eq=False)
 class Slab:
-    """Neighbouring slots of `capacity` lines each, from line `start` on, every one with a row."""
+    """Neighbouring slots of `capacity` lines each, from line `start` on, each with a row."""
 
     start: int
     capacity: int
@@ -36,24 +36,24 @@ class Slab:
         return self.start + self.capacity * len(self.rows)
 
     def put(self, slot: int, row: CacheRow) -> None:
-        """Says to a row that it lies here."""
+        """Put a row into a slot, and set its place."""
         self.rows[slot] = row
         row.slot, row.line, row.stride = slot, self.start + slot * self.capacity, self.capacity
 
     def settle(self) -> None:
-        """Says so to all of its rows."""
+        """Set the places of all rows."""
         for slot, row in enumerate(self.rows):
             self.put(slot, row)
 
 
 class Slabs:
     """
-    The slabs of a cache of so many lines. They do not overlap, none has an empty slot, and what lies between them is
+    Slabs of a cache of `num_lines` lines. They do not overlap, none has an empty slot, and the lines between them are
     free.
 
     Attributes:
-        items (list of `Slab`): In the order of their lines.
-        touched (dict): Where rows have lain: the end of what has been a slab, by its start and capacity.
+        items (list of `Slab`): Slabs in the order of their lines.
+        touched (dict): Where rows have lain: the largest end of a slab, by its start and capacity.
     """
 
     def __init__(self, num_lines: int):
@@ -66,7 +66,7 @@ class Slabs:
         return [row for slab in self.items for row in slab.rows]
 
     def by_size(self) -> list[list[CacheRow]]:
-        """For each size of slots, the rows of all slabs of it, those of the largest slab first."""
+        """Return the rows of each size of slots, those of its largest slab first."""
         found: dict[int, list[CacheRow]] = {}
         for slab in sorted(self.items, key=lambda slab: -len(slab.rows)):
             found.setdefault(slab.capacity, []).extend(slab.rows)
@@ -76,19 +76,19 @@ class Slabs:
         return next(slab for slab in self.items if slab.start <= row.line < slab.end)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """First line and size of what is free, before the first slab and behind every one."""
+        """Return first line and size of every free range: before the first slab, and after each slab."""
         starts = [0, *[slab.end for slab in self.items]]
         ends = [*[slab.start for slab in self.items], self.num_lines]
         return ((start, end - start) for start, end in zip(starts, ends))
 
     def add(self, row: CacheRow, capacity: int) -> bool:
-        """Finds a slot for a row, beside others of this size if it can; False if none is free."""
+        """Find a slot for a row, beside others of this size if possible; return False if none is free."""
         sizes = [size for _, size in self.gaps()]
         alike = [number for number, slab in enumerate(self.items) if slab.capacity == capacity]
-        behind = [self.items[number] for number in alike if sizes[number + 1] >= capacity]
+        after = [self.items[number] for number in alike if sizes[number + 1] >= capacity]
         before = [self.items[number] for number in alike if sizes[number] >= capacity]
-        if behind or not before:
-            slab = max(behind, key=lambda slab: len(slab.rows), default=None) or self._new_slab(capacity)
+        if after or not before:
+            slab = max(after, key=lambda slab: len(slab.rows), default=None) or self._new_slab(capacity)
             if slab is None:
                 return False
             slab.rows.append(row)
@@ -104,12 +104,14 @@ class Slabs:
 
     def _touch(self, slab: Slab) -> None:
         if len(self.touched) > _MOST_TOUCHED:
-            self.touched = {(0, 1): self.num_lines}  # everything, line by line
+            self.touched = {(0, 1): self.num_lines}  # all lines, in slots of one
         key = slab.start, slab.capacity
         self.touched[key] = max(self.touched.get(key, 0), slab.end)
 
     def _new_slab(self, capacity: int) -> Slab | None:
-        """In the largest gap: at its beginning, but with as much room for the slab before it as for its own rows."""
+        """
+        Begin a slab in the largest gap: at its start, but with as much room for the slab before it as for the new one.
+        """
         start, size = max(self.gaps(), key=lambda gap: gap[1])
         if size < capacity:
             return None
@@ -120,15 +122,15 @@ class Slabs:
 
     def successor(self, row: CacheRow) -> CacheRow:
         """
-        The row that moves where this one goes, so that no slot is empty: the last of the smallest slab of this size,
-        of which there will be one less some time. The row itself, if nobody has to move.
+        Return the row that takes this one's slot, so that no slot is empty: the last of the smallest slab of this size,
+        so that slabs become fewer in time. It may be the row itself.
         """
         own = self.of(row)
         smallest = min((slab for slab in self.items if slab.capacity == own.capacity), key=lambda slab: len(slab.rows))
         return (own if len(own.rows) == len(smallest.rows) else smallest).rows[-1]
 
     def remove(self, row: CacheRow, successor: CacheRow) -> None:
-        """Gives up a row's slot; the successor gets it."""
+        """Free a row's slot, which the successor takes."""
         own, last = self.of(row), self.of(successor)
         last.rows.pop()
         if successor is not row:
@@ -139,8 +141,8 @@ class Slabs:
     @classmethod
     def laid_out(cls, capacities: Mapping[CacheRow, int], num_lines: int) -> "Slabs":
         """
-        Rows with slots of these sizes, one slab for every size, each with as much free behind it as any other. The rows
-        do not know of it yet: see `settle`.
+        Lay out rows with slots of these sizes, one slab for every size, each with equally many free lines after it. The
+        rows' own places change only in `settle`.
         """
         slabs, start = cls(num_lines), 0
         sizes = sorted(set(capacities.values()))
@@ -152,7 +154,7 @@ class Slabs:
         return slabs
 
     def settle(self) -> None:
-        """Says to all rows where they lie now."""
+        """Set the places of all rows."""
         for slab in self.items:
             slab.settle()
             self._touch(slab)

@@ -32,7 +32,7 @@ class SlotLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Memory for states like these, `[..., heads, length, head_dim]`."""
+        """Allocate memory for states of this kind, `[..., heads, length, head_dim]`."""
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         self.is_initialized = True
 
@@ -41,18 +41,18 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """Keys and values, once there are any."""
+        """Keys and values, once allocated."""
         return [self.keys, self.values] if self.is_initialized else []
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes packed states `[1, heads, N, head_dim]`; returns all there is, `[1, heads, lines, head_dim]`."""
+        """Write packed states `[1, heads, N, head_dim]`; return the whole memory, `[1, heads, lines, head_dim]`."""
         keys, values = self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatters packed states `[N, heads, head_dim]`; returns all there is, `[lines, heads, head_dim]`."""
+        """Scatter packed states `[N, heads, head_dim]`; return the whole memory, `[lines, heads, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
         layout = self.cache.layout
@@ -79,16 +79,16 @@ class SlotLayer(CacheLayerMixin):
 
 class SlotCache(Cache):
     """
-    A cache of ragged rows. Each has a slot of its own, as long as it needs, in one range of lines; rows with slots of
+    A cache of ragged rows. Each row has its own slot, as long as it needs, in one range of lines; rows with slots of
     one size are neighbours (`slabs`), so that attention reads them as one view of memory. A row that outgrows its slot
-    moves alone. Only when no free range is long enough, all rows are laid out afresh: within the memory that is there,
-    as long as they take up little of it or it may not grow, else in larger memory. Rows may begin in another's slot.
+    moves alone. Only when no free range is long enough, all rows are laid out afresh: within the present memory, as
+    long as they take up little of it or it may not grow, else in larger memory. A row may begin in another row's slot.
 
     Args:
-        num_slots, capacity (`int`): Room to begin with: so many slots of so many lines, for rows of which no length is
-            known.
-        most_lines (`int`, *optional*): Rows are added up to so many lines, and memory does not outgrow them unless
-            added rows do.
+        num_slots, capacity (`int`): Initial size, as a number of slots of `capacity` lines, which is also the slot size
+            of rows of unknown length.
+        most_lines (`int`, *optional*): Limit on the lines of all slots when rows are added. Memory does not outgrow it
+            unless added rows do.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -97,8 +97,8 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.capacity, self.most_lines = capacity, most_lines
         self.slabs = Slabs(num_slots * capacity)
-        self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as there are lines
-        self._most_columns = 0  # that any row has had
+        self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as its number of lines fits
+        self._most_columns = 0  # the most that a row has had
         self.layout: StepLayout | None = None
 
     @property
@@ -108,12 +108,12 @@ class SlotCache(Cache):
 
     @property
     def num_lines(self) -> int:
-        """Tokens whose keys and values there is memory for."""
+        """Number of tokens whose keys and values fit into memory."""
         return self.slabs.num_lines
 
     @property
     def num_taken(self) -> int:
-        """Lines of all slots."""
+        """Number of lines in all slots."""
         return sum(row.stride for row in self.rows)
 
     @property
@@ -127,26 +127,29 @@ class SlotCache(Cache):
         return self.layer(layer_idx).update(key_states, value_states)
 
     def layer(self, index: int) -> SlotLayer:
-        """A layer's memory, which its first states allocate."""
+        """Return a layer's memory, which its first states allocate."""
         while len(self.layers) <= index:
             self.layers.append(SlotLayer(self))
         return self.layers[index]
 
     def places(self) -> list[tuple[int, torch.Size]]:
-        """Addresses and shapes of all memory that layers have."""
+        """Return addresses and shapes of all memory of layers."""
         return [(memory.data_ptr(), memory.shape) for memory in self._memories()]
 
-    # Memory that is there before and stays behind
+    # Memory of earlier and later calls
 
     def lend(self, memories: list[torch.Tensor]) -> bool:
-        """Memories of zeros, `[lines, heads, head_dim]`, all with as many lines: used if these are enough."""
+        """
+        Take memories of zeros, `[lines, heads, head_dim]`, all of equally many lines, if these are enough; return
+        whether they are.
+        """
         is_enough = len(memories[0]) >= self.num_lines
         if is_enough:
             self._spare, self.slabs.num_lines = list(memories), len(memories[0])
         return is_enough
 
     def memory(self, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Zeros for all lines, of this shape each, of a tensor's dtype and device."""
+        """Return zeros `[lines, *shape]` in the dtype and on the device of `like`."""
         wanted = (self.num_lines, *shape), like.dtype, like.device
         for number, memory in enumerate(self._spare):
             if (memory.shape, memory.dtype, memory.device) == wanted:
@@ -154,7 +157,7 @@ class SlotCache(Cache):
         return _zeros(like, self.num_lines, *shape)
 
     def give_back(self) -> list[torch.Tensor]:
-        """All memory, to be lent again: as zeros, whatever a call has left there. The cache is empty then."""
+        """Empty the cache, and return its memory, zeroed where rows have lain, for a later `lend`."""
         memories = self._memories()
         for memory in memories:
             for (start, capacity), end in self.slabs.touched.items():
@@ -168,14 +171,14 @@ class SlotCache(Cache):
 
     def add(self, num_tokens: int | None = None, base: CacheRow | None = None, shared: int = 0) -> CacheRow:
         """
-        A new row, with a slot for as many tokens as it will have, if that is known.
+        Add a row, with a slot for `num_tokens`, if that number is known.
 
         Args:
-            base (`CacheRow`, *optional*), shared (`int`): Whose first tokens are the row's, too, and how many. They
-                stay where they are: the slot is for those behind them. A row that has a base itself cannot be one.
+            base (`CacheRow`, *optional*), shared (`int`): A row whose first `shared` tokens are also the new row's.
+                They stay where they are, and the slot is for the tokens after them. A base cannot have a base itself.
 
         Raises:
-            MemoryError: if there is no room for it beside the others within `most_lines`.
+            MemoryError: if the row does not fit beside the others within `most_lines`.
         """
         capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - shared)
         if not self.has_room(capacity):
@@ -189,38 +192,38 @@ class SlotCache(Cache):
         return row
 
     def slot_size(self, num_tokens: int) -> int:
-        """Lines of the slot that a row of so many tokens gets."""
+        """Return the lines of the slot that a row of `num_tokens` gets."""
         return slot_size(num_tokens, self.most_lines)
 
     def has_room(self, capacity: int) -> bool:
-        """Whether there may be a slot of this size beside the others."""
+        """Return whether a slot of this size fits beside the others within `most_lines`."""
         return self.most_lines is None or self.num_taken + capacity <= self.most_lines
 
     def has_gap(self, capacity: int) -> bool:
-        """Whether a slot of this size is found without moving a row."""
+        """Return whether a slot of this size is free without moving a row."""
         return any(size >= capacity for _, size in self.slabs.gaps())
 
     @property
     def may_grow(self) -> bool:
-        """Whether there may be more memory than there is."""
+        """True if memory may grow."""
         return self.most_lines is None or self.num_lines < self.most_lines
 
     def remove(self, row: CacheRow) -> None:
-        """Gives up a row, which nobody shares; another of its size takes its place."""
+        """Remove a row that no other row shares; another row of its size takes its slot."""
         assert not row.num_sharers, "others begin in its slot"
         self._leave(row)
         if row.base is not None:
             row.base.num_sharers -= 1
 
     def _leave(self, row: CacheRow) -> None:
-        """The row's slot is free."""
+        """Free the row's slot."""
         successor = self.slabs.successor(row)
         if successor is not row:
             self._copy_lines(successor.line, row.line, successor.num_held)
         self.slabs.remove(row, successor)
 
     def swap(self, row: CacheRow, other: CacheRow) -> None:
-        """Exchanges two rows' slots, which are equally long, content included."""
+        """Exchange two rows' slots, which are equally long, with their contents."""
         assert row.stride == other.stride, "slots of one size"
         length = max(row.num_held, other.num_held)
         for memory in self._memories():
@@ -233,7 +236,7 @@ class SlotCache(Cache):
         others[0].put(others[1], row)
 
     def compact(self, rows: Sequence[CacheRow]) -> None:
-        """Moves the given rows, which are to run next, into the first slots of as few slabs as there are sizes."""
+        """Move the given rows, which run next, into the first slots of as few slabs as there are sizes."""
         wanted = set(rows)
         for slots in self.slabs.by_size():
             num_running = sum(row in wanted for row in slots)
@@ -243,7 +246,7 @@ class SlotCache(Cache):
                     self.swap(row, others.pop())
 
     def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:
-        """Makes room for rows of so many tokens each: those that have too little move."""
+        """Make room for rows of `num_tokens` each; rows whose slots are too short move."""
         needs = [num - row.shared for row, num in zip(rows, num_tokens)]
         self._most_columns = max([self._most_columns, *needs])
         outgrown = [(row, need) for row, need in zip(rows, needs) if need > row.stride]
@@ -251,7 +254,7 @@ class SlotCache(Cache):
             self._enlarge({row: max(need, self.slot_size(need)) for row, need in outgrown})
 
     def resize(self, row: CacheRow, capacity: int) -> None:
-        """Gives a row a slot of another size."""
+        """Give a row a slot of another size."""
         if row.stride != capacity:
             self._enlarge({row: capacity})
 
@@ -268,7 +271,7 @@ class SlotCache(Cache):
         return None
 
     def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
-        """Copies the first `length` tokens of one row to another, which has those of its base already."""
+        """Copy the first `length` tokens of one row to another, which has those of its base already."""
         for first, end, line in pieces_of(source, target.shared, length):
             self._copy_lines(line, target.line + first - target.shared, end - first)
 
@@ -283,12 +286,12 @@ class SlotCache(Cache):
         return [memory for layer in self.layers for memory in layer.memories]
 
     def shrink(self, num_lines: int) -> None:
-        """Gives memory back, down to so many lines, or as many as the rows need."""
+        """Give memory back, down to `num_lines`, or to the lines of all slots."""
         if num_lines < self.num_lines:
             self._lay_out({}, max(num_lines, self.num_taken))
 
     def _lay_out(self, capacities: dict[CacheRow, int], num_lines: int | None = None) -> None:
-        """All rows anew, some of them with slots of other sizes, or new to the cache."""
+        """Lay out all rows afresh, some with slots of other sizes, or new to the cache."""
         capacities = {row: row.stride for row in self.rows} | capacities
         slabs = Slabs.laid_out(capacities, num_lines or self._enough(sum(capacities.values())))
         moves = [
@@ -305,7 +308,10 @@ class SlotCache(Cache):
         slabs.settle()
 
     def _enough(self, num_taken: int) -> int:
-        """Lines for slots of so many in all; with room to spare, so that memory is rarely copied."""
+        """
+        Return the number of lines for slots of `num_taken` lines in all, with room to spare, so that memory is rarely
+        copied.
+        """
         most = self.num_lines if self.most_lines is None else min(self.num_lines, self.most_lines)
         is_full = self.most_lines is not None and self.num_lines >= self.most_lines
         if num_taken <= (most if is_full else 3 * most // 4):
@@ -315,8 +321,8 @@ class SlotCache(Cache):
 
     def _move(self, moves: list[tuple[int, int, int]], num_lines: int) -> None:
         """
-        Moves lines (first one, its new place, how many), all at once, within the memory or to larger or smaller one.
-        What could be missing for the last layer must not leave the first ones changed: it is all there before.
+        Move lines (first one, new place, number), all at once, within the memory or to a larger or smaller one. All
+        memory is allocated first, so that a failure at the last layer leaves the first ones unchanged.
         """
         memories = self._memories()
         if not memories:
@@ -340,11 +346,11 @@ class SlotCache(Cache):
                 if layer.is_initialized:
                     layer.keys, layer.values = next(new), next(new)
 
-    # What rows hold
+    # Contents of rows
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         """
-        Keeps an accepted path of each row's tree in place: node `paths[i][k]` moves to the k-th column behind the
+        Keep an accepted path of each row's tree in place: node `paths[i][k]` moves to the k-th column after the
         committed tokens, and the row grows by the length of its path.
         """
         sources, targets = [], []
@@ -365,9 +371,9 @@ class SlotCache(Cache):
         self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache
     ) -> Cache:
         """
-        Writes the committed keys and values to one of transformers' own caches, which must be empty, as `len(rows)`
-        padded rows of `total_length` tokens: token k of row i stands in column `columns[i][k]`, as in the padded batch
-        that plain decoding works on.
+        Write the committed keys and values to one of transformers' own caches, which must be empty, as `len(rows)`
+        padded rows of `total_length` tokens: token k of row i goes to column `columns[i][k]`, as in the padded batch of
+        `generate` without speculation.
         """
         for index, layer in enumerate(self.layers):
             states = []
@@ -383,8 +389,9 @@ class SlotCache(Cache):
 
     def load(self, cache: DynamicCache, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor]) -> None:
         """
-        Fills empty rows from transformers' own cache: row i takes the columns that the bool mask `columns[i]`
-        (`[cached_length]`) names. Sliding-window layers bring the end of the text only, which is all they look at.
+        Fill empty rows from transformers' own cache: row i takes the columns that the bool mask `columns[i]`
+        (`[cached_length]`) selects. Sliding-window layers hold only the end of the text, which is all that they attend
+        to.
         """
         self.reserve(rows, [int(mask.sum()) for mask in columns])
         for index, source in enumerate(cache.layers):
@@ -403,10 +410,10 @@ class SlotCache(Cache):
 
 def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
     # Not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
-    with torch.inference_mode(False):  # others write to it outside
+    with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def _kind(memory: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    """What lines of memory have in common that fit into one buffer."""
+    """Return the shape and dtype of a line; memories in which they agree can share one buffer."""
     return memory.shape[1:], memory.dtype

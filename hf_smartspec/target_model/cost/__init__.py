@@ -1,1 +1,1 @@
-"""Measure what a forward costs, and keep the profile on disk."""
+"""Measurement of a forward's cost, and its profile on disk."""

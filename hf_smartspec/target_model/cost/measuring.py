@@ -1,4 +1,4 @@
-"""Measures forwards of a model: as many sizes, and as large ones, as memory, positions and a few seconds allow."""
+"""Measurement of a model's forwards: as many sizes, and as large ones, as memory, positions and a few seconds allow."""
 
 import os
 import time
@@ -20,22 +20,22 @@ from ..forward.ranks import clock_of, told_by_first
 from ..layout.rows import CacheRow, RowInput
 from ..written import packed_forward
 
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 30  # of all points, after one to warm up
-_SECONDS = 5.0  # more rounds than `_MIN_ROUNDS` fit into this, and so do the points that are not few tokens
-_FEW, _FEW_COLUMNS = 16, 1100  # tokens, and columns read, up to which points are measured however long it takes
-_SLOW_START = 2.0  # times what a smaller forward took: a first run may wait for memory, or for kernels to be found,
-_MORE_RUNS = 2  # and may try again
-_SLOTS = (1, 4, 16, 64, 256)  # of the memories: each holds its rows with the longest contexts that they are given
-_CPU_SHARE, _SHARE = 1 / 16, 1 / 2  # of the memory that is still free, for each of them; a GPU's is given back at once
-# A quiet machine: the share of its time in which the measuring thread has a processor, and the median run by the
-# fastest one. SmolLM2-135M in bfloat16 on two cores: undisturbed, one thread had a processor for 0.98 to 1.00 of a run,
-# and medians were 1.02 to 1.04 times the fastest; beside six busy processes 0.3 to 0.7, and 1.01 to 3.2: work that
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 30  # rounds of all points, after one that warms up
+_SECONDS = 5.0  # limit on rounds beyond `_MIN_ROUNDS`, and on points that are not small
+_FEW, _FEW_COLUMNS = 16, 1100  # tokens, and columns read, of small points, which are measured in any case
+_SLOW_START = 2.0  # times a smaller forward's seconds: a slower first run may have waited for memory or kernels
+_MORE_RUNS = 2  # repetitions of such a run
+_SLOTS = (1, 4, 16, 64, 256)  # rows of each memory, which has room for their longest contexts
+_CPU_SHARE, _SHARE = 1 / 16, 1 / 2  # of free memory, for each of these; a GPU's is freed after measuring
+# Limits of a quiet machine: the share of time in which the measuring thread has a processor, and the median run over
+# the fastest one. SmolLM2-135M in bfloat16 on two cores: undisturbed, a thread had a processor for 0.98 to 1.00 of a
+# run, and medians were 1.02 to 1.04 times the fastest; beside six busy processes 0.3 to 0.7, and 1.01 to 3.2: work that
 # never pauses shows in the share alone. Waiting for OpenMP's other threads counts as having a processor, since a thread
 # spins meanwhile; with `OMP_WAIT_POLICY=passive` it sleeps, beside those processes for 0.14 of a run in the median, and
-# less where nothing holds the others up. Linux and macOS count in microseconds, Windows in ticks of 16 ms.
+# less where the others are not held up. Linux and macOS count in microseconds, Windows in ticks of 16 ms.
 _LEAST_SHARE, _MOST_SCATTER = 0.8, 1.5
 _COUNTS_TICKS = os.name == "nt"
-_BUSY = 0.5  # load by processor from which on the machine is not quiet
+_BUSY = 0.5  # load per processor above which the machine is busy
 
 
 class Design(NamedTuple):
@@ -51,7 +51,7 @@ class Design(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Of keys and values, over all rows."""
+        """Columns of keys and values, over all rows."""
         return self.rows * (self.context + self.width)
 
     @property
@@ -59,8 +59,8 @@ class Design(NamedTuple):
         return self.batched <= _FEW and self.num_columns <= _FEW_COLUMNS
 
 
-# Sizes by powers of two, closer where GPUs have their knee; contexts short and long. Few points, each of which tells
-# something else: a CPU gets as far as its speed allows, and never mind the rest.
+# Sizes by powers of two, closer where GPUs have their knee; contexts short and long. Few points, each with information
+# of its own: a CPU measures as many as its speed allows.
 DESIGN = (
     Design(1, 64, 1), Design(1, 64, 2), Design(1, 64, 4), Design(1, 64, 8), Design(1, 64, 16), Design(1, 64, 32),
     Design(1, 64, 64), Design(1, 768, 1), Design(1, 768, 16), Design(1, 4096, 1), Design(1, 4096, 16),
@@ -75,7 +75,7 @@ DESIGN = (
     Design(256, 64, 1), Design(256, 64, 2), Design(256, 64, 4), Design(256, 64, 8),
 )  # fmt: skip
 
-# Points that the fit does not see.
+# Points that the fit does not use.
 HELD_OUT = (
     Design(1, 256, 2), Design(1, 256, 6), Design(1, 512, 12), Design(1, 384, 24),
     Design(2, 256, 1), Design(2, 512, 5), Design(3, 128, 3), Design(6, 384, 1), Design(6, 256, 3), Design(8, 128, 2),
@@ -85,7 +85,7 @@ HELD_OUT = (
 
 
 class Measured(NamedTuple):
-    """Those of the points that could be measured, in the order given, and whether the machine was busy meanwhile."""
+    """The points that could be measured, in the order given, and whether the machine was busy meanwhile."""
 
     designs: list[CostPoint]
     held_out: list[CostPoint]
@@ -99,7 +99,7 @@ class Measured(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Seconds of one forward, and those of them in which the thread had a processor."""
+    """Seconds of one forward, and of these the seconds in which the thread had a processor."""
 
     seconds: float
     on_processor: float
@@ -109,17 +109,17 @@ def measure(
     model: PreTrainedModel, designs: Sequence[Design], held_out: Sequence[Design] = (), progress: bool = True
 ) -> Measured:
     """
-    Seconds of the packed forward at every point that the model has positions for, the machine memory, and that a few
-    seconds have time for: points are tried from the smallest to the largest, and where a round of all of them would
-    take too long, no larger ones follow. `held_out` are measured as far as the `designs` reach.
+    Measure the seconds of the packed forward at every point for which the model has positions, the machine memory, and
+    a few seconds time: points are tried from the smallest to the largest, and where a round of all of them would take
+    too long, larger ones are left out. `held_out` are measured as far as the `designs` reach.
 
-    All points take turns, so that a change in the machine's load meets all of them, and the fastest run of each counts:
-    what else the machine does meanwhile is not the model's cost. Where even the fastest runs had to wait for a
-    processor, or runs of one point differ much, the machine was busy. Leaves the model, and the global random states,
-    as they are.
+    All points take turns, so that a change in the machine's load affects all of them, and the fastest run of each
+    counts: other work of the machine is not part of the model's cost. Where even the fastest runs had to wait for a
+    processor, or runs of one point differ much, the machine was busy. The model and the global random states stay as
+    they are.
 
     Raises:
-        ValueError: if the model has too few positions for any of them.
+        ValueError: if the model has too few positions for any of the `designs`.
     """
     config = model.config.get_text_config(decoder=True)
     longest = num_positions(config) or float("inf")
@@ -138,14 +138,14 @@ def measure(
 def _measured(
     model: PreTrainedModel, designs: Sequence[Design], held_out: Sequence[Design], progress: bool
 ) -> dict[Design, list[Run]]:
-    """Every run of each point. All memories are gone when this returns."""
+    """Return every run of each point. All memories are freed when this returns."""
     clock = clock_of(model)
     start = clock()
     bench = _Bench(model, [*designs, *held_out])
     runs = bench.explore(designs, held_out)
     for turn in tqdm(_rounds(start, clock), desc="Measuring the model's speed", leave=False, disable=not progress):
         items = list(runs)
-        for index in np.random.default_rng(turn).permutation(len(items)):  # what ran before leaves its mark
+        for index in np.random.default_rng(turn).permutation(len(items)):  # since a run affects the next one
             runs[items[index]].append(bench.run(items[index]))
     return runs
 
@@ -155,18 +155,18 @@ def _point(item: Design, runs: Sequence[Run]) -> CostPoint:
 
 
 def _were_disturbed(device: torch.device, points: Sequence[Sequence[Run]]) -> bool:
-    """Whether the fastest runs of most points had to wait for a processor, or their runs differ much."""
+    """Return whether the fastest runs of most points had to wait for a processor, or runs of a point differ much."""
     fastest = [min(runs) for runs in points]
     medians = [float(np.median([run.seconds for run in runs])) for runs in points]
     scatter = np.median([median / best.seconds for median, best in zip(medians, fastest)])
     share = np.median([run.on_processor / run.seconds for run in fastest])
-    # Who waits for an accelerator may do so without a processor.
-    tells = device.type == "cpu" and not _COUNTS_TICKS
-    return bool(scatter > _MOST_SCATTER or (tells and share < _LEAST_SHARE))
+    # A thread that waits for an accelerator may have no processor meanwhile.
+    is_telling = device.type == "cpu" and not _COUNTS_TICKS
+    return bool(scatter > _MOST_SCATTER or (is_telling and share < _LEAST_SHARE))
 
 
 def is_busy() -> bool:
-    """Whether the machine has lately had other work for many of its processors, as far as it says."""
+    """Return whether the machine has lately had other work for many of its processors, if the system reports it."""
     try:
         return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
     except (AttributeError, OSError):  # Windows; unobtainable
@@ -174,7 +174,7 @@ def is_busy() -> bool:
 
 
 def _rounds(start: float, clock: Callable[[], float]) -> Iterator[int]:
-    """Numbers of rounds, as long as there is time."""
+    """Yield numbers of rounds, as long as there is time."""
     for turn in range(_MAX_ROUNDS):
         if turn >= _MIN_ROUNDS and clock() - start > _SECONDS:
             return
@@ -183,11 +183,11 @@ def _rounds(start: float, clock: Callable[[], float]) -> Iterator[int]:
 
 class _Bench:
     """
-    A model and memory for rows of all lengths. One memory of all rows by the longest context would be larger than any
-    machine's: few rows may be long, or many short.
+    A model, and memory for rows of all lengths. One memory for all rows at the longest context would exceed any
+    machine's: either few rows may be long, or many short.
 
     Args:
-        items (sequence of `Design`): What may be run.
+        items (sequence of `Design`): Points that may be run.
     """
 
     def __init__(self, model: PreTrainedModel, items: Sequence[Design]):
@@ -199,7 +199,7 @@ class _Bench:
         self._capacities = self._shared_out(items)
 
     def _shared_out(self, items: Sequence[Design]) -> dict[int, int]:
-        """Columns of every memory, by its rows: as many as the longest of the points needs that find room in it."""
+        """Return the columns of every memory, by its number of rows: those of the longest point that fits."""
         free, column = float(told_by_first(self.model, lambda: free_bytes(self.model.device))), self._bytes_per_column()
         share, capacities = _CPU_SHARE if self.model.device.type == "cpu" else _SHARE, {}
         for num in sorted({_slots(item.rows) for item in items}):
@@ -212,7 +212,7 @@ class _Bench:
         return capacities
 
     def _bytes_per_column(self) -> int:
-        """Of a token's keys and values, from a forward of one token."""
+        """Measure the bytes of a token's keys and values, by a forward of one token."""
         forward = packed_forward(self.model, 1, 1)
         forward.forward([RowInput(forward.add(), self._tokens[:1])])
         return forward.cache.bytes_per_line
@@ -221,7 +221,7 @@ class _Bench:
         return _columns(item) <= self._capacities[_slots(item.rows)]
 
     def explore(self, designs: Sequence[Design], held_out: Sequence[Design]) -> dict[Design, list[Run]]:
-        """What can be measured, with no runs yet; all of it has run once, or a few times."""
+        """Return the points that can be measured, without runs; each has run once, or a few times, to warm up."""
         found: dict[Design, float] = {}
         for item in sorted(filter(self.has_room, designs), key=lambda item: (item.batched, item.num_columns)):
             least = max([seconds for other, seconds in found.items() if _is_within(other, item)], default=0.0)
@@ -233,7 +233,9 @@ class _Bench:
         return {item: [] for item in (*found, *reached)}
 
     def _first_run(self, item: Design, expected: float) -> float:
-        """Seconds of a point's first run; of a few, where it takes longer than expected."""
+        """
+        Return the seconds of a point's first run, or of the fastest of a few, where the first was slower than expected.
+        """
         seconds = self.run(item).seconds
         for _ in range(_MORE_RUNS):
             if seconds <= expected:
@@ -242,7 +244,9 @@ class _Bench:
         return seconds
 
     def run(self, item: Design) -> Run:
-        """Time one forward, of one fed token and a chain in each row. What the cache holds does not change it."""
+        """
+        Time one forward of one fed token and a chain in each row. Its time does not depend on the values in the cache.
+        """
         forward, rows = self._memory(item)
         for row in rows:
             forward.cut(row, item.context)
@@ -271,7 +275,7 @@ def _slots(num_rows: int) -> int:
 
 
 def _columns(item: Design) -> int:
-    """Of each of its rows."""
+    """Return the columns of each row."""
     return item.context + item.width
 
 
@@ -286,7 +290,7 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def _inference_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Dropout off; every module's training flag comes back, and so do the random states."""
+    """Turn dropout off; every module's training flag and the random states are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -300,7 +304,7 @@ def _inference_mode(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed_memory() -> Iterator[None]:
-    """What the measurement has allocated on a GPU goes back."""
+    """Free the memory that the measurement has allocated on a GPU."""
     try:
         yield
     finally:

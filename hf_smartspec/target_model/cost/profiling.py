@@ -1,4 +1,4 @@
-"""Measures what a model's forward costs, once per model and machine, and remembers it on disk."""
+"""Profiles of a model's forward: measured once per model and machine, and kept on disk."""
 
 import hashlib
 import json
@@ -28,44 +28,44 @@ from .measuring import DESIGN, is_busy, measure
 
 logger = get_logger(__name__)
 
-_FORMAT = 5  # raised where forwards have become faster, too: older profiles do not count
-_MOST_TIMES = 4  # that a model is measured unasked; what steps take besides may be why profiles seem wrong
+_FORMAT = 5  # also raised when forwards become faster, so that older profiles no longer count
+_MOST_TIMES = 4  # automatic measurements of a model; profiles may also seem wrong for what steps do besides
 _COMPARED = 64  # tokens up to which two profiles are compared
 
-_Setting = tuple[torch.dtype, torch.device, int, str]  # what may change between two calls: CPU threads, the mode
+_Setting = tuple[torch.dtype, torch.device, int, str]  # may change between two calls; the last are CPU threads and mode
 
 _models: WeakKeyDictionary[PreTrainedModel, dict[_Setting, CostModel]] = WeakKeyDictionary()
 _doubted: set[Path] = set()  # profiles that this process has found wrong
-_judged: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()  # and the costs that showed it
+_judged: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()  # the costs by which they were found wrong
 _lock = Lock()
 
 
 def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
     """
-    Measures and fits the cost of a model's forward.
+    Measure and fit the cost of a model's forward.
 
     Args:
-        model (`PreTrainedModel`): One that the packed forward serves.
+        model (`PreTrainedModel`): A model that the packed forward serves.
         progress (`bool`): Whether to show a bar; `transformers.utils.logging.disable_progress_bar()` hides it too.
 
     Returns:
-        `CostModel`: For contexts, rows and drafts as a step has them; provisional if the machine was busy meanwhile.
+        `CostModel`: The cost by context, rows and drafts of a step; provisional if the machine was busy meanwhile.
     """
     return measure(model, DESIGN, progress=progress).cost()
 
 
 def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
     """
-    The model's cost: as known in this process, from disk, or measured now, which takes seconds. The object is one for
-    all of a model's dtype, device, mode and torch's number of threads, so that what is learnt while serving is not
-    lost, even when these have changed meanwhile. A provisional profile on disk is used while the machine is busy, and
-    measured anew as soon as a process finds it quiet.
+    Return the model's cost: known in this process, read from disk, or measured now, which takes seconds. There is one
+    object for each of the model's dtypes, devices, modes and numbers of torch's threads, so that what is learnt while
+    serving outlasts a change of these. A provisional profile on disk is used while the machine is busy, and measured
+    anew as soon as a process finds it quiet.
 
     Args:
-        refresh (`bool`): Measures anew. On a busy machine, a profile of lower costs stands all the same.
+        refresh (`bool`): Whether to measure anew. On a busy machine, a profile of lower costs stands all the same.
 
     Returns:
-        `CostModel`.
+        `CostModel`: The cost, shared by all callers with the same setting.
     """
     # A model that cannot be tried out yet is measured, and filed, by the forward that runs it now.
     with written_decoders(written_decoder(model) is not None):
@@ -88,8 +88,8 @@ def _setting_of(model: PreTrainedModel) -> _Setting:
 
 def profile_path(model: PreTrainedModel) -> Path:
     """
-    The file of the model's profile, under `HF_HOME`. Its name depends on all that the speed does: the model's class,
-    configuration, dtype and quantization, how it is run, the device, threads, and the versions of torch and
+    Return the path of the model's profile, under `HF_HOME`. Its name depends on all that affects speed: the model's
+    class, configuration, dtype and quantization, how it is run, the device, threads, and the versions of torch and
     transformers.
     """
     key = json.dumps(_key(model), sort_keys=True)
@@ -99,8 +99,8 @@ def profile_path(model: PreTrainedModel) -> Path:
 
 def mode_of(model: PreTrainedModel) -> str:
     """
-    How the model's forward is run: whatever of it makes forwards faster or slower and may be switched on and off.
-    Profiles of one mode say nothing about another.
+    Describe how the model's forward is run: all that makes it faster or slower and may be switched on and off. A
+    profile holds for one mode only.
     """
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     forward = "own forward"
@@ -135,7 +135,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def read_profile(model: PreTrainedModel) -> CostModel | None:
-    """The model's profile on disk; one that cannot be read is as good as none."""
+    """Return the model's profile on disk; None where there is none that can be read."""
     try:
         return CostModel.from_dict(_read(model)["cost"])
     except (ValueError, KeyError, TypeError):
@@ -143,7 +143,7 @@ def read_profile(model: PreTrainedModel) -> CostModel | None:
 
 
 def _usable(model: PreTrainedModel) -> CostModel | None:
-    """The profile on disk, unless it is provisional and now is the time to measure a better one."""
+    """Return the profile on disk, unless it is provisional and a better one can be measured now."""
     cost = read_profile(model)
     if cost is None or (cost.is_provisional and _times(model) < _MOST_TIMES and not is_busy()):
         return None
@@ -151,7 +151,7 @@ def _usable(model: PreTrainedModel) -> CostModel | None:
 
 
 def _read(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's file says; empty where there is none that could be read."""
+    """Return the content of the model's file; empty where it is missing or cannot be read."""
     try:
         content = json.loads(profile_path(model).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -161,12 +161,12 @@ def _read(model: PreTrainedModel) -> dict[str, Any]:
 
 def keep_profile(model: PreTrainedModel, measured: CostModel, is_asked: bool = False) -> CostModel:
     """
-    Files a new profile, and returns the one that stands: the new one if it was measured in quiet, else that of lower
-    costs, since other work only makes forwards slower. Written whole or not at all: other processes may read and write
-    the same file. Failures are logged.
+    File a new profile, and return the one that stands: the new one if it was measured on a quiet machine, else that of
+    lower costs, since other work only makes forwards slower. The file is written whole or not at all, since other
+    processes may read and write it. Failures are logged.
 
     Args:
-        is_asked (`bool`): Somebody asked for the measurement, so that it does not count among those taken unasked.
+        is_asked (`bool`): Whether the user asked for the measurement, so that it does not count as automatic.
     """
     kept, stands = read_profile(model), measured
     if measured.is_provisional:
@@ -181,7 +181,7 @@ def keep_profile(model: PreTrainedModel, measured: CostModel, is_asked: bool = F
 
 
 def _level(cost: CostModel) -> float:
-    """Mean log seconds of the smaller forwards that are measured."""
+    """Return the mean log seconds of the smaller forwards that are measured."""
     items = [item for item in DESIGN if item.batched <= _COMPARED]
     sizes = np.array([(item.rows * item.context, item.batched, item.width) for item in items], np.float64).T
     return float(np.log(cost.profiled(*sizes)).mean())
@@ -189,9 +189,9 @@ def _level(cost: CostModel) -> float:
 
 def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
     """
-    Marks the model's profile as provisional if steps have shown that it is wrong; this process knows better by now. At
-    most once in a process, and not forever: what always differs is not the profile's fault. Costs that are no profile
-    of the model's are none of its business.
+    Mark the model's profile as provisional if steps have shown that it is wrong; this process has better costs by now.
+    This is done once per process, and a limited number of times, since a lasting difference is not the profile's fault.
+    Costs that are not from the model's profile are ignored.
     """
     if not cost.is_wrong or cost.is_provisional:
         return
@@ -199,23 +199,23 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
         if _judged.get(model) is cost or _models.get(model, {}).get(_setting_of(model)) is not cost:
             return
         _judged[model] = cost
-        path = profile_path(model)  # milliseconds, and calls end here again and again
+        path = profile_path(model)  # takes milliseconds, so after the cheaper checks: this runs after every call
         if path in _doubted:
             return
         _doubted.add(path)
-        # Still locked: another thread that measures the model anew must not find its profile overwritten. Another
-        # process may have done so.
+        # Still locked, so that the profile of a thread that measures the model anew is not overwritten. Another process
+        # may have replaced it: then it is left alone.
         if read_profile(model) != cost or (times := _times(model)) >= _MOST_TIMES:
             return
         _write(model, {"cost": replace(cost, is_provisional=True).as_dict(), "times": times})
     logger.warning(
-        f"Steps of {type(model).__name__} take other times than its profile says, some sizes more so than others: it "
-        "will be measured anew when a process finds the machine quiet."
+        f"Steps of {type(model).__name__} take other times than its profile predicts, some sizes more so than others: "
+        "it will be measured anew when a process finds the machine quiet."
     )
 
 
 def _times(model: PreTrainedModel) -> int:
-    """How often the model was measured for its profile without being asked to."""
+    """Return how often the model was measured automatically for its profile."""
     known = _read(model).get("times")
     return known if isinstance(known, int) else 0
 

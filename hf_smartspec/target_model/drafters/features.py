@@ -1,4 +1,4 @@
-"""Forwards of drafters that go on from a model's features: decoder layers with keys and values of their own."""
+"""Forwards of drafters that continue from a model's features: decoder layers with keys and values of their own."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -15,20 +15,20 @@ from ..written.plan import LayerPlan
 
 
 class FeatureStep(NamedTuple):
-    """Where the tokens of a forward stand, and the memory of their keys and values."""
+    """Positions and layout of a forward's tokens, and the memory of their keys and values."""
 
     layout: StepLayout
     cache: SlotCache
 
     @property
     def positions(self) -> torch.Tensor:
-        """`[1, N]`"""
+        """Positions of the tokens, `[1, N]`."""
         return self.layout.positions
 
     def attend(
         self, plan: LayerPlan, x: torch.Tensor, tables: Mapping[str | None, tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """What a planned layer's attention gives for `[N, width]`, with its rotary embeddings by type of layer."""
+        """Return the attention output of a planned layer for `[N, width]`, with rotary embeddings by type of layer."""
         return attend(plan, x, self.layout, self.cache.layer(0), tables)
 
 
@@ -36,7 +36,7 @@ Layers = Callable[[torch.Tensor, torch.Tensor, FeatureStep], torch.Tensor]
 
 
 class FeatureLayers(Protocol):
-    """What a `FeatureForward` runs."""
+    """Layers that a `FeatureForward` runs."""
 
     @property
     def config(self) -> PreTrainedConfig: ...
@@ -49,24 +49,24 @@ class FeatureLayers(Protocol):
 
     def layers(self) -> Layers:
         """
-        What computes `[N, hidden_size]` from tokens `[N]` and features `[N, hidden_size]`. It serves as long as the
-        weights stay where they are.
+        Return a function that computes `[N, hidden_size]` from tokens `[N]` and features `[N, hidden_size]`. It is
+        valid as long as the weights stay where they are.
         """
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Features `[N, hidden_size]` of the target's hidden states `[N, layers * target's hidden_size]`."""
+        """Return features `[N, hidden_size]` of the target's hidden states `[N, layers * target's hidden_size]`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[M, own vocab]` of what the layers have left `[M, hidden_size]`."""
+        """Return logits `[M, own vocab]` of the layers' outputs `[M, hidden_size]`."""
 
 
 class FeatureForward(RaggedForward):
     """
-    Runs layers that go on from features over ragged rows. Inputs bring the target's hidden states of the text, or, of
-    nodes, what their parents have left.
+    Forward of layers that continue from features, over ragged rows. Inputs carry the target's hidden states of the
+    text, or, for nodes, the layers' outputs at their parents.
 
     Args:
-        model (`FeatureLayers`): On its device.
+        model (`FeatureLayers`): The layers, on their device.
     """
 
     def __init__(self, model: FeatureLayers):
@@ -78,7 +78,7 @@ class FeatureForward(RaggedForward):
         return self.model.device
 
     def reuse(self, row: CacheRow, other: CacheRow, length: int) -> None:
-        """A row begins with the first `length` tokens of another."""
+        """Begin a row with the first `length` tokens of another."""
         self.cache.reserve([row], [length])
         self.cache.copy(other, row, length)
         row.length, row.num_nodes = length, 0
@@ -90,7 +90,7 @@ class FeatureForward(RaggedForward):
         return self.model.logits(planned.hidden)
 
     def _features(self, planned: PlannedForward) -> torch.Tensor:
-        if planned.features is not None:  # of nodes that only the device knows
+        if planned.features is not None:  # features of nodes that are not on the host
             return planned.features
         features = torch.cat([item.features for item in planned.rows if item.features is not None])
         if not len(planned.rows[0].feed):

@@ -16,22 +16,22 @@ from .features import FeatureStep, Layers
 
 class PackedMtp:
     """
-    K MTP layers. With t the tokens of a text and f the target's last hidden states behind the final norm, layer k
+    K MTP layers. With t the tokens of a text and f the target's last hidden states after the final norm, layer k
     computes
 
         g[k, p] = layer_k(t[p], g[k - 1, p - 1]),    g[-1, p] = f[p]
 
-    from which token p + 1 is predicted, with k as many tokens as p stands behind the first one of which f is unknown.
-    Tokens further behind come from the last layer again and again, which then goes on from what it has left itself.
+    which predicts token p + 1; k is the distance of p from the first token whose f is unknown. Tokens at larger
+    distances are predicted by the last layer, which then continues from its own outputs.
 
     All layers run at all tokens, since their keys and values are needed at those of the text. Features have D columns:
-    the hidden size, for f or the newest g; where there are several layers, then what goes into each further one, and
-    how many tokens the token stands behind the text.
+    the hidden size, for f or the newest g; where there are several layers, then the input of each further layer, and
+    the token's distance from the text.
     """
 
     def __init__(self, model: MtpModel):
         self.model: Any = model
-        # Some change what they keep with the length of the text, on which the target relies.
+        # A copy, since some adapt frequencies to the text's length, and the target relies on those of its own module.
         self._rotary: Any = copy.deepcopy(model.rotary_emb)
         self._configs = attention_configs(model.layers)
         self._cache_names = [cache_name(layer.forward) for layer in model.layers]
@@ -62,20 +62,26 @@ class PackedMtp:
         return torch.cat([newest, *outputs[:-2], last, depths + 1], dim=1)
 
     def _before(self, number: int, output: torch.Tensor, step: FeatureStep) -> torch.Tensor:
-        """What layer `number` has left `[N, hidden_size]` at the token before each; kept beside keys and values."""
+        """
+        Return the output `[N, hidden_size]` of layer `number` at the token before each; it is kept beside keys and
+        values.
+        """
         kept, _ = step.cache.layer(self.num_layers + number).write(output[:, None], output[:, None, :0])
         return kept[(step.layout.lines - 1).clamp(min=0), 0]
 
     def _embedded(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """`[1, N, hidden_size]`"""
+        """Return embeddings `[1, N, hidden_size]`."""
         embedded: torch.Tensor = self.model.embed_tokens(tokens[None]).to(features)
         return embedded
 
     def _layer(
         self, number: int, embedded: torch.Tensor, states: torch.Tensor, layout: StepLayout, cache: SlotCache
     ) -> torch.Tensor:
-        """What one layer makes of embeddings `[1, N, hidden_size]` and states `[N, hidden_size]`."""
-        positions = layout.positions + 1  # a row's first token is the second one of the text
+        """
+        Return the output of one layer, `[N, hidden_size]`, for embeddings `[1, N, hidden_size]` and states `[N,
+        hidden_size]`.
+        """
+        positions = layout.positions + 1  # the first token of a row is the second of its text
         rotary = None
         if self._rotary is not None:
             kinds = getattr(self.model, "has_per_layer_rope", False)
@@ -96,12 +102,12 @@ class PackedMtp:
         return states
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Features `[N, D]` of the target's hidden states `[N, hidden_size]` of the text."""
+        """Return features `[N, D]` of the target's hidden states `[N, hidden_size]` of the text."""
         num = self.num_layers - 1
         return torch.nn.functional.pad(states, (0, num * states.shape[1] + 1)) if num else states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[M, vocab_size]` of what the layers have left `[M, D]`."""
+        """Return logits `[M, vocab_size]` of the layers' outputs `[M, D]`."""
         size = self.model.config.hidden_size
         logits: torch.Tensor = self.model._project_to_logits(hidden[:, :size])
         return logits

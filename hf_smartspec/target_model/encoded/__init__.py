@@ -1,4 +1,4 @@
-"""Decoders that attend to an encoder's outputs too, packed: T5, BART, Whisper and their relatives."""
+"""Packed decoders that also attend to an encoder's outputs: T5, BART, Whisper and their relatives."""
 
 from .forward import EncodedForward, encoder_size, masks_encoder
 from .step import OwnCache

@@ -1,4 +1,4 @@
-"""Cross attention of a packed step: which encoder outputs every token of it sees."""
+"""Cross attention of a packed step: the encoder outputs that each token attends to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from ..layout.step_layout import PaddedPart
 @dataclass(eq=False)
 class CrossLayout:
     """
-    The rows of a packed step of N tokens as cross attention sees them: each sees all of its own encoder's outputs.
+    Layout of a packed step of N tokens for cross attention: each token attends to all outputs for its own row.
 
     Args:
-        parts (list of `PaddedPart`): Of the cache that holds these. What they gather are tokens of the whole step.
-        scatter (`torch.Tensor` of shape `[N]`, *optional*): Where every token stands in the parts' queries, padding
-            included, one part behind the other; None where they stand there in order.
+        parts (list of `PaddedPart`): Parts of the cache of encoder outputs; they gather tokens from the whole step.
+        scatter (`torch.Tensor` of shape `[N]`, *optional*): Index of every token among the parts' queries, padding
+            included, one part after the other; None where tokens are in that order.
     """
 
     sent: ClassVar = ("scatter",)
@@ -30,10 +30,12 @@ class CrossLayout:
 
 def cross_layout(rows: Sequence[tuple[CacheRow, int]], call: int) -> CrossLayout:
     """
+    Lay out the cross attention of a step.
+
     Args:
-        rows: Of every row of the step, in the order of its tokens, its row in the cache of encoder outputs, and how
-            many tokens it brings.
-        call (`int`): What one more call of attention costs (`row_groups.call_columns`).
+        rows: For every row of the step, in the order of its tokens, its row in the cache of encoder outputs, and its
+        number of tokens.
+        call (`int`): Cost of one more call of attention, in columns (`row_groups.call_columns`).
     """
     counts = np.array([num for _, num in rows])
     starts = np.cumsum(counts) - counts
@@ -55,13 +57,16 @@ def cross_layout(rows: Sequence[tuple[CacheRow, int]], call: int) -> CrossLayout
 
 
 def _part(rows: list[CacheRow], starts: np.ndarray, counts: np.ndarray) -> tuple[PaddedPart, np.ndarray, np.ndarray]:
-    """Rows in the order of their lines; and of their tokens the numbers in the step and among the part's queries."""
+    """
+    Return the part for rows, given in the order of their lines, and the indices of their tokens in the step and among
+    the part's queries.
+    """
     first, width = rows[0], int(counts.max())
     num_rows, num_columns = rows[-1].slot - first.slot + 1, max([row.length for row in rows])
     slots = np.array([row.slot for row in rows]) - first.slot
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     tokens, queries = np.repeat(starts, counts) + within, np.repeat(slots * width, counts) + within
-    limits = np.ones((num_rows, width), np.int64)  # padding sees one column: a softmax over nothing is NaN
+    limits = np.ones((num_rows, width), np.int64)  # padding attends to one column: a softmax over none is NaN
     limits[slots] = np.array([row.length for row in rows])[:, None]
     gather = np.zeros(num_rows * width, np.int64)
     gather[queries] = tokens

@@ -1,4 +1,4 @@
-"""One forward of a decoder behind an encoder, for all rows: tokens packed as one sequence."""
+"""One forward of a decoder with cross attention for all rows: tokens packed as one sequence."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,8 @@ from .step import EncodedStep, OwnCache, StepCache
 
 class EncodedForward(PackedForward):
     """
-    Runs a decoder over ragged rows, draft trees included, each of which sees the outputs of an encoder, ragged as well.
-    Their keys and values lie in a `SlotCache` of their own, one row for every row of the decoder.
+    Forward of a decoder over ragged rows, draft trees included, each of which attends to an encoder's outputs, ragged
+    as well. Keys and values of encoder outputs lie in a `SlotCache` of their own, one row for every row of the decoder.
 
     Args:
         model (`PreTrainedModel`): An encoder-decoder model whose decoder follows transformers' attention interface, or
@@ -35,15 +35,15 @@ class EncodedForward(PackedForward):
         super().__init__(model, num_rows, capacity, prefill_chunk)
         self.cache = OwnCache(num_rows, capacity)
         self.cross = SlotCache(1, 1)
-        self.encoded: Cache | None = None  # what the encoder's outputs became, padded, where `encode` is to keep it
-        self._sources: dict[CacheRow, CacheRow] = {}  # where each row's encoder outputs lie
+        self.encoded: Cache | None = None  # the model's own cache of encoder outputs, padded, if `encode` keeps it
+        self._sources: dict[CacheRow, CacheRow] = {}  # the cross-attention row of each row
         self._prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._hidden_size = encoder_size(model)
         if _has_position_biases(model):
-            self._takes_spans = self._may_be_thin = False  # neither knows of biases
+            self._takes_spans = self._may_be_thin = False  # neither supports biases
 
     def add(self, num_tokens: int | None = None) -> CacheRow:
-        """A new row that sees one encoder output, of zeros."""
+        """Add a row that attends to one encoder output, of zeros."""
         (row,) = self.encode(BaseModelOutput(self._zeros()), num_tokens=num_tokens)
         return row
 
@@ -56,15 +56,15 @@ class EncodedForward(PackedForward):
         keep: bool = False,
     ) -> list[CacheRow]:
         """
-        New rows, one for every text that an encoder has read. Their keys and values come from a forward of the model's
-        own, of one token a row: it knows what it makes of encoder outputs.
+        Add one row for every text that an encoder has read. Their keys and values come from a forward of the model
+        itself, of one token per row, so that it projects encoder outputs in its own way.
 
         Args:
             outputs (`BaseModelOutput`): Its first item is of shape `[rows, length, hidden_size]`.
-            mask (`torch.Tensor` of shape `[rows, length]`, *optional*): 0 where there is padding, which nobody sees,
-                unless a row is nothing else.
-            num_tokens (`int`, *optional*): That the decoder's rows will have.
-            keep (`bool`): Whether the model's own cache of encoder outputs is wanted later, as `encoded`.
+            mask (`torch.Tensor` of shape `[rows, length]`, *optional*): 0 for padding, which is not attended to, unless
+                a row is padding only.
+            num_tokens (`int`, *optional*): Number of tokens that the decoder's rows will have.
+            keep (`bool`): Whether to keep the model's own cache of encoder outputs, as `encoded`.
         """
         cached = self._read(outputs)
         masks = _masks(outputs, mask)
@@ -77,7 +77,7 @@ class EncodedForward(PackedForward):
             self.cross.load(cached, sources, list(masks))
             for _ in sources:
                 rows.append(self.cache.add(num_tokens))
-        except BaseException:  # what fails half-way, for want of memory say, leaves no row that nobody has
+        except BaseException:  # a failure half-way, such as lack of memory, must not leave rows without an owner
             for cache, added in ((self.cross, sources), (self.cache, rows)):
                 for row in added:
                     cache.remove(row)
@@ -89,12 +89,15 @@ class EncodedForward(PackedForward):
 
     @torch.no_grad()
     def encode_anew(self, row: CacheRow, outputs: BaseModelOutput, mask: torch.Tensor | None = None) -> None:
-        """Another encoder output `[1, length, hidden_size]` for a row, of the same length; its own tokens go."""
+        """
+        Replace a row's encoder output by another of the same length, `[1, length, hidden_size]`; the row's own tokens
+        are dropped.
+        """
         self.cut(row, 0)
         self.cross.load(self._read(outputs), [self._sources[row]], list(_masks(outputs, mask)))
 
     def _read(self, outputs: BaseModelOutput) -> DynamicCache:
-        """Keys and values that the decoder makes of an encoder's outputs."""
+        """Return the keys and values that the decoder computes from an encoder's outputs."""
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         ids = torch.zeros(len(outputs[0]), 1, dtype=torch.long, device=self.device)
         self.model(
@@ -109,7 +112,7 @@ class EncodedForward(PackedForward):
         return torch.zeros(1, 1, self._hidden_size, dtype=self.model.dtype, device=self.device)
 
     def clear(self, own: OwnCache, cross: SlotCache) -> None:
-        """Begins with other memory, which is empty; all rows are gone."""
+        """Begin again with other memory, which is empty; all rows are gone."""
         self.cache, self.cross, self.encoded = own, cross, None
         self._sources.clear()
 
@@ -122,7 +125,7 @@ class EncodedForward(PackedForward):
         self.cross.compact([self._sources[row] for row in rows])
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
-        """The columns that attention reads in a step of one token a row, encoder outputs included."""
+        """Return the columns that attention reads in a step of one token per row, encoder outputs included."""
         return super().padded_context(rows) + sum([self._sources[row].length for row in rows])
 
     def plan(self, inputs: list[RowInput]) -> PlannedForward:
@@ -137,7 +140,7 @@ class EncodedForward(PackedForward):
         output = self.model(
             **{self._prefix + name: value for name, value in inputs.items()},
             **{self._cache_name: StepCache(self.cache, self.cross, layout.positions[0])},
-            encoder_outputs=BaseModelOutput(self._zeros()),  # all is known of them that matters
+            encoder_outputs=BaseModelOutput(self._zeros()),  # a placeholder: their keys and values are cached
             use_cache=True,
             return_dict=True,
         )
@@ -147,15 +150,15 @@ class EncodedForward(PackedForward):
     def export(
         self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, own: Cache
     ) -> EncoderDecoderCache:
-        """As `SlotCache.export`, beside what `encode` has kept."""
-        assert self.encoded is not None, "`encode` has been told to keep nothing"
+        """Return transformers' cache of these rows: `SlotCache.export`, with the cache that `encode` has kept."""
+        assert self.encoded is not None, "`encode` was called without `keep`"
         return EncoderDecoderCache(self.cache.export(rows, columns, total_length, own), self.encoded)
 
 
 def _masks(outputs: BaseModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
-    """Which of the outputs are seen, bool `[rows, length]`, on the host."""
+    """Return which of the outputs are attended to, bool `[rows, length]`, on the host."""
     masks = torch.ones(outputs[0].shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
-    return masks | ~masks.any(dim=1, keepdim=True)  # a softmax over nothing is NaN
+    return masks | ~masks.any(dim=1, keepdim=True)  # a softmax over no columns is NaN
 
 
 def _has_position_biases(model: PreTrainedModel) -> bool:
@@ -163,11 +166,13 @@ def _has_position_biases(model: PreTrainedModel) -> bool:
 
 
 def encoder_size(model: PreTrainedModel) -> int:
-    """Dimensions of the encoder outputs that the model's decoder looks at."""
+    """Return the dimensions of the encoder outputs that the model's decoder attends to."""
     own = getattr(model.config, "encoder", None)
     return (own if isinstance(own, PreTrainedConfig) else model.config).hidden_size
 
 
 def masks_encoder(model: PreTrainedModel) -> bool:
-    """Whether the decoder leaves out what `attention_mask` masks of the encoder's inputs: of texts, not of speech."""
+    """
+    Return whether the decoder leaves out encoder inputs that `attention_mask` masks: those of texts, not of speech.
+    """
     return model.main_input_name == "input_ids"

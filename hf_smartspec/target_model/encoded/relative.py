@@ -9,11 +9,11 @@ from ..layout.step_layout import PaddedPart
 
 class RelativeBias:
     """
-    What T5's decoders add to the scores of a packed step. Their own `compute_bias` counts positions by columns; here
-    they are those of the tree: the root's, plus depth.
+    Biases that T5's decoders add to the scores of a packed step. The models' own `compute_bias` counts positions by
+    columns; here they are those of the tree: the root's, plus depth.
 
     Args:
-        parts (sequence of `PaddedPart`): Of the step.
+        parts (sequence of `PaddedPart`): Parts of the step.
     """
 
     def __init__(self, parts: Sequence[PaddedPart]):
@@ -23,19 +23,19 @@ class RelativeBias:
 
     def enter(self, module: torch.nn.Module) -> None:
         """
-        A layer attends, with biases of its own, or else with those of the latest layer that has some (of the first, in
-        T5).
+        Begin a layer's attention, with biases of its own, or else with those of the latest layer that has some (of the
+        first, in T5).
 
         Raises:
-            NotImplementedError: for biases that are none of T5's.
+            NotImplementedError: if the biases are not T5's.
         """
         if getattr(module, "has_relative_attention_bias", False):
             self._latest = module
         if self._latest is None or not hasattr(self._latest, "compute_bias"):
-            raise NotImplementedError(f"The position biases of {type(module).__name__} are not known.")
+            raise NotImplementedError(f"The position biases of {type(module).__name__} are not supported.")
 
     def of(self, part: PaddedPart) -> torch.Tensor:
-        """What is added to the scores of a part's queries, `[R, heads, S, K]`."""
+        """Return the bias of a part's scores, `[R, heads, S, K]`."""
         assert self._latest is not None, "no layer has been entered"
         key = self._latest, id(part)
         if key not in self._biases:
@@ -44,7 +44,7 @@ class RelativeBias:
         return self._biases[key]
 
     def _by_distance(self, module: torch.nn.Module) -> torch.Tensor:
-        """Of a token so far ahead of the query, `[columns, heads]`, by the model's own reckoning."""
+        """Return the bias by distance of a token before the query, `[columns, heads]`, as the model computes it."""
         num = self._num_columns
         bias = module.compute_bias(1, num, past_seen_tokens=num - 1)  # type: ignore[operator]
         return bias[0, :, 0].flip(-1).transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""What a packed step behind an encoder holds, and how its layers attend."""
+"""State of a packed step with cross attention, and the attention of its layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,25 +14,24 @@ from .relative import RelativeBias
 
 
 class OwnCache(SlotCache):
-    """Keys and values of the decoder's own tokens. Attention gets them as they lie in memory."""
+    """Keys and values of the decoder's own tokens, which attention gets as they lie in memory."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Writes packed states `[1, heads, N, head_dim]`; returns all there is, `[lines, heads, head_dim]`: models that
-        prepare biases for as many keys as the last dimension but one says do so for a few.
+        Write packed states `[1, heads, N, head_dim]`; return the whole memory, `[lines, heads, head_dim]`. Models that
+        prepare biases for as many keys as the last dimension but one then prepare few.
         """
         return self.layer(layer_idx).write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
 
 
 class StepCache(EncoderDecoderCache):
     """
-    Both caches of one step, as transformers' decoders take them: keys and values of the encoder's outputs are there
-    already.
+    Both caches of one step, as transformers' decoders take them; keys and values of the encoder's outputs are complete.
 
     Args:
-        positions (`torch.Tensor` of shape `[N]`): Of the step's tokens.
+        positions (`torch.Tensor` of shape `[N]`): Positions of the step's tokens.
     """
 
     def __init__(self, own: OwnCache, cross: SlotCache, positions: torch.Tensor):
@@ -42,8 +41,8 @@ class StepCache(EncoderDecoderCache):
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """
-        By how much the positions of the N tokens exceed their numbers in the step, `[N]`: decoders that embed positions
-        count these from here. Of one layer: 0, for biases that are not used.
+        Return by how much the positions of the N tokens exceed their indices in the step, `[N]`: decoders that embed
+        positions add the indices. For a single layer, return 0, for biases that are not used.
         """
         return self._ahead if layer_idx is None else 0
 
@@ -55,7 +54,7 @@ class EncodedStep:
 
     Args:
         cross (`SlotCache`): Keys and values of encoder outputs.
-        cross_layout (`CrossLayout`): Who sees which of them.
+        cross_layout (`CrossLayout`): The outputs that each token attends to.
         bias (`RelativeBias`): For decoders whose attention gets biases by position.
     """
 
@@ -64,7 +63,7 @@ class EncodedStep:
     bias: RelativeBias
 
     def owners(self) -> list[Any]:
-        """List what holds tensors to be sent to the device."""
+        """Return the objects whose tensors are sent to the device."""
         return [self.cross_layout, *self.cross_layout.parts]
 
     def attend(
@@ -77,7 +76,7 @@ class EncodedStep:
         position_bias: torch.Tensor | None,
         **options: Any,
     ) -> torch.Tensor:
-        """As `packed_attention`, for queries `[N, heads, head_dim]` and memory `[lines, heads, head_dim]`."""
+        """Compute `packed_attention` for queries `[N, heads, head_dim]` and memory `[lines, heads, head_dim]`."""
         if any(key is layer.keys for layer in self.cross.layers):
             return self._attend_across(packed, key, value, **options)
         if position_bias is None:

@@ -1,4 +1,4 @@
-"""Growing chains row by row: draft models that the packed forward cannot serve."""
+"""Forward that grows chains row by row, for draft models that the packed forward cannot serve."""
 
 import inspect
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ class ChainRow(CacheRow):
 
 class ChainForward:
     """
-    A draft model's rows, one after the other, each with a cache of transformers' own. Chains may grow by several
-    forwards before they are committed, as in a `PackedForward`.
+    Forward of a draft model's rows one after the other, each with a cache of transformers' own. Chains may grow by
+    several forwards before they are committed, as in a `PackedForward`.
 
     Args:
         model (`PreTrainedModel`): A decoder that runs row by row (`support.rowwise_obstacle`).
     """
 
     trees = False
-    hidden = None  # its tokens bring nothing but their ids
+    hidden = None  # tokens have no features beside their ids
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -55,13 +55,17 @@ class ChainForward:
         row.cache = None
 
     def cut(self, row: CacheRow, length: int) -> None:
-        """Takes a row back to at most `length` tokens: to none, since sliding windows do not reach back that far."""
+        """
+        Cut a row to at most `length` tokens: to none if it has more, since sliding windows have dropped earlier keys.
+        """
         assert isinstance(row, ChainRow)
         if len(row.tokens) > length:
             self._begin(row)
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
-        """As `PackedForward.forward`: the line of the last fed token, if any was, and one per new node."""
+        """
+        Run as `PackedForward.forward` does: a line of logits for the last fed token, if any, and one per new node.
+        """
         logits: list[torch.Tensor] = []
         offsets: list[int] = []
         for item in inputs:
@@ -89,7 +93,7 @@ class ChainForward:
         return output.logits[0, -num_lines:]
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
-        """Crops every row's cache to its accepted path, which is the head of its chain."""
+        """Crop every row's cache to its accepted path, which is the head of its chain."""
         for row, path in zip(rows, paths):
             assert isinstance(row, ChainRow)
             row.cache.crop(len(path) - row.num_nodes)

@@ -1,4 +1,4 @@
-"""Hidden states of a target, taken out of its forwards by hooks that are there only while somebody asks."""
+"""Hidden states of a target, taken from its forwards by hooks that exist only while the states are needed."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,22 +15,22 @@ from transformers.utils import ModelOutput
 from ...device import to_device
 from ..layout.rows import CacheRow, RowInput
 
-_LISTS = ("layers", "h", "block", "blocks")  # what decoders call their layers
+_LISTS = ("layers", "h", "block", "blocks")  # names of decoders' lists of layers
 
 
 class Piece(NamedTuple):
-    """What a row brought to one call of the model: all of it, or a piece of a long feed."""
+    """A row's share in one call of the model: all of its tokens, or a piece of a long feed."""
 
-    states: dict[int, torch.Tensor]  # of all that this call ran, [N, hidden_size] by layer
-    lines: np.ndarray  # the row's own among them, fed tokens before nodes
+    states: dict[int, torch.Tensor]  # of all tokens of the call, [N, hidden_size] by layer
+    lines: np.ndarray  # lines of the row's tokens, fed ones before nodes
     num_fed: int
 
 
 @dataclass(eq=False)
 class FedStates:
-    """Where the hidden states of one row's feed and draft lie, until it is known which of the nodes count."""
+    """Hidden states of one row's feed and draft, before it is known which nodes are accepted."""
 
-    start: int  # position in the text of the first
+    start: int  # position of the first token in the text
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -38,7 +38,9 @@ class FedStates:
         return sum(piece.num_fed for piece in self.pieces)
 
     def lines(self, path: Sequence[int], most: int) -> list[np.ndarray]:
-        """The lines of the committed tokens in each piece: of the feed, then of the accepted nodes, `most` in all."""
+        """
+        Return the lines of the committed tokens in each piece: of the feed, then of the accepted nodes, `most` in all.
+        """
         found = [piece.lines[: piece.num_fed] for piece in self.pieces]
         last = self.pieces[-1]
         found[-1] = np.concatenate([found[-1], last.lines[last.num_fed :][list(path)]])
@@ -48,14 +50,15 @@ class FedStates:
 
 def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[int, torch.Tensor]]:
     """
-    The hidden states of the committed tokens of some rows, as tensors of their own: one selection for each layer and
-    call of the model, for all rows together.
+    Return the hidden states of some rows' committed tokens, as new tensors: one selection for each layer and call of
+    the model, for all rows together.
 
     Args:
-        rows (sequence): Of each row what it brought, the accepted nodes of its draft, and how many tokens count.
+        rows (sequence): For each row, its fed states, the accepted nodes of its draft, and the number of tokens that
+            count.
 
     Returns:
-        list of `dict` of `int` to `torch.Tensor` of shape `[m, hidden_size]`: By layer.
+        list of `dict` of `int` to `torch.Tensor` of shape `[m, hidden_size]`: States by layer.
     """
     calls: dict[int, tuple[dict[int, torch.Tensor], list[np.ndarray]]] = {}
     wanted = [list(zip(fed.pieces, fed.lines(path, most))) for fed, path, most in rows]
@@ -69,7 +72,7 @@ def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[in
 def _split(states: dict[int, torch.Tensor], lines: Sequence[np.ndarray]) -> Iterator[dict[int, torch.Tensor]]:
     index = np.concatenate(lines)
     sizes = [len(item) for item in lines]
-    sent = {device: to_device(index, device) for device in {item.device for item in states.values()}}  # one, mostly
+    sent = {device: to_device(index, device) for device in {item.device for item in states.values()}}  # usually one
     chosen = {layer: item[sent[item.device]].split(sizes) for layer, item in states.items()}
     for number in range(len(sizes)):
         yield {layer: items[number] for layer, items in chosen.items()}
@@ -83,7 +86,7 @@ def _joined(pieces: Sequence[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor
 
 class HiddenStateTaps:
     """
-    Takes hidden states of chosen layers out of the forwards of a model.
+    Hooks that take hidden states of chosen layers from the forwards of a model.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -91,28 +94,30 @@ class HiddenStateTaps:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.layers: frozenset[int] = frozenset()  # that are taken now
+        self.layers: frozenset[int] = frozenset()  # layers that are taken now
         self._states: dict[int, torch.Tensor] = {}  # of the latest call of the model
         self._fed: dict[CacheRow, FedStates] = {}
 
     def check(self, layers: Collection[int]) -> None:
         """
+        Check that the model has hidden states of these layers.
+
         Args:
             layers (collection of `int`): See `TreeCandidateGenerator.hidden_layers`.
 
         Raises:
-            ValueError: if the model has no such layers, or none that are known to be its decoder's.
+            ValueError: if the model has no such layers, or its decoder's layers are not found.
         """
         num = len(self._decoder()[1])
         wrong = [layer for layer in layers if not -1 <= layer <= num]
         if wrong:
             raise ValueError(
-                f"{type(self.model).__name__} has hidden states behind 0 to {num} layers, and -1 behind its norm; "
+                f"{type(self.model).__name__} has hidden states after 0 to {num} layers, and -1 after its norm; "
                 f"not {wrong}"
             )
 
     def _decoder(self) -> tuple[torch.nn.Module, torch.nn.ModuleList]:
-        """The decoder, as the model names it, or else its body, with the list of its layers."""
+        """Return the decoder that the model names, or else its body, with the list of its layers."""
         for decoder in (self.model.get_decoder(), self.model.base_model, *self.model.children()):
             for name in _LISTS:
                 layers = getattr(decoder, name, None)
@@ -123,9 +128,9 @@ class HiddenStateTaps:
     @contextmanager
     def taking(self, layers: Collection[int]) -> Iterator[Mapping[CacheRow, FedStates]]:
         """
-        What is run within leaves its hidden states: of every row that was fed, unless a layer's were not to be had.
-        The model's own forward leaves them only where it runs within `installed()` too; one that is written out hands
-        them to `keep`. Without `layers`, nothing is done at all.
+        Within the context, keep the hidden states of every row that is fed, unless a layer's states are not to be had.
+        The model's own forward stores them only within `installed()`, too; a written-out decoder passes them to `keep`.
+        Without `layers`, no states are kept.
         """
         self.layers, self._states, self._fed = frozenset(layers), {}, {}
         try:
@@ -138,13 +143,13 @@ class HiddenStateTaps:
         return bool(self.layers)
 
     def keep(self, layer: int, states: torch.Tensor) -> None:
-        """Takes a layer's hidden states `[N, hidden_size]` from whoever runs the model without its modules."""
+        """Store a layer's hidden states `[N, hidden_size]`, from a forward that does not run the model's modules."""
         if layer in self.layers:
             self._states[layer] = states
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within the context, the model's own forward leaves its hidden states here."""
+        """Within the context, let the model's own forward store its hidden states here."""
         handles = self._install() if self.layers else []
         try:
             yield
@@ -170,15 +175,15 @@ class HiddenStateTaps:
             return decoder.register_forward_hook(lambda module, args, output: keep(layer, _first(output)))
         if layer == len(layers):
             return layers[-1].register_forward_hook(lambda module, args, output: keep(layer, _first(output)))
-        return layers[layer].register_forward_pre_hook(  # other threads may see it half registered: without `kwargs`
+        return layers[layer].register_forward_pre_hook(  # another thread may call it half registered: without `kwargs`
             lambda module, args, kwargs={}: keep(layer, args[0] if args else kwargs.get("hidden_states")),
             with_kwargs=True,
         )
 
     def note(self, items: Sequence[RowInput], lines: np.ndarray | None = None) -> None:
         """
-        Says what the latest call of the model ran, before rows count it as theirs: these rows' tokens one after the
-        other, or, of a single row, what stands in these lines.
+        Assign the states of the latest call of the model to rows, before the rows count its tokens: these rows' tokens
+        one after the other, or, for a single row, the tokens at `lines`.
         """
         if not self.layers:
             return
@@ -194,5 +199,5 @@ class HiddenStateTaps:
 
 
 def _first(output: Any) -> Any:
-    """The hidden states of a module's output: its first item, or that itself, whatever it is."""
+    """Return the hidden states of a module's output: its first item, or the output itself."""
     return output[0] if isinstance(output, tuple | list | ModelOutput) and len(output) else output

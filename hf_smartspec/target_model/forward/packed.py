@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 class PackedForward(RaggedForward):
     """
-    Runs a causal language model over ragged rows, draft trees included, at the cost of exactly their tokens.
+    Forward of a causal language model over ragged rows, draft trees included, at the cost of exactly their tokens.
 
     Args:
         model (`PreTrainedModel`): A model that follows transformers' attention interface.
         num_rows, capacity (`int`): Rows and tokens per row to make room for; both grow on demand.
         prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row, which bounds the memory of
             attention masks and activations.
-        choose (`Callable`, *optional*): Says before every forward which written-out decoder computes it; the model's
-            own forward, where it gives None. The model's own forward always, where not given.
+        choose (`Callable`, *optional*): Returns, before every forward, the written-out decoder that computes it, or
+            None for the model's own forward. If not given, the model's own forward computes all.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PackedForward(RaggedForward):
         self.taps = HiddenStateTaps(model)
         self._configs = attention_configs(model)
         self.rotary = LengthwiseRotary(model)
-        is_own = choose is None or bool(self.rotary)  # whose lengths the host sees to
+        is_own = choose is None or bool(self.rotary)  # these embeddings are chosen on the host, by lengths
         self.recordings = None if is_own else recordings_for(self.device)
         self._cache_name = cache_name(model.forward)
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -65,7 +65,7 @@ class PackedForward(RaggedForward):
     @property
     def shares_prefixes(self) -> bool:
         """
-        Whether rows may share their beginnings. On GPUs they do not: forwards are recorded and attend in other ways.
+        True if rows may share prefixes. On GPUs they may not: forwards are recorded there, and attend in other ways.
         """
         config = self.model.config.get_text_config(decoder=True)
         return self.device.type == "cpu" and not self.rotary and may_share(config)
@@ -110,7 +110,7 @@ class PackedForward(RaggedForward):
             return self._compute(layout)
 
     def _compute(self, layout: StepLayout) -> torch.Tensor:
-        """The model's own forward."""
+        """Run the model's own forward."""
         kwargs: dict[str, Any] = {self._cache_name: self.cache}
         if self._selects_logits:
             kwargs["logits_to_keep"] = 0 if layout.kept is None else layout.kept

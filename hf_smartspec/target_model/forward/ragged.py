@@ -1,4 +1,4 @@
-"""What forwards of ragged rows have in common: rows, layouts, and long feeds in pieces."""
+"""Common parts of forwards over ragged rows: rows, layouts, and long feeds in pieces."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -28,15 +28,15 @@ class PlannedForward:
     A packed forward before it is run.
 
     Args:
-        rows (list of `RowInput`): In the order of their tokens.
-        layout (`StepLayout`): Of these tokens.
+        rows (list of `RowInput`): Rows in the order of their tokens.
+        layout (`StepLayout`): Layout of these tokens.
         first_lines (dict): The first line of every row in the logits.
-        num_lines (`int`): M, of the logits.
-        seen_lengths (`np.ndarray` of shape `[N]`, *optional*): Of the text, for every token, where the model's rotary
-            embeddings depend on it.
-        features (`torch.Tensor` of shape `[N, D]`, *optional*): What the tokens bring beside their ids.
-        hidden (`torch.Tensor` of shape `[M, D]`, *optional*): What a forward whose tokens bring features leaves behind:
-            those that belong to the logits, and that further nodes bring.
+        num_lines (`int`): Number of lines of the logits, M.
+        seen_lengths (`np.ndarray` of shape `[N]`, *optional*): Length of the text for every token, where the model's
+            rotary embeddings depend on it.
+        features (`torch.Tensor` of shape `[N, D]`, *optional*): Features of the tokens, for forwards that take them.
+        hidden (`torch.Tensor` of shape `[M, D]`, *optional*): Outputs of a forward that takes features: one for each
+            line of the logits, for use as features of further nodes.
     """
 
     rows: list[RowInput]
@@ -48,7 +48,7 @@ class PlannedForward:
     hidden: torch.Tensor | None = None
 
     def settle(self) -> None:
-        """The rows hold their feed as committed."""
+        """Count the feed of every row as committed."""
         for item in self.rows:
             item.row.length += len(item.feed)
             item.row.num_nodes = len(item.tree.tokens)
@@ -57,14 +57,15 @@ class PlannedForward:
 @dataclass(eq=False)
 class ForwardSeries:
     """
-    Forwards in a row, and what is done in between: nobody looks at the device before all have been launched.
+    A series of forwards with work in between; the host waits for the device only after all of them are launched.
 
     Args:
-        planned (list of `PlannedForward`): In their order; laid out, and sent.
-        tensors (list of `torch.Tensor`): What is read beside them, of the device.
-        function (`Callable`): From both, and from what runs one forward, makes the tensors that are to be known: of
-            float32, or integers below 2**31. It may change the layouts.
-        what (`Callable`): All else that decides what the function does; None where that cannot be told.
+        planned (list of `PlannedForward`): The forwards in order, laid out and sent.
+        tensors (list of `torch.Tensor`): Further inputs, on the device.
+        function (`Callable`): Computes the results from `planned`, `tensors`, and a function that runs one forward.
+            Results are float32, or integers below 2**31. It may change the layouts.
+        what (`Callable`): Returns a key of all else that determines what `function` does; None where there is no such
+            key.
     """
 
     planned: list[PlannedForward]
@@ -81,11 +82,11 @@ class ForwardSeries:
 class RaggedForward(ABC):
     """
     A forward over ragged rows, draft trees included, at the cost of exactly their tokens. Keys and values lie in a
-    `SlotCache`. Subclasses say what is computed (`_run`).
+    `SlotCache`. Subclasses define the computation (`_run`).
 
     Args:
-        config (`PreTrainedConfig`): Of the decoder: its heads, and their size.
-        device (`torch.device`), dtype (`torch.dtype`): Of what attends.
+        config (`PreTrainedConfig`): Config of the decoder: its heads, and their size.
+        device (`torch.device`), dtype (`torch.dtype`): Device and dtype of attention.
         num_rows, capacity (`int`): Rows and tokens per row to make room for; both grow on demand.
         prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row.
     """
@@ -100,13 +101,13 @@ class RaggedForward(ABC):
         prefill_chunk: int = 512,
     ):
         self.cache = SlotCache(num_rows, capacity)
-        self.hidden: torch.Tensor | None = None  # that the latest forward has left
+        self.hidden: torch.Tensor | None = None  # `PlannedForward.hidden` of the latest forward
         self.wire = Wire()
         self.prefill_chunk = prefill_chunk
         heads = shared_value(config, "num_attention_heads") or 1
         self._groups = max(heads // (shared_value(config, "num_key_value_heads") or heads), 1)
         self._call = call_columns(config, device.type)
-        is_capped = shared_value(config, "attn_logit_softcapping") is not None  # which flash attention does not know
+        is_capped = shared_value(config, "attn_logit_softcapping") is not None  # not supported by flash attention
         self._takes_spans = serves(device, dtype, head_size(config)) and not is_capped
         self._may_be_thin = device.type == "cpu" and not head_size(config) % 16 and not is_capped
         self._dtype = dtype
@@ -114,14 +115,14 @@ class RaggedForward(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where tokens go first."""
+        """Device to which tokens are sent."""
 
     @abstractmethod
     def _run(self, planned: PlannedForward) -> torch.Tensor:
-        """The logits `[M, vocab_size]` of a forward whose layout is where the model is, and is the cache's."""
+        """Return the logits `[M, vocab_size]` of a forward whose layout is on the device, and set in the cache."""
 
     def add(self, num_tokens: int | None = None) -> CacheRow:
-        """A new row, with room for so many tokens; it grows on demand."""
+        """Add a row, with room for `num_tokens`; it grows on demand."""
         return self.cache.add(num_tokens)
 
     def remove(self, row: CacheRow) -> None:
@@ -131,20 +132,20 @@ class RaggedForward(ABC):
         self.cache.compact(rows)
 
     def cut(self, row: CacheRow, length: int) -> None:
-        """Takes a row back to its first `length` tokens, what it shares with others among them."""
-        assert length >= row.shared, "what is shared lies in another row"
+        """Cut a row to its first `length` tokens, which include those that it shares with others."""
+        assert length >= row.shared, "shared tokens lie in another row"
         row.length, row.num_nodes = length, 0
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
-        """The columns that attention reads in a step of one token a row; see `row_groups.padded_context`."""
-        if self._takes_spans or self._is_thin:  # which read each row's own, in one call
+        """Return the columns that attention reads in a step of one token per row; see `row_groups.padded_context`."""
+        if self._takes_spans or self._is_thin:  # both read only the rows' own columns, in one call
             find_leads(rows)
             return sum([row.own for row in rows]) + sum([length for _, length in leads_of(rows)])
         return padded_context(rows, self._call)
 
     @property
     def _is_thin(self) -> bool:
-        """Whether compiled attention reads rows that have few tokens."""
+        """True if compiled attention reads rows that have few tokens."""
         return self._may_be_thin and has_attention(self._dtype)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
@@ -152,7 +153,7 @@ class RaggedForward(ABC):
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
         """
-        Feeds every row its committed tokens and draft nodes; the rows then hold their feed as committed.
+        Feed every row its committed tokens and draft nodes; the rows then hold their feed as committed.
 
         Returns:
             Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
@@ -166,11 +167,11 @@ class RaggedForward(ABC):
         return logits, [planned.first_lines[item.row] for item in inputs]
 
     def plan(self, inputs: list[RowInput]) -> PlannedForward:
-        """Lays out a forward, on the host. Rows that have too little room for it move."""
+        """Lay out a forward, on the host. Rows with too little room for it move."""
         return self._planned(*self._laid_out(inputs))
 
     def _laid_out(self, inputs: list[RowInput], rounding: Rounding | None = None) -> tuple[list[RowInput], StepLayout]:
-        """The rows in the order of their tokens, and where these stand."""
+        """Return the rows in the order of their tokens, and the layout of these."""
         needs = [item.row.length + len(item.feed) + len(item.tree.tokens) for item in inputs]
         self.cache.reserve([item.row for item in inputs], needs)
         find_leads([item.row for item in inputs])
@@ -186,7 +187,7 @@ class RaggedForward(ABC):
         return PlannedForward(rows, layout, first_lines, num_lines)
 
     def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
-        """Runs all but the last piece of long feeds; returns what is left."""
+        """Run all but the last piece of long feeds; return the remaining inputs."""
         if max([len(item.feed) for item in inputs]) <= min(self.prefill_chunk, _LEAST_CHUNK):
             return inputs
         chunk = self._chunk(inputs)
@@ -202,7 +203,10 @@ class RaggedForward(ABC):
         return inputs
 
     def _chunk(self, inputs: list[RowInput]) -> int:
-        """Tokens per row and piece of a long feed, so that the mask `[rows, chunk * groups, columns]` stays small."""
+        """
+        Return the tokens per row and piece of a long feed with which the mask `[rows, chunk * groups, columns]` stays
+        small.
+        """
         find_leads([item.row for item in inputs])
         sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
         for item in inputs:
@@ -212,11 +216,11 @@ class RaggedForward(ABC):
         return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
 
     def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
-        """What a series finds, with one wait for the device."""
+        """Return the results of a series, with one wait for the device."""
         return fetch_together(series.run(self.run))
 
     def run(self, planned: PlannedForward) -> torch.Tensor:
-        """The logits `[M, vocab_size]` of a forward whose layout is where the model is."""
+        """Return the logits `[M, vocab_size]` of a forward whose layout is on the device."""
         self.cache.layout = planned.layout
         logits = self._run(planned)
         return logits[: planned.num_lines] if planned.layout.is_padded else logits
@@ -224,8 +228,8 @@ class RaggedForward(ABC):
 
 def _kept(rows: Sequence[RowInput]) -> tuple[dict[CacheRow, int], list[int] | None, int]:
     """
-    The first line of every row in the logits, and the tokens whose logits these are: the last that a row is fed, and
-    its nodes, None if these are all, and how many there are.
+    Return the first line of every row in the logits; the tokens whose logits are computed, which are the last one that
+    a row is fed, and its nodes (None if these are all tokens); and their number.
     """
     first_lines: dict[CacheRow, int] = {}
     kept: list[int] = []

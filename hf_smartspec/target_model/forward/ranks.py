@@ -1,4 +1,4 @@
-"""Models whose weights several processes hold together (tensor parallelism, by transformers' `tp_plan`)."""
+"""Models whose weights are split over several processes (tensor parallelism, by transformers' `tp_plan`)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,26 +13,26 @@ from transformers import PreTrainedModel
 
 from ...drafts.tree import DraftTree
 
-_FOREVER = timedelta(days=365)  # an engine may rest for long
+_FOREVER = timedelta(days=365)  # an engine may be idle for long
 _FAILED = -1
 
 _known: WeakKeyDictionary[PreTrainedModel, "Ranks"] = WeakKeyDictionary()
 
 
 class RankFailedError(RuntimeError):
-    """The process that decides for all others has failed."""
+    """Failure of the process that decides for all others."""
 
 
 class Ranks:
     """
-    The processes that hold a model. Each runs the same calls; what could differ from one to the next (times, what was
-    remembered, random numbers, the moment at which requests arrive) is decided by the first and told to the others,
-    for a forward that does not run on all of them at once never ends.
+    Processes that hold a model together. Each runs the same calls. Values that could differ from one process to the
+    next (times, cached values, random numbers, the moment at which requests arrive) are decided by the first and
+    broadcast to the others, since a forward that does not run in all of them at once never ends.
 
     Args:
-        members (sequence of `int`): Their ranks in the world; the first leads.
+        members (sequence of `int`): Ranks of the processes in the world; the first decides.
 
-    What is told goes over the CPU, in a group of its own: no device waits for it.
+    Broadcasts go over the CPU, in a group of their own: no device waits for them.
     """
 
     def __init__(self, members: Sequence[int]):
@@ -41,13 +41,13 @@ class Ranks:
         self.leads = dist.get_rank() == self._first
 
     def told(self, value: Any) -> Any:
-        """The first one's `value`, which can be pickled."""
+        """Return the first process's `value`, which must be picklable, in all processes."""
         box = [value if self.leads else None]
         dist.broadcast_object_list(box, src=self._first, group=self._group)
         return box[0]
 
     def clock(self) -> float:
-        """The first one's seconds."""
+        """Return the first process's clock, in seconds."""
         seconds = torch.tensor([time.perf_counter()], dtype=torch.float64)
         dist.broadcast(seconds, self._first, group=self._group)
         return float(seconds)
@@ -56,10 +56,11 @@ class Ranks:
         self, make: Callable[[], tuple[list[DraftTree], list[DraftTree]]], num_rows: int
     ) -> tuple[list[DraftTree], list[DraftTree]]:
         """
-        What was proposed in one step, which only the first knows, and what of it is verified, one tree for each row.
+        Return the trees proposed in one step, which only the first process has, and those to be verified, one for each
+        row.
 
         Raises:
-            RankFailedError: if the first could not make it.
+            RankFailedError: if the first process could not draft.
         """
         if not self.leads:
             return [], self._received(num_rows)
@@ -79,7 +80,7 @@ class Ranks:
         lengths = torch.empty(num_rows + 1, dtype=torch.int64)
         self._send(lengths)
         if int(lengths[-1]) == _FAILED:
-            raise RankFailedError("The first of the processes that hold the model could not draft; its log says why.")
+            raise RankFailedError("The first of the processes that hold the model could not draft; see its log.")
         data = torch.empty(2 * int(lengths.sum()), dtype=torch.int64)
         if len(data):
             self._send(data)
@@ -95,14 +96,14 @@ class Ranks:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether several processes hold the model together."""
+    """Return whether several processes hold the model together."""
     return (getattr(model, "_tp_size", None) or 1) > 1 and dist.is_initialized()
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks | None:
     """
-    The processes that hold the model; None where this one holds all of it. Every one of them must ask, in the same
-    order for several models.
+    Return the processes that hold the model; None where this one holds all of it. Every one of them must call this, in
+    the same order for several models.
     """
     if not is_sharded(model):
         return None
@@ -120,17 +121,20 @@ def _members(model: PreTrainedModel) -> list[int]:
 
 
 def clock_of(model: PreTrainedModel) -> Callable[[], float]:
-    """Seconds that are the same for all who hold the model, where several do."""
+    """Return a clock, in seconds, that is the same in all processes that hold the model."""
     ranks = ranks_of(model)
     return time.perf_counter if ranks is None else ranks.clock
 
 
 def engine_ranks(model: PreTrainedModel) -> Ranks | None:
-    """As `ranks_of`, for a thread of its own, whose turns are not those of other calls."""
+    """
+    Return `Ranks` of its own for an engine's thread, whose broadcasts are not in turn with those of other calls; None
+    where this process holds the whole model.
+    """
     return Ranks(_members(model)) if is_sharded(model) else None
 
 
 def told_by_first(model: PreTrainedModel, find: Callable[[], Any]) -> Any:
-    """What `find` returns to the first of those who hold the model, for all of them."""
+    """Return in all processes that hold the model the result of `find` in the first one."""
     ranks = ranks_of(model)
     return find() if ranks is None else ranks.told(find() if ranks.leads else None)

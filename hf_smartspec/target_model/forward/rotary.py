@@ -1,10 +1,10 @@
 """
 Rotary embeddings that depend on the length of the text ("longrope", "dynamic"): every token gets the frequencies that
-plain decoding would have used in the step that computes it.
+it would get without speculation, in the step that computes it.
 
-Plain decoding goes by the longest row of a forward: by the longest prompt for all prompts, and from there on by one
-token more in every step (`CacheRow.seen_length`). In a packed forward rows stand at different steps, and drafts reach
-ahead.
+Without speculation, the longest row of a forward determines frequencies: the longest prompt those of all prompts, and
+from there on one token more in every step (`seen_lengths`). In a packed forward rows are at different steps, and drafts
+reach ahead.
 """
 
 import copy
@@ -29,13 +29,13 @@ class LengthwiseRotary:
     The rotary embeddings of a model that depend on the length of the text; false where there are none.
 
     Attributes:
-        border (`int`): Texts of at most so many tokens are embedded independently of their length.
+        border (`int`): Length up to which the embeddings do not depend on the text's length.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.modules = lengthwise_modules(model)
         self.border = min(map(border, self.modules), default=0)
-        # Dynamic frequencies remember the longest text: the copies' memory is nobody else's.
+        # Copies, since dynamic frequencies are stored for the longest text so far.
         self._copies = {id(module): _copy(module) for module in self.modules}
 
     def __bool__(self) -> bool:
@@ -44,8 +44,8 @@ class LengthwiseRotary:
     @contextmanager
     def step(self, lengths: np.ndarray) -> Iterator[None]:
         """
-        Within the context, token i of this thread's forwards is embedded as in a text of `lengths[i]` tokens. Other
-        threads' forwards find their way past it.
+        Within the context, embed token i of this thread's forwards as in a text of `lengths[i]` tokens. Other threads'
+        forwards are not affected.
         """
         token = _step.set((lengths, self._copies))
         with _lock:
@@ -60,10 +60,10 @@ class LengthwiseRotary:
             _step.reset(token)
 
 
-# The lengths `[N]` that this thread's forward goes by, and copies of the modules, by id.
+# The lengths `[N]` for this thread's forward, and copies of the modules, by id.
 _step: ContextVar[tuple[np.ndarray, dict[int, nn.Module]] | None] = ContextVar("smartspec_lengths", default=None)
 
-# Modules whose `forward` is replaced, by id: by how many threads, and the one that an instance had of its own.
+# Modules whose `forward` is replaced, by id: the number of threads, and the instance's own `forward`, if it had one.
 _in_use: dict[int, tuple[int, Callable | None]] = {}
 _lock = Lock()
 
@@ -88,7 +88,9 @@ def _restore_forward(module: nn.Module) -> None:
 def _forward(
     module: nn.Module, original: Callable, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """In place of a module's own forward: position_ids `[..., N]` to embeddings `[..., N, dim]`, mostly two of them."""
+    """
+    Map position_ids `[..., N]` to embeddings `[..., N, dim]`, usually two of them, in place of a module's own forward.
+    """
     step = _step.get()
     if step is None:
         return original(x, position_ids, *args, **kwargs)
@@ -114,15 +116,18 @@ def _forward(
 def _embed(
     module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, length: int, args: Any, kwargs: Any
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The module's embeddings of some positions in a text of `length` tokens, which it reads off the last position."""
-    module(x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs)  # forgets longer texts
+    """
+    Return the module's embeddings of positions in a text of `length` tokens; the module takes the length from the last
+    position.
+    """
+    module(x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs)  # resets frequencies of longer texts
     last = torch.full_like(position_ids[..., :1], length - 1)
     output = module(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
     return output[..., :-1, :] if isinstance(output, torch.Tensor) else tuple(item[..., :-1, :] for item in output)
 
 
 def _relevant(module: nn.Module, layer_type: str | None, lengths: np.ndarray) -> np.ndarray:
-    """As few distinct lengths as give the same embeddings."""
+    """Return lengths that give the same embeddings, with as few distinct values as possible."""
     border = _borders(module)[layer_type]
     if "dynamic" in _rope_types(module)[layer_type]:
         return np.maximum(lengths, border)
@@ -130,7 +135,7 @@ def _relevant(module: nn.Module, layer_type: str | None, lengths: np.ndarray) ->
 
 
 def lengthwise_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules whose embeddings depend on the length of the text."""
+    """Return the modules whose embeddings depend on the length of the text."""
     return [module for module in model.modules() if any(map(_is_lengthwise, _rope_types(module).values()))]
 
 
@@ -139,18 +144,18 @@ def _is_lengthwise(rope_type: Any) -> bool:
 
 
 def _rope_types(module: nn.Module) -> dict[str | None, Any]:
-    """The rotary embeddings' kind, of every type of layers where these differ, else of None."""
+    """Return the kind of rotary embeddings by type of layer; under None where layers do not differ."""
     rope_type = vars(module).get("rope_type")  # `getattr` takes ten times as long where there is none, in every call
     return rope_type if isinstance(rope_type, dict) else {None: rope_type}
 
 
 def border(module: nn.Module) -> int:
-    """The length up to which the module's embeddings do not depend on it."""
+    """Return the length up to which the module's embeddings do not depend on the text's length."""
     return min(_borders(module).values())
 
 
 def _borders(module: nn.Module) -> dict[str | None, int]:
-    """The lengths up to which the embeddings do not depend on it, by type of layers."""
+    """Return the lengths up to which embeddings do not depend on the text's length, by type of layer."""
     borders: dict[str | None, int] = {}
     for layer_type, rope_type in _rope_types(module).items():
         if rope_type == "longrope":
@@ -163,7 +168,7 @@ def _borders(module: nn.Module) -> dict[str | None, int]:
 
 
 def seen_lengths(inputs: Sequence[RowInput], positions: np.ndarray) -> np.ndarray:
-    """What plain decoding takes for the text's length where it computes each token of a packed forward, `[N]`."""
+    """Return the length of the text in the step that would compute each token without speculation, `[N]`."""
     counts = [item.num_tokens for item in inputs]
     ahead = np.repeat([item.row.ahead for item in inputs], counts)
     least = np.repeat([item.row.least_length for item in inputs], counts)
@@ -173,8 +178,8 @@ def seen_lengths(inputs: Sequence[RowInput], positions: np.ndarray) -> np.ndarra
 @torch.no_grad()
 def forget_lengths(model: PreTrainedModel) -> None:
     """
-    Brings dynamic frequencies back to those of a fresh model. They stay where the longest text so far has left them,
-    so that the next call's tokens would depend on the last one's.
+    Reset dynamic frequencies to those of a fresh model. They remain as the longest text so far has set them, so the
+    next call's tokens would otherwise depend on the last one's.
     """
     for module in lengthwise_modules(model):
         x = next(module.buffers())
@@ -186,5 +191,5 @@ def forget_lengths(model: PreTrainedModel) -> None:
 
 def _copy(module: nn.Module) -> nn.Module:
     own = copy.deepcopy(module)
-    own.__dict__.pop("forward", None)  # another thread may have replaced it at present
+    own.__dict__.pop("forward", None)  # another thread may have replaced it meanwhile
     return own

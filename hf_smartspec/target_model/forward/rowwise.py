@@ -1,4 +1,6 @@
-"""What the packed forward cannot serve: models run row by row, with chains, on transformers' own inputs and caches."""
+"""
+Forward of models that the packed forward cannot serve: row by row, with chains, on transformers' own inputs and caches.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from .rotary import LengthwiseRotary
 
 @dataclass(eq=False)
 class ModelRow(CacheRow):
-    """A row that is run on its own: its sequence so far (left padding included) and its keyword arguments."""
+    """A row that runs on its own, with its sequence so far (left padding included) and its keyword arguments."""
 
     index: int = 0
     ids: torch.Tensor | None = None  # [1, t]; None before the first forward
@@ -33,14 +35,14 @@ class ModelRow(CacheRow):
 
 class RowwiseForward:
     """
-    The engine's view of a model that does not follow the attention interface (bloom, falcon, T5, ...). Every row has a
-    cache of transformers' own, and is fed and cut back exactly as transformers' assisted decoding does.
+    Forward of a model that does not follow the attention interface (bloom, falcon, T5, ...). Every row has a cache of
+    transformers' own, and is fed and cropped exactly as by transformers' assisted decoding.
 
     Args:
         model (`PreTrainedModel`): Any model with a cache that can be cropped.
         input_ids (`torch.LongTensor` of shape `[batch, length]`): The padded (decoder) prompts.
-        model_kwargs (`dict`): As `generate` prepared them for the whole batch.
-        generation_config (`GenerationConfig`): As `generate` prepared it.
+        model_kwargs (`dict`): Arguments as `generate` prepared them for the whole batch.
+        generation_config (`GenerationConfig`): The config as `generate` prepared it.
     """
 
     trees = False
@@ -60,22 +62,22 @@ class RowwiseForward:
         self._rotary = LengthwiseRotary(model)
 
     def add(self) -> ModelRow:
-        """The next row of the batch."""
+        """Add the next row of the batch."""
         row = ModelRow(slot=len(self.rows), index=len(self.rows))
         self._begin(row)
         self.rows.append(row)
         return row
 
     def _begin(self, row: ModelRow) -> None:
-        """Gives the row its keyword arguments and an empty cache."""
+        """Give the row its keyword arguments and an empty cache."""
         index, batch_size = row.index, len(self._inputs)
         kwargs = {key: _row_of(value, index, batch_size) for key, value in self._kwargs.items()}
         positions = self._kwargs.get("position_ids")
-        if positions is not None and positions.dim() == 3:  # [planes, batch, length]: of images, width and height, too
+        if positions is not None and positions.dim() == 3:  # [planes, batch, length]: images have width and height, too
             kwargs["position_ids"] = positions[:, index : index + 1] if positions.shape[1] == batch_size else positions
         config = copy.copy(self.generation_config)
         config.cache_implementation = None  # a static cache cannot be cropped
-        # Through transformers' own method: it knows which cache the model wants.
+        # By transformers' own method, which chooses the cache that the model needs.
         self.model._prepare_cache_for_generation(  # type: ignore[operator]
             config, kwargs, GenerationMode.GREEDY_SEARCH, 1, self._inputs.shape[1]
         )
@@ -83,7 +85,7 @@ class RowwiseForward:
         row.ids, row.length, row.kwargs = None, 0, kwargs
 
     def set_encoder_outputs(self, outputs: ModelOutput) -> None:
-        """What rows that begin from now on see of what an encoder has read."""
+        """Set the encoder outputs that rows which begin from now on attend to."""
         self._kwargs["encoder_outputs"] = outputs
 
     def remove(self, row: CacheRow) -> None:
@@ -91,16 +93,16 @@ class RowwiseForward:
         row.kwargs.clear()
 
     def compact(self, rows: Sequence[CacheRow]) -> None:
-        """Nothing to do: every row has memory of its own."""
+        """Do nothing: every row has memory of its own."""
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
-        """The columns that attention reads in a step of one token a row: nothing is padded."""
+        """Return the columns that attention reads in a step of one token per row, without padding."""
         return sum(row.length for row in rows)
 
     def cut(self, row: CacheRow, length: int) -> None:
         """
-        Takes a row back to its first `length` tokens, by running it anew: sliding windows have dropped what they would
-        need again.
+        Cut a row to its first `length` tokens by running these again: sliding windows have dropped keys that are
+        needed.
         """
         assert isinstance(row, ModelRow)
         if not length:  # the whole text is fed next
@@ -110,13 +112,13 @@ class RowwiseForward:
         prompt_length = row.length - len(generated)
         self._begin(row)
         for feed in (np.zeros(prompt_length, np.int64), generated[: length - prompt_length]):
-            if len(feed):  # of the prompt, the length alone counts: its tokens are known
+            if len(feed):  # of the prompt, only the length is used: `_inputs` has its tokens
                 self._forward_row(RowInput(row, feed))
                 self.commit([row], [[]])
         return None
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
-        """As `PackedForward.forward`, for chains."""
+        """Run as `PackedForward.forward` does, for chains."""
         logits: list[torch.Tensor] = []
         offsets: list[int] = []
         for item in inputs:
@@ -126,8 +128,8 @@ class RowwiseForward:
 
     def _parts(self, item: RowInput) -> list[RowInput]:
         """
-        A padded prompt whose cache will be returned runs before its draft: masked columns hold an average over all
-        columns of their forward, drafts included.
+        Split off the draft of a padded prompt whose cache will be returned: masked columns hold an average over all
+        columns of their forward, and drafts must not be among these.
         """
         row = item.row
         assert isinstance(row, ModelRow)
@@ -173,7 +175,7 @@ class RowwiseForward:
         return self._rotary.step(np.maximum(lengths, row.least_length))
 
     def _first_ids(self, item: RowInput) -> torch.Tensor:
-        """What a row begins with, `[1, t]`: its prompt or a piece of it, or all of a text that is run anew."""
+        """Return the first ids of a row, `[1, t]`: its prompt or a piece of it, or all of a text that is run again."""
         row = item.row
         assert isinstance(row, ModelRow)
         prompt = self._inputs[row.index : row.index + 1]
@@ -183,12 +185,14 @@ class RowwiseForward:
         return prompt[:, : prompt.shape[1] - missing] if missing > 0 else extended(prompt, item.feed[num_tokens:])
 
     def _mask(self, row: ModelRow) -> torch.Tensor | None:
-        """Of the row's prompt, `[length]`; None where nothing of it is padding."""
+        """
+        Return the attention mask of the row's prompt, `[length]`; None where there is none, or it is an encoder's.
+        """
         mask = row.kwargs.get("attention_mask")
         return None if mask is None or self.model.config.is_encoder_decoder else mask[0, : self._inputs.shape[1]]
 
     def _first_lines(self, row: ModelRow, num_lines: int) -> np.ndarray:
-        """Where the row's tokens stand in its first forward, which runs the padding too."""
+        """Return the lines of the row's tokens in its first forward, which includes the padding."""
         mask, length = self._mask(row), self._inputs.shape[1]
         if mask is None:
             return np.arange(num_lines)
@@ -201,7 +205,7 @@ class RowwiseForward:
         return best_of(logits, count, num_lines, with_argmax)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
-        """Crops every row's cache to its accepted path, which is the head of its chain."""
+        """Crop every row's cache to its accepted path, which is the head of its chain."""
         for row, path in zip(rows, paths):
             assert isinstance(row, ModelRow) and row.ids is not None and row.drafted is not None
             row.kwargs[CACHE].crop(len(path) - len(row.drafted))
@@ -211,8 +215,8 @@ class RowwiseForward:
 
     def export(self, rows: Sequence[CacheRow], prepared: Cache | None) -> Cache | None:
         """
-        All rows' caches, which must be of one length, as one of the kind that `generate` has prepared; None if they
-        hold more than keys and values.
+        Return all rows' caches, which must be of one length, as one of the kind that `generate` has prepared; None if
+        they hold more than keys and values.
         """
         caches = [row.kwargs[CACHE] for row in rows if isinstance(row, ModelRow)]
         if not all(isinstance(cache, EncoderDecoderCache) for cache in caches):
@@ -226,18 +230,18 @@ class RowwiseForward:
 
 
 def extended(ids: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
-    """`[1, t]` with further tokens behind."""
+    """Return `[1, t]` with further tokens appended."""
     return torch.cat([ids, torch.from_numpy(tokens).to(ids)[None]], dim=1) if len(tokens) else ids
 
 
 def _stack(caches: Sequence[DynamicCache]) -> DynamicCache | None:
-    """Caches of single rows as one batch, in the first of them."""
+    """Join caches of single rows into one batch, in the first of them; None if they hold more than keys and values."""
     known = (DynamicLayer, DynamicSlidingWindowLayer)
     if len(caches) > 1 and not all(type(layer) in known for cache in caches for layer in cache.layers):
         return None
     for layers in zip(*(cache.layers for cache in caches)):
         if hasattr(layers[0], "record_past"):
-            layers[0].record_past = False  # whoever goes on with it need not take anything back
+            layers[0].record_past = False  # later users of the cache need not crop it
         if len(layers) > 1:
             layers[0].keys = torch.cat([layer.keys for layer in layers])
             layers[0].values = torch.cat([layer.values for layer in layers])
@@ -245,7 +249,10 @@ def _stack(caches: Sequence[DynamicCache]) -> DynamicCache | None:
 
 
 def _as_prepared(cache: DynamicCache | None, prepared: Cache | None) -> Cache | None:
-    """The same keys and values in the static cache that was prepared, if one was, with zeros for what windows left."""
+    """
+    Return the same keys and values in the static cache that was prepared, if any, with zeros for those that windows
+    dropped.
+    """
     if cache is None or not isinstance(prepared, StaticCache):
         return cache
     layers: Any = cache.layers
@@ -257,7 +264,7 @@ def _as_prepared(cache: DynamicCache | None, prepared: Cache | None) -> Cache | 
 
 
 def _row_of(value: Any, index: int, batch_size: int) -> Any:
-    """One row's share of a batched keyword argument."""
+    """Return one row's share of a batched keyword argument."""
     if isinstance(value, ModelOutput):
         return type(value)(**{key: _row_of(item, index, batch_size) for key, item in value.items()})
     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size:

@@ -1,4 +1,4 @@
-"""Models that cannot take tokens back (state spaces, recurrence, ...), run as transformers' own loop runs them."""
+"""Forward of models whose state cannot be rolled back (state spaces, recurrence, ...), as in transformers' own loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +17,14 @@ from .rowwise import ModelRow, extended
 
 class StepwiseForward:
     """
-    One text, fed as `generate` feeds it: its prompt in one piece, then one token at a time. No drafts can be verified.
+    Forward of one text, run as by `generate`: its prompt in one piece, then one token at a time. Drafts cannot be
+    verified.
 
     Args:
         model (`PreTrainedModel`): Any model that `generate` decodes.
         input_ids (`torch.LongTensor` of shape `[1, length]`): The (decoder) prompt.
-        model_kwargs (`dict`): As `generate` prepared them.
-        generation_config (`GenerationConfig`): As `generate` prepared it.
+        model_kwargs (`dict`): Arguments as `generate` prepared them.
+        generation_config (`GenerationConfig`): The config as `generate` prepared it.
     """
 
     trees = False
@@ -41,15 +42,15 @@ class StepwiseForward:
         self._kwargs = {key: value for key, value in model_kwargs.items() if key not in CACHE_NAMES}
 
     def set_encoder_outputs(self, outputs: ModelOutput) -> None:
-        """What the text sees of what an encoder has read, once it begins."""
+        """Set the encoder outputs that the text attends to once it begins."""
         self._kwargs["encoder_outputs"] = outputs
 
     def add(self) -> ModelRow:
         return ModelRow(slot=0, in_one_piece=True)
 
     def cut(self, row: CacheRow, length: int) -> None:
-        """Forgets what the row has come to; the whole text is fed next."""
-        assert isinstance(row, ModelRow) and not length, "nothing else can be taken back"
+        """Drop the row's state; the whole text is fed next."""
+        assert isinstance(row, ModelRow) and not length, "the state can only be dropped as a whole"
         row.ids, row.length, row.kwargs = None, 0, {}
 
     def remove(self, row: CacheRow) -> None:
@@ -57,13 +58,13 @@ class StepwiseForward:
         row.kwargs = {}
 
     def compact(self, rows: Sequence[CacheRow]) -> None:
-        """Nothing to do: there is one row."""
+        """Do nothing: there is one row."""
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
         return sum(row.length for row in rows)
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
-        """As `PackedForward.forward`, without drafts."""
+        """Run as `PackedForward.forward` does, without drafts."""
         (item,) = inputs
         row = item.row
         assert isinstance(row, ModelRow) and not len(item.tree)
@@ -76,7 +77,7 @@ class StepwiseForward:
         return output.logits[:, -1].clone(), [0]
 
     def _begin(self, row: ModelRow, text: np.ndarray) -> Any:
-        """The whole text as a prompt: the prompt itself, or with what was generated before all is run anew."""
+        """Run the whole text as a prompt: the prompt alone, or with the tokens generated before the row was cut."""
         model: Any = self.model
         new = text[self._inputs.shape[1] :]
         row.ids, row.kwargs = extended(self._inputs, new), dict(self._kwargs)
@@ -99,7 +100,7 @@ class StepwiseForward:
         return output
 
     def _updated(self, output: ModelOutput, kwargs: dict[str, Any], num_new_tokens: int = 1) -> dict[str, Any]:
-        """The arguments of the next forward, in which there will be so many further tokens."""
+        """Return the arguments of the next forward, for `num_new_tokens` further tokens."""
         return self.model._update_model_kwargs_for_generation(  # type: ignore[operator]
             output, kwargs, self.model.config.is_encoder_decoder, num_new_tokens
         )
@@ -108,8 +109,8 @@ class StepwiseForward:
         return argmax(logits)
 
     def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None:
-        """Nothing: nobody drafts."""
+        """Return None: there are no drafts."""
         return None
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
-        """Nothing to do: there are no drafts."""
+        """Do nothing: there are no drafts."""

@@ -1,4 +1,4 @@
-"""Modules that a decoder calls as they are: whether their calls can be recorded, and what a recording depends on."""
+"""Modules that a decoder calls as they are: whether their calls can be recorded, and on what a recording depends."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ _NUMBERS = (bool, int, float, str)
 
 def state_of(module: nn.Module) -> tuple | None:
     """
-    Where a module's tensors lie, and its numbers: a recording of its calls serves as long as these stay. None where it
-    may do more than its tensors and numbers say: it has hooks, another forward than its class, children, or a class
-    that is neither torch's nor transformers'.
+    Return the addresses of a module's tensors, and its numbers: a recording of its calls is valid as long as these stay
+    the same. Return None where the module may depend on more: it has hooks, a forward other than its class's, children,
+    or a class that is neither torch's nor transformers'.
     """
     own: dict[str, Any] = vars(module)
     is_known = type(module).__module__.startswith(_KNOWN) and "forward" not in own

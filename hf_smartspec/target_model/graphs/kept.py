@@ -1,10 +1,10 @@
-"""Recordings that are kept, by shape, and when a shape is worth one."""
+"""Recordings by shape, and the number of runs after which a shape is recorded."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-SIGHTINGS = 2  # of a shape, before it is recorded
+SIGHTINGS = 2  # runs of a shape before it is recorded
 _MOST, _MOST_SHAPES = 64, 2**12  # recordings, and shapes that are counted
 
 T = TypeVar("T")
@@ -21,14 +21,14 @@ class KeptRecordings(Generic[T]):
         return len(self._recordings)
 
     def get(self, shape: Hashable) -> T | None:
-        """The shape's, which then is the latest."""
+        """Return the shape's recording, which then counts as used last."""
         recording = self._recordings.get(shape)
         if recording is not None:
             self._recordings.move_to_end(shape)
         return recording
 
     def is_due(self, shape: Hashable) -> bool:
-        """Whether a shape that has been run without a recording has been seen often enough for one."""
+        """Count a run of a shape without a recording, and return whether the shape is to be recorded."""
         if len(self._sightings) > _MOST_SHAPES:
             self._sightings.clear()
         self._sightings[shape] += 1
@@ -41,7 +41,7 @@ class KeptRecordings(Generic[T]):
             del self._sightings[evicted]
 
     def drop(self, shape: Hashable) -> None:
-        """The shape's recording is of no use."""
+        """Drop the shape's recording, if it has one."""
         self._recordings.pop(shape, None)
 
     def clear(self) -> None:

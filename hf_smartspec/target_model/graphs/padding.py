@@ -1,4 +1,4 @@
-"""Layouts of few sizes: what differs by little has the same shape, so that it can run the same recording."""
+"""Layouts of few sizes: layouts that differ little get the same shape, and so the same recording."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,11 +9,11 @@ from ..layout.spans import Spans
 from ..layout.step_layout import PaddedPart, Rounding, StepLayout
 
 _LEAST_COLUMNS, _LEAST_PAIRS = 64, 16
-MOST_TOKENS = 256  # of larger steps, a launch takes no longer than what it launches
+MOST_TOKENS = 256  # in larger steps, launches take no longer than the work that they launch
 
 
 def rounded(number: int) -> int:
-    """The next of 0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, ...: beyond 16, a quarter more at most."""
+    """Return the next of 0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, ...: beyond 16, a quarter more at most."""
     if number < 4:
         return number
     step = (1 << (number - 1).bit_length()) // (8 if number > 16 else 4)
@@ -21,7 +21,7 @@ def rounded(number: int) -> int:
 
 
 def rounded_columns(number: int) -> int:
-    """The same of what attention reads, of which a few more make no difference."""
+    """Return the rounded number of columns that attention reads, where a few more make no difference."""
     return max(rounded(number), _LEAST_COLUMNS)
 
 
@@ -30,8 +30,8 @@ ROUNDING = Rounding(rounded, rounded_columns)
 
 def pad(layout: StepLayout) -> None:
     """
-    Brings a layout that was built with `rounded` sizes, and has not been sent, to a rounded number of tokens. What is
-    added is the last token again, in every respect: it computes what that one computes, and writes it to the same line.
+    Pad a layout that was built with `rounded` sizes, and has not been sent, to a rounded number of tokens. Added tokens
+    repeat the last one in every respect: they compute the same values, and write these to the same line.
     """
     num = layout.tokens.shape[1]
     size = rounded(num)
@@ -47,19 +47,19 @@ def pad(layout: StepLayout) -> None:
         _add_tokens(layout.parts[-1], size)
     for part in layout.parts:
         if part.tree_pairs is not None and part.nodes is not None:
-            pairs = part.tree_pairs  # those that drafters change later are not the first
+            pairs = part.tree_pairs  # drafters may change later ones, so the first is repeated
             part.tree_pairs = torch.cat([pairs, pairs[:1].expand(_rounded_pairs(len(pairs)) - len(pairs))])
             part.nodes = extended(part.nodes, _rounded_pairs(part.nodes.shape[1]))
 
 
 def extended(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """`[..., n]` -> `[..., size]`: the last entry again and again."""
+    """Repeat the last entry: `[..., n]` to `[..., size]`."""
     more = size - tensor.shape[-1]
     return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], more)], dim=-1) if more else tensor
 
 
 def _add_tokens(part: PaddedPart, end: int) -> None:
-    """The last part has all further tokens, which look where its last one does."""
+    """Add tokens up to `end` to the last part; they attend as its last token does."""
     num_padded = part.num_rows * part.width
     gather = torch.arange(num_padded) if part.gather is None else part.gather
     scatter = torch.arange(num_padded) if part.scatter is None else part.scatter
@@ -68,12 +68,14 @@ def _add_tokens(part: PaddedPart, end: int) -> None:
 
 
 def _padded_spans(spans: Spans, num_tokens: int, size: int) -> Spans:
-    """Every further token is a row of its own, with the keys of the last row; more rows have no queries."""
+    """
+    Pad spans: every further token is a row of its own, with the keys of the last row; further rows have no queries.
+    """
     starts, *others = spans.rows
     num_rows = rounded(len(starts) - 1) + _most_added(size)
     begins = torch.arange(num_tokens, size + 1)
     starts = extended(torch.cat([starts[:-1], begins]), num_rows + 1)
-    # The last entry is an end, or nothing: further rows have what is before it.
+    # The last entry is an end, or unused: further rows repeat the one before it.
     own = [torch.cat([extended(item[:-1], num_rows), item[-1:]]) for item in others]
     return replace(
         spans,
@@ -91,5 +93,5 @@ def _rounded_pairs(number: int) -> int:
 
 @cache
 def _most_added(size: int) -> int:
-    """How many tokens are added at most to get so many."""
+    """Return the largest number of tokens that padding to `size` adds."""
     return size - 1 - max([number for number in range(size) if rounded(number) == number])

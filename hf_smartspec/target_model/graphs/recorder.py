@@ -1,4 +1,4 @@
-"""How a device records what it is asked to do."""
+"""Recording of a device's work, for replay."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -8,31 +8,32 @@ from typing import Any, Protocol
 
 import torch
 
-_SHARE = 16  # of a GPU's memory, which recordings may take before no more are made
+_SHARE = 16  # recordings may take 1/16 of a GPU's memory before no more are made
 
 
 _lock = Lock()  # one thread records at a time
 
 
 class Recorder(Protocol):
-    """Of one device."""
+    """Recorder of one device."""
 
     def has_room(self) -> bool:
-        """Whether there is memory for more recordings."""
+        """Return whether there is memory for more recordings."""
 
     def forget(self) -> None:
-        """Says that none of the recordings will be replayed any more."""
+        """Release the memory of all recordings, which are not replayed any more."""
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """
-        Calls a function and gives what does the same again, on the same memory, with the function's result, whose
-        content is that of the latest replay of any recording. The function need not have been run when this returns.
+        Record the work of a function; return a function that repeats it on the same memory, and the result, which holds
+        the values of the latest replay of any recording. The work need not have been done when this returns.
         """
 
 
 class CudaRecorder:
     """
-    By CUDA graphs, which share memory of their own, and a stream: what libraries keep by stream is then theirs alone.
+    Recorder by CUDA graphs. They share memory of their own, and a stream, so that state that libraries keep by stream
+    is not shared with others.
     """
 
     def __init__(self, device: torch.device):
@@ -45,7 +46,7 @@ class CudaRecorder:
         return self._taken <= torch.cuda.get_device_properties(self._device).total_memory // _SHARE
 
     def forget(self) -> None:
-        self._pool, self._taken = None, 0  # memory that no graph uses any more cannot be taken up again
+        self._pool, self._taken = None, 0  # a pool that no graph uses any more cannot be used again
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         with _lock, torch.cuda.device(self._device), _no_garbage_collection():
@@ -67,7 +68,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What is collected may free memory of a device, which nobody may do while it records."""
+    """Turn garbage collection off: it may free memory of a device, which is not allowed while the device records."""
     was_on = gc.isenabled()
     gc.disable()
     try:

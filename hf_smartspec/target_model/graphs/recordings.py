@@ -1,4 +1,4 @@
-"""Which forwards are recorded, and when their recordings serve."""
+"""Recordings of forwards: which are made, and when they are used."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SWITCH = "HF_SMARTSPEC_GRAPHS"
-RUNS_UNTIL_RECORDED = SIGHTINGS + 1  # one more, with which the recording is compared
-_TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # of the largest logit
+RUNS_UNTIL_RECORDED = SIGHTINGS + 1  # one more run, with which the recording is compared
+_TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # relative to the largest logit
 
 
 def records(device: torch.device) -> bool:
-    """Whether forwards are recorded there: not if `HF_SMARTSPEC_GRAPHS=0` is set in the environment."""
+    """Return whether forwards are recorded on a device: not if `HF_SMARTSPEC_GRAPHS=0` is set in the environment."""
     return can_record(device) and os.environ.get(_SWITCH, "1") != "0"
 
 
 def recordings_for(device: torch.device) -> "ForwardRecordings | None":
-    """None where forwards are not recorded."""
+    """Return recordings for a device; None where forwards are not recorded."""
     return ForwardRecordings(recorder_of(device)) if records(device) else None
 
 
 @dataclass(eq=False)
 class _Recording:
     """
-    One forward.
+    A recording of one forward.
 
     Args:
-        replay (`Callable`): Runs it anew.
-        inputs (list of `torch.Tensor`): What it reads of a layout (`inputs_of`), at its own addresses.
+        replay (`Callable`): Runs the forward again.
+        inputs (list of `torch.Tensor`): The tensors of a layout that it reads (`inputs_of`), at its own addresses.
         logits (`torch.Tensor` of shape `[M, vocab_size]`), states (dict of `torch.Tensor` of shape `[N, hidden_size]`):
-            Where its results lie, until any recording is run.
-        is_trusted (`bool`): Has given what the decoder gives.
+            Its results, valid until any recording is run.
+        is_trusted (`bool`): Whether its results have agreed with the decoder's.
     """
 
     replay: Callable[[], None]
@@ -64,23 +64,23 @@ class _Recording:
 
     @torch.inference_mode()
     def spoil(self) -> None:
-        """What lies where the results come is no result."""
+        """Overwrite the results, so that earlier ones are not taken for new ones."""
         for tensor in (self.logits, *self.states.values()):
             tensor.fill_(torch.nan)
 
 
 class ForwardRecordings:
     """
-    Runs a written-out decoder, from recordings where shapes come again: of the weights and of the memory that it had
-    then, at the same addresses. A recording is compared with the decoder once before it serves; where one is wrong, or
-    cannot be made, there are none.
+    Runner of a written-out decoder, by recordings where shapes recur. A recording is valid for the decoder's weights
+    and memory, at the same addresses. It is compared with the decoder once before it is used; where one is wrong, or
+    cannot be made, no forwards are recorded.
 
     Args:
-        recorder (`Recorder`): Of the device.
+        recorder (`Recorder`): Recorder of the device.
 
     Attributes:
-        may_serve (`bool`): Whether layouts are to be padded: not behind a forward that could not be recorded whatever
-            its shape.
+        may_serve (`bool`): Whether layouts are to be padded: False after a forward that could not be recorded in any
+            shape.
     """
 
     def __init__(self, recorder: Recorder):
@@ -100,13 +100,13 @@ class ForwardRecordings:
         layers: Collection[int] = (),
         keep: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Arguments and logits as those of the decoder, but for `layers`: those whose hidden states are kept."""
+        """Run the decoder, with its arguments and logits, except `layers`: those whose hidden states are kept."""
         shape = self._shape(decoder, layout, cache, layers)
         recording = None if shape is None else self._kept.get(shape)
         if recording is not None and recording.is_trusted:
             recording.run(layout)
             for layer, states in recording.states.items():
-                assert keep is not None, "somebody asked for them"
+                assert keep is not None, "`layers` come with `keep`"
                 keep(layer, states.clone())
             return recording.logits.clone()
         if recording is not None:
@@ -123,7 +123,7 @@ class ForwardRecordings:
         cache: SlotCache,
         run: Callable[[PlannedForward], torch.Tensor],
     ) -> list[np.ndarray]:
-        """What a series of the decoder's forwards finds, each of which `run` runs by itself."""
+        """Return the results of a series of the decoder's forwards; `run` runs one forward by itself."""
         may_be_recorded = self._look(decoder, cache) and all([_is_one_of_few(item.layout) for item in series.planned])
         what = series.what() if may_be_recorded else None
         if what is None:
@@ -133,13 +133,13 @@ class ForwardRecordings:
     def _shape(
         self, decoder: "WrittenDecoder", layout: StepLayout, cache: SlotCache, layers: Collection[int]
     ) -> tuple | None:
-        """What two forwards have in common that can be run by one recording; None for one that cannot be recorded."""
+        """Return the key by which forwards share a recording; None for a forward that cannot be recorded."""
         if not self._look(decoder, cache) or not _is_one_of_few(layout):
             return None
         return shape_of(layout), frozenset(layers)
 
     def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
-        """Whether recordings can serve, as things are now. What was recorded as they were before is forgotten."""
+        """Return whether recordings can be used now. Those of other weights or memory are forgotten."""
         called = [state_of(item.module) for item in (decoder.plan.embedding, decoder.plan.rotary)]
         memory = cache.places()
         if memory:  # there is none before the first forward
@@ -148,7 +148,7 @@ class ForwardRecordings:
         return bool(memory) and self.may_serve
 
     def _forget_others(self, decoder: "WrittenDecoder", places: list[Any]) -> None:
-        """What was recorded with other weights, or other memory, is of no use."""
+        """Forget recordings if weights or memory have changed."""
         if decoder is self._decoder and places == self._places:
             return
         self._is_off = self._is_off and decoder is self._decoder
@@ -177,7 +177,7 @@ class ForwardRecordings:
         cache.layout = own
         try:
             replay, logits = self._recorder.record(lambda: decoder(own, cache, keep if layers else None))
-        except Exception as error:  # whatever a device cannot record, it can run
+        except Exception as error:  # a forward that cannot be recorded can still be run
             return self._give_up(f"cannot be recorded: {error!r}")
         finally:
             cache.layout = layout
@@ -191,7 +191,7 @@ class ForwardRecordings:
         cache: SlotCache,
         keep: Callable[[int, torch.Tensor], None] | None,
     ) -> torch.Tensor:
-        """The decoder's own logits; the recording is trusted if it gives the same."""
+        """Return the decoder's own logits; trust the recording if it gives the same."""
         recording.spoil()
         recording.run(layout)
         found = [recording.logits.clone(), *(states.clone() for states in recording.states.values())]

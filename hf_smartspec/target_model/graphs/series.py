@@ -1,4 +1,4 @@
-"""Forwards in a row, and what is done on the device in between, as one recording: one launch for all of them."""
+"""A series of forwards, with the work on the device in between, as one recording: one launch for all of them."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Run = Callable[[PlannedForward], torch.Tensor]
-_TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # of the largest number
+_TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # relative to the largest number
 
 
 @dataclass(eq=False)
 class _Recording:
     """
-    One series.
+    A recording of one series.
 
     Args:
-        replay (`Callable`): Runs it anew.
-        inputs (list of `torch.Tensor`): What it reads of a series (`_inputs`), at its own addresses.
-        bits (`torch.Tensor` of shape `[n]`, int32): Where lies what it finds (`bits_of`), until any recording is run.
-        like (list of `torch.Tensor`): Without data, of the shapes and dtypes that this has.
-        is_trusted (`bool`): Has found what the series finds when it is launched call by call.
+        replay (`Callable`): Runs the series again.
+        inputs (list of `torch.Tensor`): The tensors of a series that it reads (`_inputs`), at its own addresses.
+        bits (`torch.Tensor` of shape `[n]`, int32): Its results (`bits_of`), valid until any recording is run.
+        like (list of `torch.Tensor`): Tensors without data, with the shapes and dtypes of the results.
+        is_trusted (`bool`): Whether its results have agreed with those of the series launched call by call.
     """
 
     replay: Callable[[], None]
@@ -50,17 +50,17 @@ class _Recording:
 
     @torch.inference_mode()
     def spoil(self) -> None:
-        """What lies where the results come is no result: NaN, and no token."""
+        """Overwrite the results with NaN, and invalid tokens."""
         self.bits.fill_(-1)
 
 
 class SeriesRecordings:
     """
-    Runs series of forwards of a written-out decoder, from recordings where the same comes again. A recording is
-    compared once with the series as it is launched call by call; what it then finds differently is recorded no more.
+    Runner of series of a written-out decoder's forwards, by recordings where series recur. A recording is compared once
+    with the series launched call by call; a series whose recording gives other results is not recorded again.
 
     Args:
-        recorder (`Recorder`): Of the device.
+        recorder (`Recorder`): Recorder of the device.
     """
 
     def __init__(self, recorder: Recorder):
@@ -69,7 +69,7 @@ class SeriesRecordings:
         self._refused: set[Hashable] = set()
 
     def forget(self) -> None:
-        """Weights or memory have moved."""
+        """Forget all recordings, after weights or memory have moved."""
         self._kept.clear()
         self._refused.clear()
 
@@ -77,7 +77,7 @@ class SeriesRecordings:
         self, what: Hashable, decoder: "WrittenDecoder", series: ForwardSeries, cache: SlotCache, run: Run
     ) -> list[np.ndarray]:
         """
-        What the series finds.
+        Return the results of a series.
 
         Args:
             what (`Hashable`): `series.what`.
@@ -88,7 +88,7 @@ class SeriesRecordings:
         recording = self._kept.get(shape)
         if recording is None:
             may_be_recorded = self._refused.isdisjoint((what, shape)) and self._kept.is_due(shape)
-            # Copied before it is run, since it changes its layouts.
+            # Copied before it is run, since a series changes its layouts.
             own = _copied(series) if may_be_recorded and self._recorder.has_room() else None
             found = fetch_together(series.run(run))
             if own is not None:
@@ -108,7 +108,7 @@ class SeriesRecordings:
     def _record(
         self, shape: Hashable, what: Hashable, decoder: "WrittenDecoder", own: ForwardSeries, cache: SlotCache
     ) -> None:
-        """Of a series whose tensors are its own."""
+        """Record a series whose tensors are its own."""
         inputs, found = _inputs(own), list[torch.Tensor]()
 
         def run(item: PlannedForward) -> torch.Tensor:
@@ -122,7 +122,7 @@ class SeriesRecordings:
         before = cache.layout
         try:
             replay, bits = self._recorder.record(run_all)
-        except Exception as error:  # whatever a device cannot record, it can run
+        except Exception as error:  # a series that cannot be recorded can still be run
             self._refused.add(what)
             return logger.warning_once(
                 f"Levels of drafts are launched one by one: they cannot be recorded together: {error!r}"
@@ -134,19 +134,19 @@ class SeriesRecordings:
 
 
 def _inputs(series: ForwardSeries) -> list[torch.Tensor]:
-    """All that it reads, as long as it has not been run."""
+    """Return all tensors that a series reads, as long as it has not been run."""
     return [*[tensor for item in series.planned for tensor in inputs_of(item.layout)], *series.tensors]
 
 
-@torch.inference_mode(False)  # others write to them outside
+@torch.inference_mode(False)  # inference tensors could not be written to outside inference mode
 def _copied(series: ForwardSeries) -> ForwardSeries:
-    """The same with tensors of its own."""
+    """Return the series with tensors of its own."""
     planned = [replace(item, layout=copied(item.layout)) for item in series.planned]
     return replace(series, planned=planned, tensors=[tensor.clone() for tensor in series.tensors])
 
 
 def _agree(found: np.ndarray, expected: np.ndarray, cache: SlotCache) -> bool:
-    """The same tokens, and numbers that are close."""
+    """Return whether tokens are equal, and other numbers close."""
     if found.dtype.kind != "f":
         return np.array_equal(found, expected)
     is_half = any(memory.dtype != torch.float32 for layer in cache.layers for memory in layer.memories)

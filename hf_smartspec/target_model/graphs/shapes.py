@@ -1,4 +1,4 @@
-"""What two layouts have in common that one recording serves, and what it reads of them."""
+"""Shapes of layouts that share a recording, and the tensors that a recording reads."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -10,7 +10,7 @@ from ..layout.step_layout import StepLayout
 
 
 def has_few_shapes(layout: StepLayout) -> bool:
-    """One rectangle, or none at all."""
+    """Return whether the layout has one rectangle, or none."""
     return len(layout.parts) == 1 or _needs_no_parts(layout)
 
 
@@ -19,13 +19,13 @@ def _needs_no_parts(layout: StepLayout) -> bool:
     return spans is not None and not spans.has_trees and all_are_right(layout.tokens.device)
 
 
-_OF_PARTS = {"bases", "extents"}  # of spans
-# Of no account to the device, or looked at by themselves.
+_OF_PARTS = {"bases", "extents"}  # fields of spans that belong to parts
+# Fields that the device does not read, or that are handled by themselves.
 _NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes"}
 
 
 def _owners(layout: StepLayout) -> list[tuple[Any, set[str]]]:
-    """What has tensors that a recording reads, with the names of those that it does not."""
+    """Return the objects whose tensors a recording reads, each with the names of those that it does not read."""
     if layout.spans is None:
         return [(item, set()) for item in (layout, *layout.parts)]
     if _needs_no_parts(layout):
@@ -39,7 +39,7 @@ def inputs_of(layout: StepLayout) -> list[torch.Tensor]:
 
 
 def shape_of(layout: StepLayout) -> tuple:
-    """All but the numbers in tensors."""
+    """Return all fields of the layout, with the shapes of tensors in place of their numbers."""
     values = [
         getattr(owner, field.name)
         for owner, ignored in _owners(layout)
@@ -58,9 +58,9 @@ def _value(value: Any) -> Any:
 
 
 def copied(layout: StepLayout) -> StepLayout:
-    """The layout with tensors of its own, and nothing that a recording must not read."""
+    """Return the layout with tensors of its own, without those that a recording must not read."""
 
-    @torch.inference_mode(False)  # others write to them outside
+    @torch.inference_mode(False)  # inference tensors could not be written to outside inference mode
     def own_of(owner: Any, ignored: set[str]) -> Any:
         tensors = {name: getattr(owner, name) for name in owner.sent}
         own = {name: item.clone() for name, item in tensors.items() if item is not None and name not in ignored}

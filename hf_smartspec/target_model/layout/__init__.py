@@ -1,1 +1,3 @@
-"""Which tokens a packed forward computes, where their keys and values lie, and what each may attend to."""
+"""
+Layout of packed forwards: their tokens, the places of keys and values, and the columns that each token attends to.
+"""

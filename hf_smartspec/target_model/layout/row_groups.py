@@ -1,4 +1,4 @@
-"""Which neighbouring rows attention sees together: what padding costs against what one more call costs."""
+"""Groups of neighbouring rows for one call of attention: the cost of padding against that of one more call."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,10 +15,10 @@ from .shared_prefix import find_leads, leads_of
 if TYPE_CHECKING:
     from .rows import CacheRow, RowInput
 
-# What one more call of attention costs, in elements of keys and values that it could have read meanwhile. Measured on
-# CPUs, in float32 and bfloat16. Elsewhere estimated: the launches of a call's kernels take as long as 2**25 elements.
+# Cost of one more call of attention, in elements of keys and values that could be read in the same time. Measured on
+# CPUs, in float32 and bfloat16; estimated elsewhere: launching a call's kernels takes as long as 2**25 elements.
 _CALL_ON_CPU, _CALL_ELSEWHERE = 2**17, 2**25
-_QUERY = 0.1  # of what a row's first token costs, each further one, measured likewise
+_QUERY = 0.1  # cost of each further token of a row, relative to its first, measured likewise
 
 _line = attrgetter("line")
 _line_of_row = attrgetter("row.line")
@@ -27,19 +27,22 @@ TYPICAL_CALL = 170  # columns of a row, for 6 key/value heads of 64 dimensions o
 
 
 def call_columns(config: PreTrainedConfig, device_type: str) -> int:
-    """What one more call of attention costs, in columns of a row, for a decoder's config."""
+    """Return the cost of one more call of attention, in columns of a row, for a decoder's config."""
     kv_heads = shared_value(config, "num_key_value_heads") or shared_value(config, "num_attention_heads") or 1
     return (_CALL_ON_CPU if device_type == "cpu" else _CALL_ELSEWHERE) // (2 * kv_heads * head_size(config))
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """Dimensions of a head, for a decoder's config."""
+    """Return the dimensions of a head, for a decoder's config."""
     heads = shared_value(config, "num_attention_heads") or 1
     return shared_value(config, "head_dim") or max(config.hidden_size // heads, 1)
 
 
 def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
-    """The rows of each part, in ascending order of their lines; `call` is what one more part costs (`call_columns`)."""
+    """
+    Return the rows of each part, in ascending order of their lines; `call` is the cost of one more part
+    (`call_columns`).
+    """
     if len(rows) == 1:
         return [list(rows)]
     rows = sorted(rows, key=_line_of_row)
@@ -50,8 +53,8 @@ def arrange(rows: Sequence["RowInput"], call: int) -> "list[list[RowInput]]":
 
 def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
     """
-    N_context of a step in which each row brings one token: the committed tokens that its parts read, padding included,
-    and `call` for every part but the first. What several rows share is read once, by a call of its own.
+    Return N_context of a step of one token per row: the committed tokens that its parts read, padding included, and
+    `call` for every part but the first. A shared prefix is read once, in a call of its own.
     """
     if not rows:
         return 0
@@ -67,7 +70,7 @@ def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
 
 
 def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
-    """As `split`, for rows in the order of their lines: those of a slab that start alike by themselves."""
+    """Split rows, given in the order of their lines, as `split` does, but separately for every `origin`."""
     slots = [row.slot for row in rows]
     if rows[0].origin == rows[-1].origin and not any([row.lead for row in rows]):
         return split(slots, columns, widths, call)
@@ -81,7 +84,7 @@ def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], c
 
 def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], call: int) -> list[slice]:
     """
-    Cuts rows into runs of neighbours, so that attention costs least. A run reads as many columns of every slot, from
+    Split rows into runs of neighbours, so that attention costs least. A run reads as many columns of every slot, from
     its first row's to its last's, as its longest row has, with as many queries as its widest row has:
 
         cost = call + slots * columns * (1 + 0.1 * (width - 1))
@@ -89,7 +92,7 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
     The cheapest split is found, in time that grows with the rows and the length of runs.
 
     Args:
-        slots, columns, widths (sequences of `int`): Of every row, at least one, in ascending order of slots.
+        slots, columns, widths (sequences of `int`): Values of every row, at least one, in ascending order of slots.
         call (`int`): See `call_columns`.
 
     Returns:
@@ -97,19 +100,19 @@ def split(slots: Sequence[int], columns: Sequence[int], widths: Sequence[int], c
     """
     if len(slots) == 1:
         return [slice(0, 1)]
-    # A step asks twice, for what it will cost and for how it is run: with the same answer where nothing is drafted.
+    # Cached, since a step calls this twice, for its expected cost and for its layout, alike where it has no drafts.
     ends = _ends(tuple(slots), tuple(columns), tuple(widths), call)
     return [slice(start, end) for start, end in zip((0, *ends), ends)]
 
 
-@lru_cache(maxsize=64)  # several slabs have splits of their own
+@lru_cache(maxsize=64)  # every slab has a split of its own
 def _ends(slots: tuple[int, ...], columns: tuple[int, ...], widths: tuple[int, ...], call: int) -> tuple[int, ...]:
-    """Where the runs end, of at least two rows."""
+    """Return the ends of the runs of at least two rows."""
     num = len(slots)
     rows = np.array((slots, columns, widths))
     whole = (slots[-1] - slots[0] + 1) * max(columns) * (1 + _QUERY * (max(widths) - 1))
     if whole - float((rows[1] * (1 + _QUERY * (rows[2] - 1))).sum()) <= call:
-        return (num,)  # without any padding, two calls would cost as much
+        return (num,)  # even without padding, two calls would cost as much
     best, firsts = np.empty(num + 1), np.empty(num, np.int64)
     cheapest_split(*rows, call, _QUERY, best, firsts)
     begins, ends, end = firsts.tolist(), [], num

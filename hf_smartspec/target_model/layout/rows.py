@@ -1,4 +1,4 @@
-"""The rows of a packed forward: where a request's keys and values lie, and what it brings."""
+"""The rows of a packed forward: the place of a request's keys and values, and its inputs."""
 
 from dataclasses import dataclass, field
 
@@ -11,29 +11,30 @@ from ...drafts.tree import DraftTree
 @dataclass(eq=False)
 class CacheRow:
     """
-    One request's row of a `SlotCache`: the slot of a slab that it lies in, the number of committed tokens it holds, and
-    that of the draft nodes behind them, which wait for `commit`.
+    One request's row of a `SlotCache`: its slot in a slab, the number of committed tokens that it holds, and that of
+    the draft nodes after them, which wait for `commit`.
 
-    A token's position is `position_offset` more than the number of those before it: images may take fewer positions
-    than tokens.
+    A token's position is `position_offset` plus the number of tokens before it: images may take fewer positions than
+    tokens.
 
-    The lengths are for rotary embeddings that depend on that of the text: plain decoding takes the longest row's
-    (`rotary.seen_lengths`).
+    `ahead` and `least_length` are for rotary embeddings that depend on the length of the text: without speculation,
+    they go by the longest row (`rotary.seen_lengths`).
 
-    A row may share its beginning with others: its first `shared` tokens then lie in the slot of its `base`, and its own
-    slot holds those behind them (`shared_prefix`).
+    A row may share a prefix with others: its first `shared` tokens then lie in the slot of its `base`, and its own slot
+    holds the tokens after them (`shared_prefix`).
 
     Args:
         ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
-        least_length (`int`): What all tokens see at least: the longest prompt, in whose forward all prompts are run.
-        renewal (`int`, *optional*): The model computes all keys and values anew when the row outgrows this length
-            (Phi-3, on its way from short to long texts).
-        in_one_piece (`bool`): Its prompt must not be spread over several forwards.
-        line, stride (`int`): The first line of the slot in the cache's memory, and the lines of each of its slab's.
-            Where not given, the slots are in one slab, and of any length.
-        base (`CacheRow`, *optional*), shared (`int`): Whose first tokens are this row's, and how many.
-        num_sharers (`int`): Rows whose base this one is: it must not go, nor be cut below what they share.
-        lead (`int`): The first tokens, which the step that is laid out reads for several rows at once.
+        least_length (`int`): Least length that embeddings go by: the longest prompt, in whose forward all prompts are
+            run.
+        renewal (`int`, *optional*): The model recomputes all keys and values when the row outgrows this length (Phi-3,
+            on its way from short to long texts).
+        in_one_piece (`bool`): Whether the prompt must be run in a single forward.
+        line, stride (`int`): The first line of the slot in the cache's memory, and the number of lines of each slot of
+            its slab. If not given, the slots are in one slab, and of any length.
+        base (`CacheRow`, *optional*), shared (`int`): A row whose first `shared` tokens are also this row's.
+        num_sharers (`int`): Rows whose base this one is: it must not be removed, nor cut below what they share.
+        lead (`int`): Length of the prefix that the current step reads for several rows at once.
     """
 
     slot: int
@@ -62,30 +63,32 @@ class CacheRow:
 
     @property
     def start(self) -> int:
-        """The line of the first token that the row's attention reads for itself."""
+        """Line of the first token that the row's attention reads for this row alone."""
         return self.line + self.lead - self.shared
 
     @property
     def own(self) -> int:
-        """Committed tokens from there on."""
+        """Committed tokens from `start` on."""
         return self.length - self.lead
 
     @property
     def origin(self) -> int:
-        """Where the slab would begin if all of its rows began as this one does, in lines."""
+        """Line at which the slab would begin if all of its rows began as this one does."""
         return self.start - self.slot * self.stride
 
     def is_due(self, length: int) -> bool:
-        """Whether the row's keys and values must be computed anew before those of a text of so many tokens."""
+        """Return whether the row's keys and values must be recomputed before those of a text of `length` tokens."""
         return self._renews and self.renewal is not None and length > self.renewal
 
     def renew(self) -> None:
-        """Forgets all keys and values; those of the whole text see the length at which the model does so."""
-        assert self.renewal is not None, "nothing is ever computed anew"
+        """
+        Drop all keys and values; the whole text is then computed with the length at which the model recomputes it.
+        """
+        assert self.renewal is not None, "the model keeps its keys and values"
         self.length, self.num_nodes, self.least_length = 0, 0, self.renewal + self.ahead + 1
 
     def room(self, length: int) -> int | None:
-        """How deep a draft behind a text of so many tokens may be; None if as deep as it likes."""
+        """Return the largest depth of a draft after a text of `length` tokens; None if it is unlimited."""
         return self.renewal - length if self._renews and self.renewal is not None else None
 
     @property
@@ -96,17 +99,17 @@ class CacheRow:
 @dataclass
 class RowInput:
     """
-    What one row brings to a packed forward.
+    Input of one row to a packed forward.
 
     Args:
-        row (`CacheRow`): Where the row's keys and values lie.
+        row (`CacheRow`): The row that holds the keys and values.
         feed (`np.ndarray` of shape `[f]`): Committed tokens that are not cached yet; draft trees hang on the last one.
             May be empty when only further nodes of a tree follow.
         tree (`DraftTree`): The row's draft.
         first_node (`int`): Nodes before this one were part of an earlier forward and are in the cache; `feed` is empty
             then.
-        features (`torch.Tensor` of shape `[f + nodes, D]`, *optional*): What these tokens and new nodes bring beside
-            their ids, for forwards that take it.
+        features (`torch.Tensor` of shape `[f + nodes, D]`, *optional*): Features of these tokens and new nodes, for
+            forwards that take them.
     """
 
     row: CacheRow
@@ -120,7 +123,7 @@ class RowInput:
         self.num_tokens = len(self.feed) + self.num_nodes
 
     def split(self, num_tokens: int) -> "tuple[RowInput, RowInput]":
-        """The first tokens of a long feed, and what is left."""
+        """Split off the first `num_tokens` of a long feed; return both parts."""
         first = RowInput(self.row, self.feed[:num_tokens])
         rest = RowInput(self.row, self.feed[num_tokens:], self.tree, self.first_node)
         if self.features is not None:

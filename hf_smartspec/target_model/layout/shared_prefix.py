@@ -1,4 +1,4 @@
-"""Beginnings that several rows share: they lie in one row's slot, and a step reads them once for all."""
+"""Prefixes that several rows share: they lie in one row's slot, and a step reads them once for all."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ _LIMITS = (*WINDOWS, "attn_logit_softcapping")
 
 
 def may_share(config: PreTrainedConfig) -> bool:
-    """Whether tokens of such a decoder see all that is before them, and scores are what they are in flash attention."""
+    """
+    Return whether tokens of such a decoder attend to all tokens before them, with scores as flash attention has them.
+    """
     has_limits = any(shared_value(config, name) for name in _LIMITS)
     return not has_limits and set(shared_value(config, "layer_types") or ()) <= {"full_attention"}
 
@@ -23,10 +25,10 @@ def may_share(config: PreTrainedConfig) -> bool:
 @dataclass(eq=False)
 class SharedPart:
     """
-    Columns that all queries of some rows see, whatever else they see.
+    Columns that all queries of some rows attend to, besides their own.
 
     Args:
-        first_line, num_columns (`int`): Where they lie.
+        first_line, num_columns (`int`): First line of the columns, and their number.
         tokens (`torch.Tensor` of shape `[tokens]`): The rows' tokens in the packed sequence.
     """
 
@@ -36,7 +38,9 @@ class SharedPart:
     tokens: torch.Tensor
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """What the part reads of a layer's keys or values `[lines, heads, head_dim]`: `[1, heads, K, head_dim]`."""
+        """
+        Return the part's columns of a layer's keys or values `[lines, heads, head_dim]`: `[1, heads, K, head_dim]`.
+        """
         line, head, item = memory.stride()
         shape = 1, memory.shape[1], self.num_columns, memory.shape[2]
         return memory.as_strided(shape, (0, head, line, item), memory.storage_offset() + self.first_line * line)
@@ -44,8 +48,8 @@ class SharedPart:
 
 def find_leads(rows: Sequence[CacheRow]) -> None:
     """
-    Says to the rows of a step what is read for them together: to those with a base what they share with it, and to a
-    base that runs with them the most that one of them shares.
+    Set `lead`, the prefix length that this step reads once for all rows sharing it: of rows with a base, the length
+    that they share with it; of a base that runs with them, the most that one of them shares.
     """
     for row in rows:
         row.lead = row.shared
@@ -59,12 +63,12 @@ def find_leads(rows: Sequence[CacheRow]) -> None:
 
 
 def leads_of(rows: Sequence[CacheRow]) -> list[tuple[CacheRow, int]]:
-    """What a step reads for several rows at once: first tokens of which row, and how many."""
+    """Return the prefixes that a step reads for several rows at once: the row that holds each, and its length."""
     return list(dict.fromkeys([(row.base or row, row.lead) for row in rows if row.lead]))
 
 
 def shared_parts(rows: Sequence[RowInput], counts: np.ndarray) -> list[SharedPart]:
-    """Of rows with so many tokens each (`[rows]`), in the order of these."""
+    """Return the shared parts of rows with `counts` tokens each (`[rows]`), in the order of the rows."""
     ends = np.cumsum(counts)
     parts = []
     for base, length in leads_of([item.row for item in rows]):
@@ -78,7 +82,7 @@ def shared_parts(rows: Sequence[RowInput], counts: np.ndarray) -> list[SharedPar
 
 
 def pieces_of(row: CacheRow, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Where a row's tokens from `first` to `end` lie: ranges of them, and the line of the first of each."""
+    """Yield where a row's tokens from `first` to `end` lie: ranges of tokens, each with the line of its first."""
     if row.base is not None and first < row.shared:
         middle = min(end, row.shared)
         yield first, middle, row.base.line + first

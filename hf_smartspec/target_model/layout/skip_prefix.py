@@ -1,4 +1,4 @@
-"""Layouts for layers that know nothing of the first tokens of rows."""
+"""Layouts for layers that have no keys and values of rows' first tokens."""
 
 from dataclasses import replace
 
@@ -10,13 +10,13 @@ from .step_layout import PaddedPart, StepLayout
 
 def behind(layout: StepLayout, num: int) -> StepLayout:
     """
-    The same step where the first `num` columns of every row hold nothing. Tokens in these columns see something, but
-    nothing that makes sense. Keys and values are written to the same places.
+    Return the same step, as if the first `num` columns of every row were empty. Tokens in these columns attend to some
+    column, with meaningless results. Keys and values are written to the same places.
     """
     if num == 0:
         return layout
     parts = [_behind(part, num) for part in layout.parts]
-    shift = np.minimum(layout.columns, num)  # tokens in the first columns see themselves
+    shift = np.minimum(layout.columns, num)  # tokens in the first columns attend to themselves
     firsts, columns = layout.firsts + shift, layout.columns - shift
     return replace(layout, parts=parts, firsts=firsts, columns=columns, spans=None, seen={})
 
@@ -43,7 +43,10 @@ def _behind(part: PaddedPart, num: int) -> PaddedPart:
 
 
 def _moved(places: torch.Tensor, num_columns: int, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers in `[..., K]` as those in `[..., K - num]`, without those of the first columns; and which are left."""
+    """
+    Convert indices into `[..., K]` to indices into `[..., K - num]`, without those of the first columns; return them,
+    and which are left.
+    """
     columns = places % num_columns - num
     kept = columns >= 0
     return (places // num_columns * (num_columns - num) + columns)[kept], kept

@@ -1,4 +1,4 @@
-"""The layout of one packed forward: where every token of the step stands, and what it may attend to."""
+"""The layout of one packed forward: the place of every token of the step, and the columns that it may attend to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from .spans import Spans
 
 
 class EncodedAttention(Protocol):
-    """Attention of a decoder's layers where an encoder's outputs are read too."""
+    """Attention of a decoder's layers, cross attention included."""
 
     def owners(self) -> list[Any]:
         """List the objects whose tensors are sent with the layout."""
@@ -30,19 +30,21 @@ class StepLayout:
     """
     A packed forward of N tokens. It is laid out on the host, and then sent (`send`).
 
-    Token t of a row occupies column `row.own + t` from its start: of its slot, where nothing is shared.
+    Token t of a row occupies column `row.own + t` from the row's start, which is that of its slot, where no prefix is
+    shared.
 
     Args:
         tokens, positions (`torch.Tensor` of shape `[1, N]`): Token ids and rotary positions.
-        firsts, columns (`np.ndarray` of shape `[N]`): Where each token's row starts, and its column from there.
-        parts (list of `PaddedPart`): The rows as attention sees them, cut where padding would cost more than one more
-            call of attention: between short contexts and long ones, and around prompts beside rows that decode.
-        lines (`torch.Tensor` of shape `[N]`): Where each token's key and value are written.
-        kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are wanted; all, where not given.
-        spans (`Spans`, *optional*): The rows as flash attention sees them, where that serves.
-        is_padded (`bool`): Behind its tokens, the last one comes again and again (`graphs.padding`).
+        firsts, columns (`np.ndarray` of shape `[N]`): The line at which each token's row starts, and the token's column
+            from there.
+        parts (list of `PaddedPart`): The rows as attention reads them, split where padding would cost more than one
+            more call of attention: between short contexts and long ones, and around prompts beside rows that decode.
+        lines (`torch.Tensor` of shape `[N]`): Lines to which keys and values are written.
+        kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are computed; all, where not given.
+        spans (`Spans`, *optional*): The rows as flash attention reads them, where it is used.
+        is_padded (`bool`): Whether the last token is repeated after the others (`graphs.padding`).
         encoded (`EncodedAttention`, *optional*): Attends in place of tree attention, where there is an encoder.
-        shared (list of `SharedPart`): Beginnings that several rows see. Slots and columns are then those behind them.
+        shared (list of `SharedPart`): Prefixes that several rows attend to. Slots and columns then begin after them.
     """
 
     sent: ClassVar = ("tokens", "positions", "lines", "kept")
@@ -56,7 +58,7 @@ class StepLayout:
     spans: Spans | None = None
     is_padded: bool = False
     encoded: EncodedAttention | None = None
-    seen: dict = field(default_factory=dict)  # what compiled attention has found out
+    seen: dict = field(default_factory=dict)  # `SeenLines` of compiled attention, built once per step
     shared: list[SharedPart] = field(default_factory=list)
 
     def owners(self) -> list[Any]:
@@ -70,25 +72,25 @@ class StepLayout:
 @dataclass(eq=False)
 class PaddedPart:
     """
-    R neighbouring slots of a slab, at most S tokens a row, K cache columns read. Fed tokens see all columns up to
-    their own; a tree node sees the committed columns and its ancestors.
+    R neighbouring slots of a slab, at most S tokens a row, K cache columns read. Fed tokens attend to all columns up to
+    their own; a tree node attends to the committed columns and its ancestors.
 
     Args:
         tokens (`slice`): The rows' tokens in the packed sequence.
-        first_line, stride (`int`): Where the first slot begins, and the lines from one to the next.
+        first_line, stride (`int`): The line at which the first slot begins, and the lines from one slot to the next.
         num_rows, width, num_columns (`int`): R, S and K.
-        limits (`torch.Tensor` of shape `[R, S]`): A query sees all columns below its limit ...
-        tree_pairs (`torch.Tensor` of shape `[P]`): ... and what these numbers name in `[R, S, K]`: its ancestors.
+        limits (`torch.Tensor` of shape `[R, S]`): A query attends to all columns below its limit ...
+        tree_pairs (`torch.Tensor` of shape `[P]`): ... and to those at these indices into `[R, S, K]`: its ancestors.
         query_positions (`torch.Tensor` of shape `[R, S]`, *optional*), nodes (`torch.Tensor` of shape `[2, nodes]`):
-            Positions, for sliding windows; of all nodes of trees behind the number of their column in `[R, K]`. None
-            where all drafts are chains, whose tokens stand in the column of their position.
+            Positions, for sliding windows: those of queries; and for all tree nodes, the index of their column in `[R,
+            K]` and their position. None where all drafts are chains, whose tokens are in the column of their position.
         gather (`torch.Tensor` of shape `[R * S]`, *optional*): Index of every padded query among the part's tokens;
             None where these already are the padded batch.
         scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
-        sees_all (`bool`): Whether every query sees every column, windows aside.
+        sees_all (`bool`): Whether every query attends to every column, windows aside.
         seen_nodes (`np.ndarray` of shape `[2, tokens]`, int64, *optional*): The column of each row's first node, and
-            bits of those that each token sees from there on; all of them (-1), where it is no node of a tree. None
-            where all drafts are chains, or some tree has more nodes than there are bits.
+            bits of the nodes from there on that each token attends to; all of them (-1) for tokens that are not tree
+            nodes. None where all drafts are chains, or some tree has more nodes than there are bits.
     """
 
     sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
@@ -109,7 +111,9 @@ class PaddedPart:
     _masks: dict = field(default_factory=dict)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """What the part reads of a layer's keys or values `[lines, heads, head_dim]`: `[R, heads, K, head_dim]`."""
+        """
+        Return the part's columns of a layer's keys or values `[lines, heads, head_dim]`: `[R, heads, K, head_dim]`.
+        """
         line, head, item = memory.stride()
         shape = self.num_rows, memory.shape[1], self.num_columns, memory.shape[2]
         return memory.as_strided(
@@ -118,8 +122,9 @@ class PaddedPart:
 
     def mask(self, window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """
-        The additive attention mask of shape `[R, 1, S * num_groups, K]`: 0 where a query may look, -inf elsewhere; None
-        where all may look everywhere. Built once per step for every distinct window, not once per layer.
+        Return the additive attention mask of shape `[R, 1, S * num_groups, K]`: 0 where a query may attend, -inf
+        elsewhere; None where all may attend everywhere. It is built once per step for every distinct window, not once
+        per layer.
         """
         if window is not None and window >= self.num_columns:
             window = None
@@ -131,15 +136,15 @@ class PaddedPart:
         return self._masks[key]
 
     def distances(self) -> torch.Tensor:
-        """By how many positions every column's token stands before each query, `[R, S, K]`; 0 for those behind it."""
+        """Return by how many positions every column's token precedes each query, `[R, S, K]`; 0 for later tokens."""
         columns = torch.arange(self.num_columns, device=self.limits.device)
         if self.nodes is None or self.query_positions is None:
             return (self.limits[:, :, None] - 1 - columns).clamp(min=0)
         return (self.query_positions[:, :, None] - self._column_positions(columns)[:, None, :]).clamp(min=0)
 
     def _column_positions(self, columns: torch.Tensor) -> torch.Tensor:
-        """Of the tokens in all columns, `[R, K]`, where there are trees."""
-        assert self.nodes is not None, "chains' tokens stand in the column of their position"
+        """Return the positions of the tokens in all columns, `[R, K]`, where there are trees."""
+        assert self.nodes is not None, "tokens of chains are in the column of their position"
         positions = columns.repeat(self.num_rows, 1)
         positions.view(-1)[self.nodes[0]] = self.nodes[1]
         return positions
@@ -161,8 +166,8 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-_NUM_BITS = 64  # of what says which nodes a token sees
-_FEW_DRAFTS = 4  # up to here, drafts are looked at faster one by one
+_NUM_BITS = 64  # bits that select the nodes that a token attends to
+_FEW_DRAFTS = 4  # up to here, drafts are checked faster one by one
 
 
 class _Tokens(NamedTuple):
@@ -181,8 +186,8 @@ def send(
     layouts: Sequence[StepLayout], device: torch.device, wire: Wire, more: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
     """
-    Brings all that layouts have for a device there, as one piece, and more tensors (int64), which are returned. What
-    the wire has sent before is overwritten.
+    Send all tensors of layouts to a device in one copy, with `more` (int64), and return `more` on the device. Tensors
+    sent through `wire` before are overwritten.
     """
     if device.type == "cpu":
         return list(more)
@@ -195,7 +200,7 @@ def send(
 
 
 class Rounding(NamedTuple):
-    """To sizes of rectangles that come again and again, at least as large."""
+    """Functions that round sizes of rectangles up to sizes that recur."""
 
     tokens: Callable[[int], int]
     columns: Callable[[int], int]
@@ -203,8 +208,8 @@ class Rounding(NamedTuple):
 
 def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None = None) -> StepLayout:
     """
-    Lays out one packed forward of the given rows, as `arrange` orders them. Rectangles are as small as they can be, or
-    have sizes that `rounding` gives.
+    Lay out one packed forward of the given rows, grouped as by `arrange`. Rectangles are as small as possible, or have
+    sizes that `rounding` gives.
     """
     rows = [item for group in groups for item in group]
     counts = np.array([item.num_tokens for item in rows])
@@ -233,12 +238,12 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
 
 
 def _tokens(item: RowInput) -> list[np.ndarray]:
-    """What the row runs, without what is nothing."""
+    """Return the arrays of tokens that the row runs, without an empty one."""
     return [item.feed, item.tree.tokens[item.first_node :]] if item.num_nodes else [item.feed]
 
 
 def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
-    """Where every token stands if all drafts are chains: in the column of its position."""
+    """Return the places of all tokens as if all drafts were chains: in the column of their position."""
     firsts = np.array([item.row.start for item in rows])
     columns = np.array([item.row.own + item.first_node for item in rows])
     num = int(counts.sum())
@@ -254,7 +259,7 @@ def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
 
 
 def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
-    """Whether each row's draft is more than a chain."""
+    """Return for each row whether its draft is more than a chain."""
     drafts = [(number, item.tree.parents) for number, item in enumerate(rows) if len(item.tree.tokens)]
     if len(drafts) <= _FEW_DRAFTS:
         return [not item.tree.is_chain for item in rows]
@@ -275,7 +280,7 @@ def _build_part(
     has_tree: Sequence[bool],
     rounding: Rounding | None,
 ) -> PaddedPart:
-    """One part, from where all tokens stand; corrects the positions of nodes of trees."""
+    """Build one part from the places of all tokens; correct the positions of tree nodes."""
     first_line, stride = rows[0].row.start, rows[0].row.stride
     firsts, query, columns, positions = places.of(tokens)
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
@@ -283,7 +288,7 @@ def _build_part(
     if rounding is not None:
         width = rounding.tokens(width)
         num_columns = min(rounding.columns(num_columns), stride - (rows[0].row.lead - rows[0].row.shared))
-    limits = columns + 1  # every token sees all columns up to its own
+    limits = columns + 1  # every token attends to all columns up to its own
     lines = (firsts - first_line) // stride * width + query  # of the padded batch
     is_padded = len(lines) != num_rows * width
     query_positions = tree_pairs = nodes = seen_nodes = None
@@ -291,7 +296,7 @@ def _build_part(
         shape = num_rows, width, num_columns
         tree_pairs, nodes, seen_nodes = _lay_out_trees(rows, has_tree, shape, positions, limits)
         query_positions = _padded(positions, lines, num_rows, width) if is_padded else positions.reshape(-1, width)
-    # Padding queries see column 0: a softmax over nothing is NaN.
+    # Padding queries attend to column 0: a softmax over no columns is NaN.
     padded_limits = _padded(limits, lines, num_rows, width, padding=1) if is_padded else limits.reshape(-1, width)
     return PaddedPart(
         tokens=tokens,
@@ -312,7 +317,7 @@ def _build_part(
 
 
 def _padded(values: np.ndarray, lines: np.ndarray, *shape: int, padding: int = 0) -> np.ndarray:
-    """Values of tokens (`[N]`) in the padded batch."""
+    """Return the values of tokens (`[N]`) in the padded batch."""
     batch = np.full(shape, padding, np.int64)
     batch.reshape(-1)[lines] = values
     return batch
@@ -326,8 +331,8 @@ def _lay_out_trees(
     limits: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """
-    Corrects the positions and limits of all nodes of trees in a part of `shape` `[R, S, K]`; returns
-    `PaddedPart.tree_pairs`, `nodes` and `seen_nodes`.
+    Correct the positions and limits of all tree nodes in a part of `shape` `[R, S, K]`; return `PaddedPart.tree_pairs`,
+    `nodes` and `seen_nodes`.
     """
     first_slot, (_, width, num_columns) = rows[0].row.slot, shape
     ends = accumulate([item.num_tokens for item in rows])
@@ -335,9 +340,9 @@ def _lay_out_trees(
     sizes = np.array([len(item.tree.tokens) for item, _ in trees])
     firsts = np.array([item.first_node for item, _ in trees])
     parents = np.concatenate([item.tree.parents for item, _ in trees], dtype=np.int64, casting="same_kind")
-    if len(parents) != sizes.sum():  # compiled code relies on it
+    if len(parents) != sizes.sum():  # compiled code relies on this
         raise ValueError(f"A draft must have as many parents as tokens, got {len(parents)} and {sizes.sum()} in all.")
-    # Of every tree: its row, its first column, and the first of its nodes in the part and in its row, run or not.
+    # For every tree: its row, its first column, and the first of its nodes in the part and in its row, run or not.
     places = [
         (
             item.row.slot - first_slot,

@@ -1,1 +1,1 @@
-"""What a model supports, found by its architecture, by probes, and by what was done to it."""
+"""Capabilities of a model, found by its architecture, by probes, and by changes that were made to it."""

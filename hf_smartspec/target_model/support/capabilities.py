@@ -1,4 +1,6 @@
-"""What a model can do: whether trees can be packed in its forward, and whether its rows can run chains one by one."""
+"""
+Capabilities of a model: whether trees can be packed in its forward, and whether its rows can run chains one by one.
+"""
 
 from contextlib import suppress
 from threading import Lock
@@ -11,44 +13,46 @@ from ..compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TY
 from ..forward.packed import PackedForward
 from ..forward.rowwise import RowwiseForward
 from ..private import TRANSFORMERS, is_newer
-from .probe import Probe, agrees_behind_encoder
+from .probe import Probe, agrees_with_encoder
 from .twin import TWIN_REACH, borders, float32_copy, small_twin
 
 Way = type[PackedForward] | type[RowwiseForward]
 
-_SMALL = 5_000_000  # parameters of models that are probed behind their own borders, where these are near
+_SMALL = 5_000_000  # parameters of models that are probed past their own borders, where these are near
 _NEAR = 32  # tokens
-_COPIED = 2**28  # parameters of models in half precision that are copied to float32, 1 GiB, where they have no twin
-_SHORT = 6  # tokens behind the prompts of short texts
+_COPIED = 2**28  # parameters of models in half precision that are copied to float32, 1 GiB, if they have no twin
+_SHORT = 6  # tokens after the prompts of short texts
 
-# What probes have found: why a model cannot be run in some way, alone or in padded batches; None where it can.
+# Results of probes: why a model cannot be run in some way, alone or in padded batches; None where it can.
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Way, bool], str | None]] = WeakKeyDictionary()
 _lock = Lock()  # probes switch a model's training mode, and restore it
 
 
 def prepares_own_inputs(model: PreTrainedModel) -> bool:
-    """Whether a forward is fed more than the tokens that it is asked for, which the packed forward would not know."""
+    """
+    Return whether a forward is fed more than the tokens that it is asked for, which the packed forward would not do.
+    """
     own = vars(model).get("prepare_inputs_for_generation")
     if own is None:
         function = type(model).prepare_inputs_for_generation  # type: ignore[attr-defined]
         return not function.__module__.startswith("transformers.")
-    # PEFT's wrappers set theirs for the time of the call; only adapters that learn prompts change anything in it.
+    # PEFT's wrappers set theirs for the time of the call; only adapters that learn prompts change the inputs.
     peft_config = getattr(getattr(own, "__self__", None), "active_peft_config", None)
     return getattr(peft_config, "is_prompt_learning", True)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether trees in rows of their own can be packed."""
+    """Return whether draft trees can be packed in the model's forward."""
     return packing_obstacle(model) is None
 
 
 def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | None:
     """
-    Why draft trees cannot be packed in the model's forward; None if they can: by its type, else by comparing small
-    forwards, once per model.
+    Return why draft trees cannot be packed in the model's forward; None if they can: by its type, else by comparing
+    small forwards, once per model.
 
     Args:
-        is_padded (`bool`): Whether plain decoding would pad rows of different lengths.
+        is_padded (`bool`): Whether rows of different lengths would be padded without speculation.
     """
     if prepares_own_inputs(model):
         return f"the attention of {type(model).__name__} cannot be packed"
@@ -65,22 +69,22 @@ def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | N
 
 
 def _encoded_obstacle(model: PreTrainedModel) -> str | None:
-    """The same for a decoder behind an encoder, whose rows are padded with care by whoever calls `generate`."""
+    """Return the same for a decoder with cross attention, whose rows the caller of `generate` pads with care."""
     if model.config.model_type in TESTED_ENCODED_TYPES and _is_usual(model):
         return None
     if model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
         return f"the decoder of {type(model).__name__} has not been tried out"
     if found := borders(model.config.get_text_config(decoder=True)):
-        return f"what the decoder of {type(model).__name__} does behind {_names(found)} tokens has not been tried out"
+        return f"what the decoder of {type(model).__name__} does after {_names(found)} tokens has not been tried out"
     return _probed(model, PackedForward, is_padded=False)
 
 
 def rowwise_obstacle(model: PreTrainedModel) -> str | None:
     """
-    Why the model cannot run several tokens of a row at once and take them back; None if it can: by its type, else by
-    comparing small forwards, once per model. It cannot if it looks ahead (BERT without `is_decoder`), has no cache
-    (GPT-1), feeds its cache one token at a time (ProphetNet), or chooses what it attends to by the tokens that are run
-    together (DeepSeek 3.2).
+    Return why the model cannot run several tokens of a row at once and take them back; None if it can: by its type,
+    else by comparing small forwards, once per model. It cannot if it looks ahead (BERT without `is_decoder`), has no
+    cache (GPT-1), feeds its cache one token at a time (ProphetNet), or chooses what it attends to by the tokens that
+    are run together (DeepSeek 3.2).
     """
     is_tested = model.config.model_type in TESTED_ROWWISE_TYPES and _is_usual(model)
     if is_tested or model.main_input_name != "input_ids":  # speech and images in, text out: no input to probe with
@@ -89,7 +93,7 @@ def rowwise_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _is_usual(model: PreTrainedModel) -> bool:
-    """Whether the model is transformers' own, of a tested release, with the types of layers that tests know."""
+    """Return whether the model is transformers' own, of a tested release, with types of layers that the tests cover."""
     if is_newer():
         return False
     layer_types = shared_value(model.config.get_text_config(decoder=True), "layer_types")
@@ -107,9 +111,9 @@ def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
 
 def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     """
-    Compare with plain decoding, token by token: short texts in the model itself, and texts after every length at which
-    it changes its ways, in a small twin where these lengths, or the model, are large. Models in half precision
-    are compared within rounding, which adds up over their layers; their twins, or copies, in float32 exactly.
+    Compare with decoding token by token: short texts in the model itself, and texts past every length at which its
+    behaviour changes, in a small twin where these lengths, or the model, are large. Models in half precision are
+    compared within rounding, which adds up over their layers; their twins, or copies, in float32 exactly.
     """
     name, is_coarse = type(model).__name__, model.dtype != torch.float32
     cannot = f"{name} cannot run several tokens at once and take them back"
@@ -121,9 +125,7 @@ def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     prompt_lens = (4, 7) if is_padded else (7,)
 
     def agrees(subject: PreTrainedModel, num_tokens: int) -> bool:
-        return (
-            agrees_behind_encoder(subject, way) if is_encoded else Probe(subject, prompt_lens, num_tokens).agrees(way)
-        )
+        return agrees_with_encoder(subject, way) if is_encoded else Probe(subject, prompt_lens, num_tokens).agrees(way)
 
     if not agrees(model, _SHORT):
         return _at_borders(name, near) if near and way is RowwiseForward else cannot
@@ -132,7 +134,7 @@ def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     reach = max(near.values(), default=0) + _SHORT if len(near) == len(found) else None
     exact = _exact_subject(model, reach)
     if exact is None:
-        what = f"does behind {_names(found)} tokens" if found else f"computes in {model.dtype}"
+        what = f"does after {_names(found)} tokens" if found else f"computes in {model.dtype}"
         return f"what {name} {what} cannot be tried out"
     if agrees(*exact):
         return None
@@ -142,7 +144,7 @@ def _probe(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
 def _exact_subject(model: PreTrainedModel, reach: int | None) -> tuple[PreTrainedModel, int] | None:
     """
     Return a model in float32 to compare in place of a large one or one in half precision, and the number of tokens
-    after its prompts: the model itself, its small twin, or a copy. None where none of them serves.
+    after its prompts: the model itself, its small twin, or a copy. None if none of these is possible.
 
     Args:
         reach (`int`, *optional*): Tokens that lead the model itself across its borders, where these are near.
@@ -160,7 +162,7 @@ def _exact_subject(model: PreTrainedModel, reach: int | None) -> tuple[PreTraine
 
 
 def _at_borders(name: str, found: dict[str, int]) -> str:
-    return f"{name} does not compute several tokens at once as one at a time, behind {_names(found)} tokens"
+    return f"{name} does not compute several tokens at once as one at a time, after {_names(found)} tokens"
 
 
 def _names(found: dict[str, int]) -> str:

@@ -1,25 +1,25 @@
-"""Which modules drop something at random while they are in training."""
+"""Modules that drop values at random while they are in training."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-_WORDS = ("drop", "jitter")  # in the names of what says how much: `attention_dropout`, `layerdrop`, `jitter_noise`
+_WORDS = ("drop", "jitter")  # in the names of rates: `attention_dropout`, `layerdrop`, `jitter_noise`
 
 
 def may_drop(module: nn.Module) -> bool:
-    """Whether a module has a rate at which it drops something, be it 0."""
+    """Return whether a module has a rate at which it drops values, be it 0."""
     return any(map(_is_rate, vars(module)))
 
 
 def drops(attributes: Mapping[str, Any]) -> bool:
-    """Whether a module with these attributes would drop something in training."""
+    """Return whether a module with these attributes would drop values in training."""
     return any(type(value) in (int, float) and value > 0 for name, value in attributes.items() if _is_rate(name))
 
 
 def is_random(model: nn.Module) -> bool:
-    """Whether no two forwards of a model agree, since some of it is in training and drops something."""
+    """Return whether forwards of a model differ from one another, since some of it is in training and drops values."""
     return any(module.training and drops(vars(module)) for module in model.modules())
 
 

@@ -1,4 +1,6 @@
-"""Probes: whether several tokens at once, and rows of different lengths side by side, are what plain decoding gives."""
+"""
+Probes: comparison of several tokens at once, and rows of different lengths side by side, with decoding token by token.
+"""
 
 import inspect
 import itertools
@@ -19,13 +21,13 @@ from ..forward.rotary import forget_lengths
 from ..forward.rowwise import RowwiseForward
 from ..layout.rows import CacheRow, RowInput
 
-_TOLERANCE = 1e-3  # of the logits' spread, in float32
-# The same, root mean square of a line, in half precision: in SmolLM2-135M in bfloat16 0.12, with a wrong tree 1.5.
+_TOLERANCE = 1e-3  # relative to the logits' spread, in float32
+# The same, root mean square of a line, in half precision: 0.12 in SmolLM2-135M in bfloat16, 1.5 with a wrong tree.
 _GROSS = 0.6
 
 
 class Forward(Protocol):
-    """What a probe asks of `PackedForward` and `RowwiseForward`."""
+    """Attributes of `PackedForward` and `RowwiseForward` that a probe uses."""
 
     trees: bool
 
@@ -36,12 +38,12 @@ class Forward(Protocol):
 
 class Probe:
     """
-    Texts, and the logits that plain decoding computes one token at a time.
+    Texts, and the logits that the model computes one token at a time.
 
     Args:
         model (`PreTrainedModel`): A decoder that generates by itself; it is left as it was.
-        prompt_lens (sequence of `int`): Rows of the batch, padded on the left.
-        num_tokens (`int`): Tokens behind the prompts.
+        prompt_lens (sequence of `int`): Lengths of the batch's prompts, which are padded on the left.
+        num_tokens (`int`): Tokens after the prompts.
     """
 
     def __init__(self, model: PreTrainedModel, prompt_lens: Sequence[int], num_tokens: int):
@@ -58,7 +60,7 @@ class Probe:
     @torch.no_grad()
     @unrounded_tokens()
     def agrees(self, way: type[PackedForward] | type[RowwiseForward]) -> bool:
-        """Whether forwards of that kind give the plain logits."""
+        """Return whether forwards of that kind give the logits of decoding token by token."""
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             self.model.eval()
@@ -66,21 +68,21 @@ class Probe:
             expected = self._plain_logits()
             forget_lengths(self.model)
             return self._compare(self._forward(way), expected)
-        except Exception:  # whatever goes wrong in a foreign model: it is left to plain decoding
+        except Exception:  # a model that fails in any way is decoded without speculation
             return False
         finally:
             for module, mode in modes:
                 module.training = mode
 
     def _kwargs(self) -> dict[str, Any]:
-        """What `generate` prepares."""
+        """Return the arguments that `generate` prepares."""
         kwargs: dict[str, Any] = {"attention_mask": self.mask, "use_cache": True}
         if "position_ids" in inspect.signature(self.model.forward).parameters:
             kwargs["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)
         return kwargs
 
     def _plain_logits(self) -> torch.Tensor:
-        """Logits behind the prompts and behind every further token, `[num_tokens + 1, rows, vocab_size]`."""
+        """Return the logits after the prompts and after every further token, `[num_tokens + 1, rows, vocab_size]`."""
         model: Any = self.model
         kwargs, ids = self._kwargs(), self.ids[:, : self.width]
         mode = GenerationMode.GREEDY_SEARCH
@@ -100,9 +102,11 @@ class Probe:
         return RowwiseForward(self.model, self.ids[:, : self.width], self._kwargs(), GenerationConfig())
 
     def _compare(self, forward: Forward, expected: torch.Tensor) -> bool:
-        """Drafts of several sizes, accepted wholly or in part, until the texts end."""
+        """
+        Run drafts of several sizes, accepted wholly or in part, until the texts end; return whether all logits agree.
+        """
         rows = [self._add(forward, length) for length in self.prompt_lens]
-        done = 0  # tokens behind the prompts that are cached or fed next
+        done = 0  # tokens after the prompts that are cached or fed next
         for size, num_accepted in itertools.cycle(((3, 2), (1, 0), (4, 4), (2, 2))):
             ends = [length + done for length in self.prompt_lens]
             rooms = (row.room(end) for row, end in zip(rows, ends))
@@ -138,7 +142,7 @@ def _uncached(row: CacheRow, text: np.ndarray, end: int) -> np.ndarray:
 
 
 def _draft(tokens: np.ndarray, is_tree: bool) -> DraftTree:
-    """The tokens as a chain, or as every second node of a tree, each behind a sibling."""
+    """Return the tokens as a chain, or as every second node of a tree, each after a sibling."""
     if not is_tree:
         return DraftTree.chain(tokens)
     nodes = np.stack([np.roll(tokens, 1) + 1, tokens], axis=1).flatten() % (tokens.max(initial=0) + 1)
@@ -149,10 +153,10 @@ def _draft(tokens: np.ndarray, is_tree: bool) -> DraftTree:
 
 @torch.no_grad()
 @unrounded_tokens()
-def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | type[RowwiseForward]) -> bool:
+def agrees_with_encoder(model: PreTrainedModel, way: type[PackedForward] | type[RowwiseForward]) -> bool:
     """
-    Whether chains in a decoder behind an encoder, or every second node of a tree, accepted in part, whole and not at
-    all, give the plain logits: behind a text and behind a shorter one, which is padded.
+    Return whether chains in a decoder with cross attention, or every second node of a tree, accepted in part, whole and
+    not at all, give the logits of decoding token by token: for an encoded text, and for a shorter one, which is padded.
     """
     size = model.config.get_text_config(decoder=True).vocab_size
     text = (torch.arange(3, 14, device=model.device) * 7 % size).repeat(2, 1)
@@ -183,7 +187,7 @@ def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | typ
             forward.commit(rows, [path[:num_accepted]] * 2)
             start = end + num_accepted
         return True
-    except Exception:  # likewise
+    except Exception:  # as in `Probe.agrees`
         return False
     finally:
         for module, mode in modes:
@@ -192,8 +196,8 @@ def agrees_behind_encoder(model: PreTrainedModel, way: type[PackedForward] | typ
 
 def alike(actual: torch.Tensor, expected: torch.Tensor, is_coarse: bool = False) -> bool:
     """
-    Whether lines of logits `[M, vocab_size]` are the same up to rounding. In half precision, rounding adds up over
-    layers: then only what is grossly wrong is told from it, and a float32 twin shows the rest.
+    Return whether lines of logits `[M, vocab_size]` are the same up to rounding. In half precision, rounding adds up
+    over layers: then only gross errors stand out, and a float32 twin shows the others.
     """
     error, spread = actual.float() - expected.float(), expected.float().std()
     if is_coarse:

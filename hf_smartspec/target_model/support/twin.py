@@ -1,6 +1,6 @@
 """
-What models are tried out in: small twins, the same architecture in a few narrow layers with every border at a few
-tokens, and copies in float32.
+Models for trials: small twins, the same architecture in a few narrow layers with every border at a few tokens, and
+copies in float32.
 """
 
 import copy
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# What configs call the lengths at which a model changes its ways, and what twins have in their place.
+# Config entries for lengths at which a model's behaviour changes, and their values in twins.
 BORDERS = {
     "sliding_window": 5,
     "sliding_window_size": 5,
@@ -37,7 +37,7 @@ TWIN_REACH = 22  # tokens that lead a twin across all its borders
 ROPE_BORDER = 12  # original positions of a twin whose rotary embeddings depend on the length
 
 _LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|hidden_layers|(en|de)coder_layers|num_blocks)$")
-# Sizes, by what their names end with (the first that fits counts), and the most that a twin has of them.
+# Sizes by the ends of their names (the first that fits counts), and their largest values in twins.
 _SIZES = [
     (re.compile(names + "$"), most)
     for names, most in (
@@ -56,19 +56,19 @@ _SIZES = [
         (r"experts|expert_num", 4),
     )
 ]
-# What some configs work out by themselves when they are made, and leave at None where they are not.
+# Values in twins for entries that a config leaves at None, since some configs derive them from others.
 _UNSET = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
 _ORIGINAL = "original_max_position_embeddings"
 _NO_SIZES = ("id2label", "label2id", "model_type", "transformers_version", "architectures")
 
 
 def borders(config: PreTrainedConfig) -> dict[str, int]:
-    """The lengths at which a model changes its ways, by the names that its config has for them."""
+    """Return the lengths at which a model's behaviour changes, by their names in its config."""
     return dict(_borders(config.to_dict()))
 
 
 def _borders(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The shortest of a name come last."""
+    """Yield (name, length) pairs; for equal names the shortest comes last, so that `dict` keeps it."""
     for name, value in values.items():
         if isinstance(value, dict) and name not in _NO_SIZES:
             yield from _borders(value)
@@ -86,19 +86,19 @@ def _borders(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameters of rotary embeddings: one set, or one for each type of layers."""
+    """Return the parameters of rotary embeddings: one set, or one for each type of layer."""
     rope = values.get("rope_parameters") or {}
     return [rope, *(item for item in rope.values() if isinstance(item, dict))]
 
 
 def small_twin(model: PreTrainedModel) -> PreTrainedModel:
     """
-    A model of the same class with random weights that are far apart, on the CPU in float32.
+    Return a model of the same class with random weights that are far apart, on the CPU in float32.
 
     Raises:
-        Exception: of any kind, where its config's sizes depend on one another in ways that are not known here.
+        Exception: of any kind, if sizes in its config depend on one another in unknown ways.
     """
-    # Whatever the caller samples, and wherever new tensors lie by default, is independent of it.
+    # Independent of the caller's random state and default device.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         twin = type(model)._from_config(small_config(model.config), dtype=torch.float32)
     return sharpened(twin.eval().requires_grad_(False))
@@ -111,7 +111,7 @@ def float32_copy(module: Module, shared: Iterable[Any] = ()) -> Module:
     module's own: use the copy for forwards only.
 
     Args:
-        shared (iterable): Objects that module and copy are to have in common.
+        shared (iterable): Objects that the module and its copy have in common.
     """
     memo = {id(item): item for item in shared}
     for parameter in module.parameters():
@@ -126,7 +126,7 @@ def _is_converted(tensor: torch.Tensor) -> bool:
 
 
 def sharpened(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """The model with weights so large that its scores are far apart."""
+    """Give the model random weights so large that its scores are far apart, and return it."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -135,7 +135,7 @@ def sharpened(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def small_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
-    """The config of a model's small twin; `changes` have the last word."""
+    """Return the config of a model's small twin; `changes` take precedence."""
     values = {key: value for key, value in config.to_dict().items() if key not in _NO_SIZES}
     small = type(config)(**_shrunk(values) | changes)
     small._attn_implementation_internal = config._attn_implementation_internal
@@ -152,7 +152,7 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_layers(values: dict[str, Any], num_layers: int) -> int:
-    """As few of the first layers as have all kinds that there are; two at least."""
+    """Return the number of first layers that have all kinds of layers among them; two at least."""
     entries = [
         (key, value) for key, value in values.items() if isinstance(value, list) and not _names_layers(key, value)
     ]
@@ -162,7 +162,7 @@ def _num_layers(values: dict[str, Any], num_layers: int) -> int:
 
 
 def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: int) -> Any:
-    """One entry of a twin's config."""
+    """Return one entry of a twin's config."""
     if key == "per_layer_config" and isinstance(value, dict):
         return {layer: item for layer, item in value.items() if int(layer) < kept}
     if isinstance(value, dict):
@@ -187,13 +187,13 @@ def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: 
 
 
 def _names_layers(key: str, value: list[Any]) -> bool:
-    """Whether a list holds numbers of layers, rather than something for each of them."""
+    """Return whether a list holds numbers of layers, rather than one entry for each layer."""
     is_rising = all(_is_number(item) for item in value) and value == sorted(set(value))
     return is_rising and re.search(r"layers?(_ids)?$|idxs$", key) is not None
 
 
 def _shrink_rope(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Few original positions, and factors of as many dimensions as there are."""
+    """Set few original positions, and factors for as many dimensions as there are."""
     if parameters.get("rope_type") == "longrope":
         parameters["original_max_position_embeddings"] = ROPE_BORDER
         head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]

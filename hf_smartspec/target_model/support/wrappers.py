@@ -1,4 +1,4 @@
-"""What others have done to a model that decides how it can be served: adapters per row, quantization across rows."""
+"""Changes to a model that decide how it can be served: adapters per row, quantization across rows."""
 
 from transformers import PreTrainedModel
 
@@ -6,13 +6,13 @@ _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
 
 
 def has_adapters_by_row(model: PreTrainedModel) -> bool:
-    """Whether PEFT's hooks give every row of the batch an adapter of its own, for the time of this call."""
+    """Return whether PEFT's hooks give every row of the batch an adapter of its own, for the time of this call."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return any(not {"adapter_names", "alora_offsets"}.isdisjoint(getattr(hook, "keywords", ())) for hook in hooks)
 
 
 def row_mixing(model: PreTrainedModel) -> str | None:
-    """How rows change one another's results; None where they do not, as far as is known."""
+    """Return how rows change one another's results; None where they do not, as far as is known."""
     for module in model.modules():
         place = type(module).__module__
         if place.startswith(_DYNAMIC):

@@ -15,10 +15,11 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 class WrittenDecoder:
     """
-    Computes what a model's own forward computes (up to the rounding of matrix products of other shapes).
+    Forward of a decoder by its plan, with the results of the model's own forward (up to the rounding of matrix products
+    of other shapes).
 
     Args:
-        plan (`DecoderPlan`): Of the model.
+        plan (`DecoderPlan`): Plan of the model.
     """
 
     def __init__(self, plan: DecoderPlan):
@@ -31,16 +32,18 @@ class WrittenDecoder:
         keep: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """
+        Run the decoder.
+
         Args:
-            layout (`StepLayout`): Of N tokens, of which M are kept.
-            cache (`SlotCache`): Gets their keys and values.
-            keep (`Callable`, *optional*): Gets the hidden states `[N, hidden_size]` before every layer, behind the
-                last, and, as layer -1, behind the final norm.
+            layout (`StepLayout`): Layout of N tokens, of which M are kept.
+            cache (`SlotCache`): Where their keys and values are stored.
+            keep (`Callable`, *optional*): Called with the hidden states `[N, hidden_size]` before every layer, after
+                the last, and, as layer -1, after the final norm.
 
         Returns:
             `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype.
         """
-        # Modules that are called may keep what they compute, and be trained later.
+        # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
             return self._run(layout, cache, keep)
 
@@ -62,17 +65,17 @@ class WrittenDecoder:
         return self.logits(plan.final_norm(x if lines is None else x[lines]))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up tokens `[1, N]`; returns `[N, hidden_size]`."""
+        """Look up tokens `[1, N]`; return `[N, hidden_size]`."""
         x = self.plan.embedding(tokens)[0]
         return x if self.plan.embedding_multiplier == 1.0 else x * self.plan.embedding_multiplier
 
     def tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
         """
-        Compute rotary embeddings by type of layer, as that type's rotation takes them.
+        Compute rotary embeddings by type of layer, in the form that the type's rotation takes.
 
         Args:
-            x (`torch.Tensor` of shape `[N, hidden_size]`): Of the dtype and device that they are to have.
-            positions (`torch.Tensor` of shape `[1, N]`): Of the tokens.
+            x (`torch.Tensor` of shape `[N, hidden_size]`): A tensor with the dtype and device of the result.
+            positions (`torch.Tensor` of shape `[1, N]`): Positions of the tokens.
         """
         tables = {}
         for name in self.plan.rotary_types:
@@ -98,7 +101,7 @@ class WrittenDecoder:
 def run_layer(
     plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
 ) -> torch.Tensor:
-    """Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; returns its output of the same shape."""
+    """Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; return its output of the same shape."""
     normed = x if plan.before_attention is None else plan.before_attention(x)
     attended = attend(plan, normed, layout, memory, tables)
     if plan.after_attention is not None:
@@ -119,6 +122,9 @@ def _add(plan: LayerPlan, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def attend(
     plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
 ) -> torch.Tensor:
+    """
+    Run a layer's attention on `x` of shape `[N, hidden_size]`, after its norm; keys and values are written to `memory`.
+    """
     num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.kv_heads
     states = plan.query_key_value(x).view(num, both + plan.kv_heads, plan.head_dim)
     rotated, values = states[:, :both], states[:, both:]
@@ -134,7 +140,7 @@ def attend(
 
 
 def _normed(plan: LayerPlan, states: torch.Tensor) -> torch.Tensor:
-    """Queries and keys `[N, heads + kv_heads, head_dim]` behind their norms."""
+    """Return queries and keys `[N, heads + kv_heads, head_dim]` after their norms."""
     parts = states[:, : plan.num_heads], states[:, plan.num_heads :]
     if not plan.norms_heads:
         parts = parts[0].flatten(1), parts[1].flatten(1)

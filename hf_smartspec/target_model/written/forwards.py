@@ -1,4 +1,4 @@
-"""What forwards do: where their code comes from, and what it mentions."""
+"""Code of forwards: where it comes from, and the names that it mentions."""
 
 import inspect
 import sys
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-# Whose forwards are known. What somebody else's do is not shown by a few tokens, nor by the names that they mention:
-# they may clip values, or scale logits behind some length.
+# Packages whose forwards are known. What others do is not shown by a few tokens, nor by the names that they mention:
+# they may clip values, or scale logits after some length.
 _ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
 
-# What the forwards of known layers mention. One that mentions anything else may do something that a few tokens do not
-# show: scales behind some length (Ministral 3), values that are clipped, ...
+# Names in the forwards of known layers. A forward with other names may do things that a few tokens do not show: scale
+# logits after some length (Ministral 3), clip values, ...
 _MENTIONS = frozenset(
     "_attn_implementation _bidirectional_window_overlay act act_fn activation_fn ALL_ATTENTION_FUNCTIONS "
     "apply_rotary_pos_emb arange attention_dropout attentions attn_logit_softcapping BaseModelOutputWithPast "
@@ -35,7 +35,10 @@ Kind = type[nn.Module]
 
 
 def foreign_code(kinds: Iterable[Kind]) -> str | None:
-    """Which of the kinds has a forward, or something that its forward calls, of somebody else's making."""
+    """
+    Describe the first forward of these kinds, or function that it calls, that is not of a known package; None if there
+    is none.
+    """
     for kind in kinds:
         for name, function in _functions(kind).items():
             if not all(map(_is_known, _wrapped(function))):
@@ -44,7 +47,7 @@ def foreign_code(kinds: Iterable[Kind]) -> str | None:
 
 
 def unknown_mentions(kinds: Iterable[Kind]) -> str | None:
-    """Which of the kinds has a forward that mentions what is not known."""
+    """Describe the first of the kinds whose forward mentions unknown names; None if there is none."""
     for kind in kinds:
         further = mentions(kind) - _MENTIONS
         if further:
@@ -53,18 +56,20 @@ def unknown_mentions(kinds: Iterable[Kind]) -> str | None:
 
 
 def mentions(kind: Kind) -> set[str]:
-    """Names in a kind's forward, and in those of its model's own functions that the forward calls."""
+    """Return names in a kind's forward, and in those of its model's own functions that the forward calls."""
     functions = [function for function in _functions(kind).values() if not _is_general(function)]
     return {name for function in functions for name in _names(function)}
 
 
 def rotation_function(kind: Kind) -> Any:
-    """How attention modules of this kind apply rotary embeddings; None if their file has no such function."""
+    """
+    Return the function by which attention modules of this kind apply rotary embeddings; None if their file has none.
+    """
     return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
 
 
 def _functions(kind: Any) -> dict[str, Any]:
-    """A kind's forward and what it calls of the kind's own, by name."""
+    """Return a kind's forward, and the kind's own functions that it calls, by name."""
     found, names = {}, ["forward"]
     while names:
         name = names.pop()
@@ -78,7 +83,7 @@ def _functions(kind: Any) -> dict[str, Any]:
 
 
 def _is_general(function: Any) -> bool:
-    """Whether a function is that of all modules or models."""
+    """Return whether a function is that of all modules or models."""
     return _origin(inspect.unwrap(function)) in ("torch.nn.modules.module", "transformers.modeling_utils")
 
 
@@ -87,12 +92,12 @@ def _is_known(function: Any) -> bool:
 
 
 def _origin(function: Any) -> str | None:
-    """The module in which a function was written, whatever it says of itself."""
+    """Return the module in which a function was written, which its own attributes may hide."""
     return getattr(function, "__globals__", {}).get("__name__")
 
 
 def _wrapped(function: Any) -> Iterator[Any]:
-    """A function and all those that it is wrapped around."""
+    """Yield a function and all those that it wraps."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)

@@ -1,4 +1,4 @@
-"""The parts of a written-out layer: norms, linear maps side by side, activations and rotary embeddings."""
+"""Parts of a written-out layer: norms, linear layers side by side, activations and rotary embeddings."""
 
 import copy
 import weakref
@@ -19,16 +19,18 @@ from .forwards import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
-_EPS = ("variance_epsilon", "eps")  # what RMS norms call it
+_EPS = ("variance_epsilon", "eps")  # its names in RMS norms
 _HAS_MKL = torch.backends.mkl.is_available()
-_MOST_LINES = 32  # in float32; in bfloat16 half as many
+_MOST_LINES = 32  # tokens in float32; in bfloat16 half as many
 _LARGE = 2**20  # entries of a weight
-_DIM = 8  # of heads with which functions are tried out
-_norms: dict[tuple, bool | None] = {}  # by kind, eps and dtype: whether they are shifted; None for none that is known
+_DIM = 8  # size of heads with which functions are tried out
+_norms: dict[tuple, bool | None] = {}  # by kind, eps and dtype: whether norms are shifted; None for other norms
 
 
 class Called:
-    """A module that is called as it is. Parts refer to modules weakly: what is replaced in a model is not kept."""
+    """
+    A module that is called as it is. Parts refer to modules weakly, so that replaced modules of a model are freed.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = weakref.ref(module)
@@ -42,7 +44,7 @@ class Called:
 
 
 class _Weighted:
-    """What computes with a module's parameters, which are read anew each time."""
+    """Base of parts that compute with a module's parameters, which are read anew each time."""
 
     def __init__(self, module: nn.Module):
         self._module = weakref.ref(module)
@@ -57,8 +59,8 @@ class RMSNorm(_Weighted):
     `x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, rounded where the model's own norm rounds.
 
     Args:
-        eps (`float`): What it adds.
-        is_shifted (`bool`): It multiplies by `1 + weight`, in float32 (Gemma).
+        eps (`float`): Added to the mean square.
+        is_shifted (`bool`): Whether the factor is `1 + weight`, in float32 (Gemma).
     """
 
     def __init__(self, module: nn.Module, eps: float, is_shifted: bool):
@@ -91,7 +93,7 @@ class LayerNorm(_Weighted):
 
 
 def written_norm(module: nn.Module) -> Map:
-    """A norm in as few calls as compute what it does; called as it is, where none do."""
+    """Return a norm in as few calls as compute the same; a norm of an unknown kind is called as it is."""
     if type(module) is nn.LayerNorm:
         return LayerNorm(module)
     eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
@@ -107,36 +109,39 @@ def written_norm(module: nn.Module) -> Map:
 
 @torch.no_grad()
 def _is_shifted(module: nn.Module, eps: float) -> bool | None:
-    """What kind of RMS norm this is, found out by trying one with other weights; None if it is no such norm."""
+    """Return whether an RMS norm is shifted, found by trying it with other weights; None if it is not such a norm."""
     weight: Any = module._parameters["weight"]
     numbers = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)) + 0.5
     numbers = numbers.to(weight.device, weight.dtype)
     probe = copy.copy(module)
     probe._parameters = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
     x = (numbers[1:] - 1) * eps**0.5  # small numbers, so that eps counts
-    expected = type(module).forward(probe, x)  # past all hooks, which are somebody else's
+    expected = type(module).forward(probe, x)  # without hooks, which are not the norm's
     norms = {kind: RMSNorm(probe, eps, kind).by_torch(x, numbers[0]) for kind in (False, True)}
     return next((kind for kind, found in norms.items() if torch.equal(found, expected)), None)
 
 
 class Fused:
     """
-    Linear maps of the same input, side by side: one product in place of several, where their weights are neighbouring
+    Linear layers of the same input, side by side: one product in place of several, where their weights are neighbouring
     rows of one tensor.
 
     Args:
-        modules (sequence of `nn.Linear` or of `Int8Linear`): Of one kind, in the order of their outputs.
+        modules (sequence of `nn.Linear` or of `Int8Linear`): Layers of one kind, in the order of their outputs.
     """
 
     def __init__(self, modules: Sequence[nn.Linear | Int8Linear]):
-        # No tensor is kept: the model may be moved, and its old memory be wanted back.
+        # No tensor is kept, so that the model's old memory is freed when it is moved.
         self._modules = [weakref.ref(module) for module in modules]
         self._shape = (sum(module.out_features for module in modules), modules[0].in_features)
         self._is_int8 = type(modules[0]) is Int8Linear
         self._is_one = all(map(_are_side_by_side, self._parameters()))
 
     def lay_side_by_side(self) -> None:
-        """The parameters become views of one tensor: nothing is held twice. Memory that others hold stays theirs."""
+        """
+        Make the parameters views of one tensor, so that no weights are held twice. Memory that is shared with others
+        stays as it is.
+        """
         parameters = self._parameters()
         if not self._is_one and all(map(_is_own, chain.from_iterable(parameters))):
             for one_kind in parameters:
@@ -144,7 +149,7 @@ class Fused:
             self._is_one = True
 
     def _parameters(self) -> list[list[torch.Tensor]]:
-        """Weights, biases, ... of all maps."""
+        """Return the parameters of all layers by kind: weights, biases, ..."""
         entries = [list(module._parameters.values()) for item in self._modules if (module := item()) is not None]
         return [list(kind) for kind in zip(*entries) if kind[0] is not None]
 
@@ -154,7 +159,7 @@ class Fused:
         return torch.cat([self._product(x, module, False) for module in self._modules], dim=-1)
 
     def _product(self, x: torch.Tensor, module: Any, with_neighbours: bool) -> torch.Tensor:
-        """One module's product, or that of all, whose weights begin with the module's."""
+        """Return one layer's product, or that of all layers, whose weights begin with this one's."""
         parameters = module()._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         scale = parameters["scale"] if self._is_int8 else None
@@ -164,16 +169,16 @@ class Fused:
         return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias)
 
     def _vector(self, first: torch.Tensor | None) -> torch.Tensor | None:
-        """One number per output of all maps; None where there are none."""
+        """Return one number per output of all layers; None if the first layer has none."""
         return None if first is None else first.as_strided(self._shape[:1], (1,))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear(x, weight, bias)` of a few tokens `[N, in]`, by whichever product is fastest on a CPU."""
+    """Return `linear(x, weight, bias)` of tokens `[N, in]`; few tokens on a CPU by the product that is fastest."""
     if can_multiply(x, weight, bias):
         return thin_linear(x, weight, bias)
     if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        # oneDNN takes 1.2 to 1.6 times as long for a single line.
+        # oneDNN's product takes 1.2 to 1.6 times as long for a single line.
         line = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
         return line[None]
     if not _is_transposed_faster(len(x), weight):
@@ -184,7 +189,10 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _is_transposed_faster(num_tokens: int, weight: torch.Tensor) -> bool:
-    """As measured with MKL and oneDNN, whose products of a few lines by a large matrix are slower than the reverse."""
+    """
+    Return whether the transposed product is faster, as measured with MKL and oneDNN, whose products of a few lines by a
+    large matrix are slower than the reverse.
+    """
     if weight.device.type != "cpu" or num_tokens > _MOST_LINES or not _HAS_MKL:
         return False
     if weight.dtype == torch.float32:
@@ -200,7 +208,7 @@ def _lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the parameters are neighbouring rows of one tensor."""
+    """Return whether the parameters are neighbouring rows of one tensor."""
     ends = [item.data_ptr() + item.numel() * item.itemsize for item in parameters]
     follows = all(end == item.data_ptr() for end, item in zip(ends, parameters[1:]))
     storages = {item.untyped_storage().data_ptr() for item in parameters}
@@ -208,19 +216,22 @@ def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_own(parameter: torch.Tensor) -> bool:
-    """Whether a parameter may be moved in memory: not one of a flat buffer, of other processes, of inference mode."""
-    is_shared = parameter.device.type == "cpu" and parameter.is_shared()  # on a GPU, it always says so
+    """
+    Return whether a parameter may be moved in memory: it is not part of a flat buffer, shared with other processes, or
+    an inference tensor.
+    """
+    is_shared = parameter.device.type == "cpu" and parameter.is_shared()  # on a GPU, it is always True
     is_whole = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize
     return is_whole and parameter.is_contiguous() and not is_shared and not parameter.is_inference()
 
 
 def is_plain_map(module: nn.Module) -> bool:
-    """Whether the module is a linear map that need not be called."""
+    """Return whether the module is a linear layer that need not be called."""
     return type(module) in (nn.Linear, Int8Linear)
 
 
 def can_fuse(modules: Sequence[nn.Module]) -> bool:
-    """Whether these are plain linear maps of one kind."""
+    """Return whether these are plain linear layers of one kind."""
     if not is_plain_map(modules[0]) or len({type(module) for module in modules}) > 1:
         return False
     weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
@@ -232,7 +243,7 @@ def can_fuse(modules: Sequence[nn.Module]) -> bool:
 
 
 def written_map(modules: Sequence[nn.Module]) -> Map:
-    """Maps of the same input; modules that are no plain linear maps are called as they are."""
+    """Return the maps of one input side by side; modules other than plain linear layers are called as they are."""
     if can_fuse(modules):
         return Fused(modules)  # type: ignore[arg-type]
     if len(modules) == 1:
@@ -241,7 +252,7 @@ def written_map(modules: Sequence[nn.Module]) -> Map:
 
 
 class Beside:
-    """Maps of the same input, whatever they are."""
+    """Maps of the same input, of any kinds, with their outputs side by side."""
 
     def __init__(self, maps: Sequence[Map]):
         self.maps = maps
@@ -251,7 +262,7 @@ class Beside:
 
 
 def written_activation(module: nn.Module | Callable) -> Map:
-    """An activation, which may write to its input."""
+    """Return an activation, which may write to its input."""
     if type(module).__name__ in ("SiLU", "SiLUActivation"):
         return _silu
     return Called(module) if isinstance(module, nn.Module) else module
@@ -266,7 +277,7 @@ class MLP:
     `output(activation(gate) * up)`, or without a gate `output(activation(input))`.
 
     Args:
-        inputs (`Callable`): Gives gate and up side by side.
+        inputs (`Callable`): Returns gate and up side by side.
     """
 
     def __init__(self, inputs: Map, activation: Map, output: Map, is_gated: bool):
@@ -281,7 +292,7 @@ class MLP:
 
 
 class CalledMLP:
-    """A module that is called as it is: a mixture of experts, ..."""
+    """A module that is called as it is, such as a mixture of experts."""
 
     def __init__(self, module: nn.Module):
         self.module = Called(module)
@@ -299,19 +310,19 @@ class Halves:
 
     @staticmethod
     def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What heads are multiplied with, `[N, 1, dim]` each, from embeddings `[1, N, dim]`."""
+        """Return the factors of heads, `[N, 1, dim]` each, from embeddings `[1, N, dim]`."""
         first, second = sin.chunk(2, dim=-1)
         return cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1)
 
     @staticmethod
     def rotate(x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Rotates queries and keys `[N, heads + kv_heads, dim]`."""
+        """Rotate queries and keys `[N, heads + kv_heads, dim]` in place."""
         rotated = x.roll(x.shape[-1] // 2, -1).mul_(tables[1])
         x.mul_(tables[0]).add_(rotated)
 
 
 class OwnRotation:
-    """The function of a model's own file (interleaved dimensions, ...)."""
+    """Rotary embeddings by the function of a model's own file (interleaved dimensions, ...)."""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -327,7 +338,7 @@ class OwnRotation:
 
 
 def written_rotation(attention: nn.Module) -> Halves | OwnRotation | None:
-    """How an attention module applies rotary embeddings; None if its file has no function for it."""
+    """Return the rotary embeddings of an attention module; None if its file has no function for them."""
     own = rotation_function(type(attention))
     if own is None:
         return None
@@ -337,7 +348,7 @@ def written_rotation(attention: nn.Module) -> Halves | OwnRotation | None:
 @lru_cache(maxsize=64)
 @torch.no_grad()
 def _is_by_halves(function: Callable) -> bool:
-    """Found out by trying."""
+    """Return whether the function does the same as `Halves`, found by trying it."""
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
     x = torch.randn(3, 5, _DIM, generator=generator)

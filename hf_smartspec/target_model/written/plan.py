@@ -1,4 +1,4 @@
-"""The plan of a decoder: which of a model's modules do what, recognised by their names and shapes."""
+"""The plan of a decoder: the roles of a model's modules, recognised by their names and shapes."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from .parts import (
     written_rotation,
 )
 
-# What layers call their norms: before attention, behind it, before the MLP, behind it. The first row that fits counts.
+# Names of layers' norms: before attention, after it, before the MLP, after it. The first row that fits counts.
 _NORMS = (
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
@@ -50,7 +50,7 @@ _ACTIVATION = ("act_fn", "activation_fn", "act")
 _FINAL_NORM = ("norm", "final_layernorm")
 
 
-# What is read of modules and configs, beside what forwards mention.
+# Attributes of modules and configs that are read here, beside those that forwards mention.
 READ = frozenset(
     "attn_logit_softcapping clip_qkv embedding_multiplier eps final_logit_softcapping head_dim layer_idx layer_types "
     "logit_scale logits_scaling num_attention_heads num_hidden_layers num_key_value_heads residual_multiplier scaling "
@@ -59,14 +59,14 @@ READ = frozenset(
 
 
 class UnknownStructureError(Exception):
-    """The model has parts that a plan does not know."""
+    """Error for a model with parts that a plan cannot describe, or that computes otherwise than planned."""
 
 
 @dataclass(eq=False)
 class LayerPlan:
     """
-    One layer. Norms are None where it has none; a layer without any norm before its MLP runs attention and MLP side by
-    side.
+    Plan of one layer. Norms are None where it has none; a layer without any norm before its MLP runs attention and MLP
+    in parallel.
     """
 
     before_attention: Map | None
@@ -76,7 +76,7 @@ class LayerPlan:
     query_key_value: Map
     query_norm: Map | None
     key_norm: Map | None
-    norms_heads: bool  # each on its own, rather than all together
+    norms_heads: bool  # whether each head is normalized on its own
     attention_output: Map
     mlp: Map
     num_heads: int
@@ -86,19 +86,19 @@ class LayerPlan:
     softcap: float | None
     window: int | None
     rotation: Halves | OwnRotation | None
-    layer_type: str | None  # whose rotary embeddings it takes, where these differ
+    layer_type: str | None  # selects rotary embeddings, where types differ
     is_parallel: bool = False
-    multiplier: float = 1.0  # of what attention and MLP add
+    multiplier: float = 1.0  # of the outputs of attention and MLP
 
 
 @dataclass(eq=False)
 class DecoderPlan:
     """
-    A causal language model.
+    Plan of a causal language model.
 
     Args:
-        fused (`list`): Maps whose weights can be laid side by side.
-        calls_modules (`bool`): Beside embeddings, some modules are called as they are.
+        fused (`list`): Layers whose weights can be laid side by side.
+        calls_modules (`bool`): Whether some modules, beside embeddings, are called as they are.
     """
 
     embedding: Called
@@ -117,27 +117,27 @@ class DecoderPlan:
 
 def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
     """
-    Changes nothing in the model, and calls nobody's hooks.
+    Recognise the parts of a model. The model is not changed, and no hooks are called.
 
     Returns:
         `DecoderPlan`, and the modules below the model itself whose own forward is not called.
 
     Raises:
-        UnknownStructureError: where something of the decoder is of an unknown kind.
+        UnknownStructureError: if a part of the decoder is of an unknown kind.
     """
     recognition = _Recognition(model)
     return recognition.plan(), list(dict.fromkeys(recognition.bypassed))
 
 
 class _Recognition:
-    """Goes through a model once, and remembers whose forward the plan bypasses and which parameters it knows."""
+    """Pass through a model, with notes of the modules that the plan bypasses and the parameters that it uses."""
 
     def __init__(self, model: PreTrainedModel):
         self.model: Any = model
         self.config: Any = model.config.get_text_config(decoder=True)
         self.bypassed: list[nn.Module] = []
         self.known: set[int] = set()  # parameters, by id
-        self.bodies: list[nn.Module] = []  # of layers: these, their attention and their MLPs
+        self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
         self.fused: list[Fused] = []
         self.calls_modules = False
 
@@ -216,7 +216,7 @@ class _Recognition:
         )
 
     def _heads(self, attention: Any) -> tuple[int, int, int]:
-        """Heads, key/value heads, and dimensions of each."""
+        """Return the numbers of heads and key/value heads, and the dimensions of each."""
         config = getattr(attention, "config", self.config)
         num_heads, size = config.num_attention_heads, getattr(attention, "head_dim", None)
         kv_heads = shared_value(config, "num_key_value_heads") or num_heads
@@ -225,7 +225,7 @@ class _Recognition:
         return num_heads, kv_heads, size
 
     def _mlp(self, mlp: nn.Module) -> Map:
-        """An MLP of a known kind; others, such as mixtures of experts, are called as they are."""
+        """Return an MLP of a known kind; others, such as mixtures of experts, are called as they are."""
         names = next((row for row in _MLP if {*row[0], row[1]} <= set(mlp._modules)), None)
         activation = self._optional(mlp, _ACTIVATION)
         if names is None or activation is None or len(list(mlp.children())) > len(names[0]) + 2:
@@ -239,7 +239,7 @@ class _Recognition:
         is_gated = inputs[0] in ("gate_proj", "gate_up_proj")
         return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
 
-    # What is found is noted
+    # Notes
 
     def _bypass(self, *modules: nn.Module) -> None:
         self.bypassed += modules
@@ -286,13 +286,13 @@ class _Recognition:
         return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
     def _check_forwards(self, *known: nn.Module) -> None:
-        """Nothing may be done that is not known to be done."""
+        """Refuse modules whose forward has code that the plan does not reproduce."""
         foreign = foreign_code({type(module) for module in (self.model, *self.bypassed)})
         if reason := foreign or unknown_mentions({type(module) for module in known}):
             raise UnknownStructureError(reason)
 
     def _check_parameters(self, decoder: nn.Module, unused: Sequence[nn.Module]) -> None:
-        """Nothing that has weights may have been overlooked."""
+        """Refuse a decoder with parameters that the plan does not use."""
         left = {id(parameter) for parameter in decoder.parameters()} - self.known
         left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
         if left or any(True for _ in _own_parameters([self.model, *self.bypassed])):
@@ -300,12 +300,12 @@ class _Recognition:
 
 
 def _path(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The modules between a model and its decoder."""
+    """Return the modules between a model and its decoder."""
     return [module for module in model.modules() if module not in (model, decoder) and decoder in module.modules()]
 
 
 def _own_parameters(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters that stand in modules with children themselves (scales, sinks, ...)."""
+    """Yield the parameters that modules with children have themselves (scales, sinks, ...)."""
     for module in modules:
         if module._modules:
             yield from (parameter for parameter in module._parameters.values() if parameter is not None)

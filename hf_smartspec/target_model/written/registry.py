@@ -1,4 +1,4 @@
-"""Which models have a written-out decoder: recognised on first use, tried out against their own forward, watched."""
+"""Models with a written-out decoder: recognised at first use, compared with their own forward, and watched."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,21 +25,21 @@ logger = get_logger(__name__)
 
 _SWITCH = "HF_SMARTSPEC_WRITTEN"
 
-_ENTRY = "_smartspec_written"  # of a model's attributes: what refers to a model may not outlive it
+_ENTRY = "_smartspec_written"  # a model's attribute, since entries refer to the model and must not outlive it
 _lock = RLock()
-_is_on: ContextVar[bool | None] = ContextVar("smartspec_written", default=None)  # None: as the environment says
+_is_on: ContextVar[bool | None] = ContextVar("smartspec_written", default=None)  # None: as set in the environment
 
 
 class _Entry:
     """
-    What is known of one model; its copies begin without.
+    State of one model's written-out decoder; copies of the model begin without.
 
     Args:
-        model (`PreTrainedModel`): Is not kept.
-        decoder (`WrittenDecoder`, *optional*): None where the model's own forward is to run, whatever happens to it.
+        model (`PreTrainedModel`): The model; no reference to it is kept.
+        decoder (`WrittenDecoder`, *optional*): None where the model's own forward is to run.
         bypassed (sequence of `nn.Module`): The modules that the decoder bypasses.
-        is_tried (`bool`): The decoder was found to agree. If not, it waits for an occasion to be tried out: nobody
-            does anything in the model, and nothing is dropped or recomputed in training.
+        is_tried (`bool`): Whether the decoder was found to agree. If not, its trial waits until the model has no hooks
+            or replaced forwards, and does not drop or recompute values in training.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class _Entry:
         is_tried: bool = False,
     ):
         self.decoder, self.is_tried = decoder, is_tried
-        self.is_put_off = False  # the trial: to the next call of `generate`
+        self.is_put_off = False  # whether the trial waits for the next call of `generate`
         self.watch = None if decoder is None else Watch(model, bypassed)
         self.setting = _setting(model) if decoder is None else None
 
     def holds(self, model: PreTrainedModel, thoroughly: bool) -> bool:
-        """Whether the model is still what was looked at."""
+        """Return whether the model is unchanged since the entry was made."""
         if self.watch is not None:
             return self.watch.is_unchanged(thoroughly)
         return not thoroughly or self.setting == _setting(model)
@@ -69,7 +69,7 @@ class _Entry:
 
 @contextmanager
 def written_decoders(is_on: bool) -> Iterator[None]:
-    """Within the context, this thread's forwards use written-out decoders, or the models' own forwards."""
+    """Within the context, let this thread's forwards use written-out decoders, or the models' own forwards."""
     token = _is_on.set(is_on)
     try:
         yield
@@ -86,8 +86,8 @@ def packed_forward(
     model: PreTrainedModel, num_rows: int = 1, capacity: int = 256, prefill_chunk: int = 512
 ) -> PackedForward:
     """
-    A packed forward that computes with the model's written-out decoder wherever there is one; one that knows encoder
-    outputs, for decoders that attend to such.
+    Return a packed forward that computes with the model's written-out decoder wherever there is one; for decoders with
+    cross attention, an `EncodedForward`.
     """
     if model.config.is_encoder_decoder:
         return EncodedForward(model, num_rows, capacity, prefill_chunk)
@@ -97,13 +97,13 @@ def packed_forward(
 
 def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> WrittenDecoder | None:
     """
-    The model's decoder, written out. None where the model's own forward must run: its structure is not known, the two
-    differ, somebody has hooked or replaced a module, or `HF_SMARTSPEC_WRITTEN=0` is set in the environment.
+    Return the model's written-out decoder. None where the model's own forward must run: its structure is unknown, the
+    two differ, a module was hooked or replaced, or `HF_SMARTSPEC_WRITTEN=0` is set in the environment.
 
     Args:
-        thoroughly (`bool`): Looks for changes that hardly ever happen, too.
+        thoroughly (`bool`): Whether to look for rare changes, too.
     """
-    if not _is_switched_on() or is_sharded(model):  # parts of weights are multiplied as transformers has them
+    if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights
         return None
     entry = vars(model).get(_ENTRY)
     if entry is None or not entry.holds(model, thoroughly):
@@ -116,7 +116,7 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     if entry.is_tried:
         return entry.decoder if entry.watch.is_bypassable(thoroughly) else None
     if model.training and is_checkpointing(model):
-        return None  # its own forward would do without the cache
+        return None  # the model's own forward would not use the cache
     if entry.is_put_off and not thoroughly:
         return None
     with _lock:  # a trial in another thread has hooks in the model until it ends
@@ -125,12 +125,12 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
             known = vars(model)[_ENTRY] = _tried(model, known)
     if known is None or known.watch is None or not known.is_tried:
         return None
-    # Who waited for the trial may autocast, or somebody may have hooked the model meanwhile.
+    # This thread, which waited for the trial, may autocast, or the model may have been hooked meanwhile.
     return known.decoder if known.watch.is_bypassable(thoroughly) else None
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Takes away what is remembered with a model. Weights that lie side by side stay so."""
+    """Drop the state kept with a model. Weights that lie side by side stay so."""
     vars(model).pop(_ENTRY, None)
 
 
@@ -138,19 +138,19 @@ def _planned(model: PreTrainedModel) -> _Entry:
     try:
         plan, bypassed = make_plan(model)
         return _Entry(model, WrittenDecoder(plan), bypassed)
-    except Exception as error:  # whatever is unusual in a foreign model, its own forward knows
+    except Exception as error:  # a model that fails here in any way is run by its own forward
         return _refused(model, error)
 
 
 def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
-    """What is known after a trial. Only weights of decoders that are used are moved in memory."""
+    """Return the model's entry after a trial. Only weights of decoders that are used are moved in memory."""
     decoder, watch = entry.decoder, entry.watch
     assert decoder is not None and watch is not None
     try:
         check(model, decoder)
         for maps in decoder.plan.fused:
             maps.lay_side_by_side()
-        # Trials may have left something behind: what the watch compares with is how it is now.
+        # With a new watch, since trials may have changed what it compares with.
         return _Entry(model, decoder, watch.bypassed(), is_tried=True)
     except (torch.OutOfMemoryError, MemoryError):
         logger.warning_once(
@@ -171,5 +171,5 @@ def _refused(model: PreTrainedModel, error: Exception) -> _Entry:
 
 
 def _setting(model: PreTrainedModel) -> tuple:
-    """What may make another attempt worth while."""
+    """Return the properties of a model whose change makes another attempt worthwhile."""
     return model.dtype, model.device, sum(1 for _ in model.modules())

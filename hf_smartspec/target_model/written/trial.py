@@ -1,4 +1,4 @@
-"""Trials: whether a written-out decoder computes what the model's own forward does."""
+"""Trials: comparison of a written-out decoder with the model's own forward."""
 
 import copy
 from collections import defaultdict
@@ -26,29 +26,29 @@ from .decoder import Tables, WrittenDecoder, run_layer
 from .parts import CalledMLP
 from .plan import UnknownStructureError, make_plan
 
-_NUM_TOKENS = 24  # of the shorter text, where no border has to be passed
-# How many times as far from float32 as the model's own layer a written-out one may be: half of the tokens, and nine of
-# ten. In SmolLM2-135M half were 1.0 times as far; a scale that is 2 % wrong makes that 1.7, a swapped head 2.6. Single
-# tokens may be far away where attention is steep.
+_NUM_TOKENS = 24  # tokens of the shorter text, where no border has to be passed
+# Largest error of a written-out layer relative to that of the model's own, both against float32: for half of the
+# tokens, and for nine of ten. In SmolLM2-135M the median was 1.0; a scale that is 2 % wrong makes it 1.7, a swapped
+# head 2.6. Single tokens may have large errors where attention is steep.
 _MOST_TYPICAL, _MOST_RARE = 1.4, 8.0
-# What a layer rounds at least, of its output and in the dtype's eps; in float32, which no wider dtype is needed for, it
-# is what sums in another order may differ by.
+# Least rounding error of a layer, relative to its output, in the dtype's eps. In float32, for which no wider dtype is
+# needed, it bounds the difference between sums in another order.
 _LEAST_ROUNDING, _FLOAT32_ROUNDING = 0.25, 16.0
-_MOST_HEAD = 16.0  # the same of embeddings and logits, which are computed from equal states
+_MOST_HEAD = 16.0  # the same for embeddings and logits, which are computed from equal states
 
 
 def check(model: PreTrainedModel, decoder: WrittenDecoder) -> None:
     """
     Compare a written-out decoder with the model's own forward, layer by layer, each from the model's own hidden states,
-    so that rounding does not add up over layers. In half precision, rounding is measured: by how far the model's
-    own layer is from itself in float32, which is a lot where attention is steep. In int8, tokens are not rounded
-    meanwhile: one that falls to its next level changes every later token, of whichever of the two.
+    so that rounding does not add up over layers. In half precision, rounding is measured as the distance of the model's
+    own layer from the same layer in float32, which is large where attention is steep. In int8, tokens are not rounded
+    meanwhile: a number that falls to the next level in one of the two would change every later token.
 
-    Models with sliding windows and the like, and those in half precision, are tried in a small float32 twin
-    first, over every length at which they change their ways.
+    Models with sliding windows and the like, and those in half precision, are tried in a small float32 twin first, past
+    every length at which their behaviour changes.
 
     Raises:
-        UnknownStructureError: where they differ, with the layer and by how much.
+        UnknownStructureError: if the two differ, with the layer and by how much.
     """
     needs_twin = bool(borders(model.config.get_text_config(decoder=True))) or model.dtype != torch.float32
     if needs_twin:
@@ -75,7 +75,7 @@ class _Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    x: torch.Tensor  # [N, hidden_size], what went in
+    x: torch.Tensor  # [N, hidden_size], the input
     output: torch.Tensor  # [N, hidden_size]
     layout: StepLayout
     tables: Mapping[str | None, Tables]
@@ -83,9 +83,9 @@ class _Call(NamedTuple):
 
 class _Trial:
     """
-    Two forwards of ragged rows, with drafts. What the model's own layers were called with is then given to the
-    written-out layers, and in half precision to copies of the own layers in float32, one layer after the other: no
-    more than one is ever held in float32.
+    Two forwards of ragged rows, with drafts. The inputs of the model's own layers are then passed to the written-out
+    layers, and in half precision to copies of the own layers in float32, one layer after the other, so that only one is
+    held in float32.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int):
@@ -123,7 +123,7 @@ class _Trial:
         return decoder.layers[: len(self.plan.layers)]
 
     def _likely(self, rng: np.random.Generator, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Texts `[length]` of tokens that the model itself finds likely after those of random ones."""
+        """Return texts `[length]` of tokens that the model itself finds likely after random ones."""
         forward = PackedForward(self.model, 2, 2 * max(self.lengths))
         # Every token but the first is a draft, so that there are logits after each.
         inputs = [RowInput(forward.add(), text[:1], DraftTree.chain(text[1:])) for text in texts]
@@ -142,13 +142,16 @@ class _Trial:
         thread = get_ident()
 
         def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            if get_ident() == thread:  # else somebody else uses the model
+            if get_ident() == thread:  # other threads may use the model
                 self._note(index, args, kwargs, _first(output)[0])
 
         return note
 
     def _note(self, index: int, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        """Keep a call for later, and compare what comes before the layer: embeddings, or nothing."""
+        """
+        Keep a call for later, and compare the layer's input with the embeddings, or with the output of the layer
+        before.
+        """
         layout = self.forward.cache.layout
         assert layout is not None
         x = (args[0] if args else kwargs["hidden_states"])[0]
@@ -156,14 +159,14 @@ class _Trial:
             self.tables = self.decoder.tables(x, layout.positions)
             self._compare_directly("the embeddings", self.decoder.embed(layout.tokens), x)
         elif self.output is None or not torch.equal(x, self.output.to(x.device)):
-            raise UnknownStructureError(f"something is computed between layers {index - 1} and {index}")
+            raise UnknownStructureError(f"values are computed between layers {index - 1} and {index}")
         self.output = output
         self.calls[index].append(_Call(args, kwargs, x, output, layout, self.tables))
 
     def _compare_layer(self, index: int, layer: nn.Module) -> None:
         # Keys and values of their own, in the places that the forward's cache has for them.
         written, wide, errors = _beside(self.forward.cache), _beside(self.forward.cache), []
-        # The model's own configs, not copies, say how the copy attends.
+        # The copy shares the model's own configs, which select how it attends.
         in_float32 = float32_copy(layer, self.configs) if self.is_coarse else None
         for call in self.calls.pop(index):
             written.layout = wide.layout = call.layout
@@ -176,13 +179,12 @@ class _Trial:
         self._judge(index, torch.cat(errors))
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
-        """How much states `[N, size]` are rounded at least, `[N]`."""
+        """Return the least rounding error of states `[N, size]`, `[N]`."""
         return (x.norm(dim=-1, dtype=_wide(x)) * self.rounding).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _run_wide(self, layer: nn.Module, call: _Call, cache: SlotCache) -> torch.Tensor:
         """
-        Run a layer in float32, which tells how much the own layer's rounding changes: a lot where scores of attention
-        are steep.
+        Run a layer in float32, which shows how much the own layer's rounding changes: a lot where attention is steep.
         """
         cast = _Cast(self.forward.cache, cache)
         kwargs = {name: cast(value) for name, value in call.kwargs.items()}
@@ -212,14 +214,14 @@ class _Trial:
 
 
 class _LastingWire(Wire):
-    """Sends every layout to memory of its own, since layers are compared after the last forward."""
+    """Staging buffer that keeps every layout in memory of its own, since layers are compared after the last forward."""
 
     def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         return Wire().send(tensors, device)
 
 
 class _Cast:
-    """Arguments of a layer in float32, with another cache."""
+    """Conversion of a layer's arguments to float32, with another cache."""
 
     def __init__(self, cache: SlotCache, other: SlotCache):
         self.cache, self.other = cache, other
@@ -245,7 +247,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of states `[N, size]`, `[N]`."""
+    """Return the distances between states `[N, size]`, `[N]`."""
     return (x.to(_wide(x)) - y).norm(dim=-1)
 
 
@@ -254,7 +256,7 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def _beside(cache: SlotCache) -> SlotCache:
-    """A cache of the same rows, with memory of its own."""
+    """Return a cache of the same rows, with memory of its own."""
     other = copy.copy(cache)
     other.layers = []
     return other

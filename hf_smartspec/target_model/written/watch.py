@@ -1,4 +1,4 @@
-"""Whether a model is still what its plan was made from: nobody has hooked, replaced or moved what the plan bypasses."""
+"""Detection of changes to a model after its plan was made: hooked, replaced or moved modules that the plan bypasses."""
 
 import weakref
 from collections.abc import Sequence
@@ -17,17 +17,18 @@ from .plan import READ
 
 _SLEEPING = "transformers.utils.output_capturing"
 _SCALARS = (bool, int, float, str, type(None))
-_OTHERS = {"training", "_attn_implementation"}  # looked at before every forward; of no account
+_OTHERS = {"training", "_attn_implementation"}  # the one is checked before every forward, the other does not matter
 
 
 class Watch:
     """
-    Looks at what stands where before every forward, which takes microseconds; at what hardly ever changes (numbers in
-    modules and configs, classes) once per use of a model. Dictionaries of modules are held while all of these live.
+    Detector of changes to a model: modules, weights and hooks before every forward, which takes microseconds; what
+    hardly ever changes (numbers in modules and configs, classes) once per use of the model. Dictionaries of modules are
+    held while all of these modules live.
 
     Args:
         model (`nn.Module`): The whole model.
-        modules (sequence of `nn.Module`): Those below it that are bypassed.
+        modules (sequence of `nn.Module`): The modules below it that are bypassed.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
@@ -43,23 +44,27 @@ class Watch:
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._names = READ.union(*(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
         self._device_type = next(model.parameters()).device.type
-        self._calm: list[int] | None = None  # how many hooks and attributes there were when nobody did anything
+        self._calm: list[int] | None = None  # numbers of hooks and attributes when last found undisturbed
         self._quick, self._thorough = self._look(), self._look_closely()
 
     def end(self) -> None:
-        """A module is gone: what is held of it must go too."""
+        """Drop all references, since a module is gone."""
         self._is_over = True
         for entries in (self._attributes, self._droppers, self._children, self._parameters):
             entries.clear()
 
     def _look(self) -> tuple[list[int], list[int]]:
-        """What stands where. Modules that are compared by their ids live, else the watch is over."""
+        """
+        Return the ids of modules and the addresses of weights. Ids are of living modules, or else the watch is over.
+        """
         children = list(map(id, chain.from_iterable(map(dict.values, self._children))))
         weights = chain.from_iterable(map(dict.values, self._parameters))
         return children, [tensor.data_ptr() for tensor in weights if tensor is not None]
 
     def _look_closely(self) -> list[Any]:
-        """Values that the plan has read or the forwards mention, what these are, and how weights lie in memory."""
+        """
+        Return the values that the plan reads or the forwards mention, classes and functions, and the layout of weights.
+        """
         numbers = [_values(attributes, self._names) for attributes in self._attributes]
         kinds = [type(module) for reference in self._modules if (module := reference()) is not None]
         functions = [(getattr(kind, "forward", None), rotation_function(kind)) for kind in dict.fromkeys(kinds)]
@@ -72,16 +77,16 @@ class Watch:
         return [_values(vars(config) | values, self._names) for config, values in zip(configs.values(), read)]
 
     def bypassed(self) -> list[nn.Module]:
-        """The modules below the model that are watched, as far as they live."""
+        """Return the watched modules below the model, as far as they live."""
         return [module for reference in self._modules[1:] if (module := reference()) is not None]
 
     def is_bypassable(self, thoroughly: bool = False) -> bool:
-        """Whether calling the modules would do nothing but compute, now."""
+        """Return whether calling the modules would now do no more than compute."""
         if torch_modules._has_any_global_hook() or torch.is_autocast_enabled(self._device_type):
             return False
         if any([attributes["training"] and drops(attributes) for attributes in self._droppers]):
             return False
-        # Whoever registers a hook is counted by torch, and a forward of a module's own is one more attribute.
+        # torch counts hooks as they are registered, and a forward of a module's own is one more attribute.
         present = [RemovableHandle.next_id, *map(len, self._attributes)]
         if present == self._calm and not thoroughly:
             return True
@@ -91,23 +96,26 @@ class Watch:
         return is_calm and not any(map(self._is_replaced, replaced))
 
     def _is_replaced(self, attributes: dict[str, Any]) -> bool:
-        """Whether a module runs something else than its class does: another function, or what a compiler made of it."""
+        """Return whether a module runs other code than its class's forward: another function, or a compiled one."""
         own = attributes.get("forward")
         index = next(index for index, item in enumerate(self._attributes) if item is attributes)
         usual = getattr(type(self._modules[index]()), "forward", None)
-        if own is not None and getattr(own, "__func__", None) is not usual:  # it may hold the very same
+        if own is not None and getattr(own, "__func__", None) is not usual:  # it may be bound to the same function
             return True
         return attributes.get("_compiled_call_impl") is not None
 
     def is_unchanged(self, thoroughly: bool = False) -> bool:
-        """Whether all modules and weights stand where they stood; what is written to them is seen anyway."""
+        """
+        Return whether all modules and weights are where they were. Changes to weights in place need no check: weights
+        are read anew.
+        """
         if self._is_over or self._look() != self._quick:
             return False
         return not thoroughly or self._look_closely() == self._thorough
 
 
 def _ending(watch: "weakref.ref[Watch]") -> Any:
-    """What a module's end calls; it keeps no watch alive."""
+    """Return a callback for the end of a module, which does not keep the watch alive."""
 
     def end(_: Any) -> None:
         if (watched := watch()) is not None:
@@ -117,7 +125,7 @@ def _ending(watch: "weakref.ref[Watch]") -> Any:
 
 
 def _values(attributes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Of these names, the numbers and lists of them."""
+    """Return the values under these names that are numbers, strings or lists."""
     values = {name: attributes[name] for name in attributes.keys() & names}
     return {
         name: tuple(value) if type(value) is list else value
@@ -127,11 +135,14 @@ def _values(attributes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]
 
 
 def _has_awake_hooks(attributes: dict[str, Any]) -> bool:
-    """Whether there are others than those that transformers leaves behind, which sleep while nothing is recorded."""
-    before, behind = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
-    if not before and not behind:
+    """
+    Return whether a user-installed hook is present. Those that transformers leaves installed are inactive while no
+    outputs are captured.
+    """
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    if not before and not after:
         return False
-    hooks = (*before.values(), *behind.values())
+    hooks = (*before.values(), *after.values())
     return any(getattr(hook, "__module__", None) != _SLEEPING for hook in hooks)
 
 

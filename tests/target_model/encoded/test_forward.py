@@ -155,7 +155,7 @@ def test_the_probe_finds_what_can_be_packed(architecture, monkeypatch):
     monkeypatch.setattr(support, "TESTED_ENCODED_TYPES", frozenset())
     obstacle = packing_obstacle(new_model(architecture))
     if architecture == "t5gemma":
-        assert obstacle is not None and "behind `sliding_window=5` tokens has not been tried out" in obstacle
+        assert obstacle is not None and "after `sliding_window=5` tokens has not been tried out" in obstacle
     else:
         assert obstacle is None
 

@@ -65,7 +65,7 @@ def test_models_whose_borders_cannot_be_tried_out_are_decoded_plainly(monkeypatc
     monkeypatch.setattr(support, "small_twin", fail)
     model = new_model("ministral", sliding_window=4096)
     for reason in (packing_obstacle(model), rowwise_obstacle(model)):
-        assert reason == "what MinistralForCausalLM does behind `sliding_window=4096` tokens cannot be tried out"
+        assert reason == "what MinistralForCausalLM does after `sliding_window=4096` tokens cannot be tried out"
     assert packing_obstacle(new_model("apertus")) is None, "without borders there is nothing to try out"
 
 

@@ -1,4 +1,4 @@
-"""The cheapest way to cut rows into runs of neighbours."""
+"""The cheapest split of rows into runs of neighbours."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from ....jit import compiled
 @compiled
 def cheapest_split(slots, columns, widths, call, query, best, firsts):
     """
-    Of the first 1, 2, ... rows, `best[n]` (float64 `[rows + 1]`) gets what the cheapest split costs, and
-    `firsts[n - 1]` (int64 `[rows]`) where its last run begins. A run costs
+    Compute for the first 1, 2, ... rows the cost of their cheapest split, `best[n]` (float64 `[rows + 1]`), and where
+    its last run begins, `firsts[n - 1]` (int64 `[rows]`). A run costs
 
         call + slots * columns * (1 + query * (width - 1))
 

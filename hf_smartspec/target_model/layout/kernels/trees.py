@@ -1,4 +1,4 @@
-"""Where the nodes of draft trees stand in a padded batch, and what they see of one another."""
+"""Places of the nodes of draft trees in a padded batch, and the nodes that each attends to."""
 
 from ....jit import compiled
 
@@ -6,9 +6,9 @@ from ....jit import compiled
 @compiled
 def depths_of(sizes, parents, firsts, depths):
     """
-    Gives every node of trees that lie end to end (`sizes` int64 `[trees]`; `parents` int64 `[nodes]`, as each tree
-    numbers its own) its depth. Returns how many nodes all those see, themselves among them, that are not below their
-    tree's entry of `firsts` (int64 `[trees]`); -1 if some parent does not stand before its child.
+    Compute the depths of the nodes of trees that lie end to end (`sizes` int64 `[trees]`; `parents` int64 `[nodes]`,
+    numbered within each tree). Return how many nodes are attended to, themselves included, by all nodes from their
+    tree's entry of `firsts` (int64 `[trees]`) on; -1 if some parent does not come before its child.
     """
     start = num = 0
     for tree in range(len(sizes)):
@@ -28,16 +28,16 @@ def lay_out(
     sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes, seen, ancestors
 ):
     """
-    See `PaddedPart`, of shape `[R, width, num_columns]`.
+    Lay out the trees of a `PaddedPart` of shape `[R, width, num_columns]`.
 
     Args:
-        places (int64 `[trees, 4]`): Of every tree: its row, the column of its first node, and where this is among the
-            part's tokens and among its row's.
-        positions, limits (int64 `[tokens]`): Of the part's tokens; those of nodes are corrected.
-        pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Get `tree_pairs` and `nodes`. Of pairs, the nodes themselves
-            are the first, in their order, then their parents, and so on.
-        seen (int64 `[2, tokens]`): Of nodes, gets `PaddedPart.seen_nodes`.
-        ancestors (int64 `[nodes]`): Is overwritten.
+        places (int64 `[trees, 4]`): For every tree: its row, the column of its first node, and the index of this node
+            among the part's tokens and among its row's.
+        positions, limits (int64 `[tokens]`): Values of the part's tokens; those of nodes are corrected.
+        pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Filled with `tree_pairs` and `nodes`. The first pairs are the
+            nodes themselves, in their order, then their parents, and so on.
+        seen (int64 `[2, tokens]`): Filled with `PaddedPart.seen_nodes` of nodes.
+        ancestors (int64 `[nodes]`): Overwritten.
     """
     start = num = deepest = 0
     for tree in range(len(sizes)):
