@@ -135,5 +135,5 @@ class EarlyExitCandidates(GrowingCandidates):
     def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
         """Drafts stay within the row's slot: memory is the target's, which has reserved what it needs itself."""
         row = growth.state.row
-        room = row.shared + row.stride - len(growth.state.tokens)
+        room = row.prefix_len + row.stride - len(growth.state.tokens)
         return min(super()._max_depth(growth, price), max(room // self._width(price), 0))

@@ -104,7 +104,11 @@ class EngineMemory(RequestMemory):
     @staticmethod
     def _bases(running: Sequence[Request]) -> set[CacheRow]:
         """Return the rows, kept or of running requests, in which texts of running requests begin."""
-        return {request.row.base for request in running if request.row is not None and request.row.base is not None}
+        return {
+            request.row.prefix_row
+            for request in running
+            if request.row is not None and request.row.prefix_row is not None
+        }
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Gives a request its row, with as much of its text as some row there holds already."""
@@ -129,8 +133,10 @@ class EngineMemory(RequestMemory):
         """If the row had to give way, what is still there of the one that it began in."""
         if shared is None or shared.row in (rows := self.cache.rows):
             return shared
-        base = shared.row.base
-        return SharedPrefix(base, min(shared.length, shared.row.shared)) if base is not None and base in rows else None
+        base = shared.row.prefix_row
+        if base is None or base not in rows:
+            return None
+        return SharedPrefix(base, min(shared.length, shared.row.prefix_len))
 
     @contextmanager
     def _removed_on_failure(self, row: CacheRow) -> Iterator[None]:
@@ -164,7 +170,7 @@ class EngineMemory(RequestMemory):
         while (row := self._in_the_way(capacity)) is not None:
             self.prefixes.give_up([row])
             # A row that begins in another's slot says nothing of a beginning that is not this.
-            if shared is not None and row is shared.row and base.row is row.base is None:
+            if shared is not None and row is shared.row and base.row is row.prefix_row is None:
                 row.length = shared.length
                 with self._removed_on_failure(row):
                     self.cache.resize(row, capacity)
@@ -231,15 +237,15 @@ class EngineMemory(RequestMemory):
                 self.cache.remove(row)
         self.cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
         for request in running:
-            self.forward.cut(request.cache_row, request.cache_row.shared)
+            self.forward.cut(request.cache_row, request.cache_row.prefix_len)
         self._renew_bases(running)
 
     def _renew_bases(self, running: Sequence[Request]) -> None:
         """What running requests share is computed anew at once: those who share it have no room for it."""
-        sharers = [request for request in running if request.cache_row.base is not None]
+        sharers = [request for request in running if request.cache_row.prefix_row is not None]
         inputs = {}
-        for request in sorted(sharers, key=lambda request: request.cache_row.shared):  # the longest counts
-            base, text = request.cache_row.base, request.prompt[: request.cache_row.shared]
+        for request in sorted(sharers, key=lambda request: request.cache_row.prefix_len):  # the longest counts
+            base, text = request.cache_row.prefix_row, request.prompt[: request.cache_row.prefix_len]
             assert base is not None
             self.forward.cut(base, 0)
             inputs[base] = RowInput(base, text)

@@ -39,10 +39,10 @@ def shared_base(prompt: np.ndarray, running: Iterable[Request], is_read: bool = 
         if len(known) < LEAST_SHARED or known[LEAST_SHARED - 1] != prompt[LEAST_SHARED - 1]:
             continue
         lengths.append(length := min(num_shared(known, prompt), len(prompt) - 1))
-        if row.base is not None and row.shared <= length:
-            base, weight = SharedBase(row.base, row.shared), _JOINED * row.shared
+        if row.prefix_row is not None and row.prefix_len <= length:
+            base, weight = SharedBase(row.prefix_row, row.prefix_len), _JOINED * row.prefix_len
         else:
-            base = SharedBase(row.base or row, length // _STEP * _STEP)
+            base = SharedBase(row.prefix_row or row, length // _STEP * _STEP)
             weight = base.length
         if base.length >= LEAST_SHARED and weight > most:
             best, most = base, weight

@@ -169,26 +169,29 @@ class SlotCache(Cache):
 
     # Rows
 
-    def add(self, num_tokens: int | None = None, base: CacheRow | None = None, shared: int = 0) -> CacheRow:
+    def add(self, num_tokens: int | None = None, prefix_row: CacheRow | None = None, prefix_len: int = 0) -> CacheRow:
         """
         Add a row, with a slot for `num_tokens`, if that number is known.
 
         Args:
-            base (`CacheRow`, *optional*), shared (`int`): A row whose first `shared` tokens are also the new row's.
-                They stay where they are, and the slot is for the tokens after them. A base cannot have a base itself.
+            prefix_row (`CacheRow`, *optional*), prefix_len (`int`): A row whose first `prefix_len` tokens are also the
+                new row's. They stay where they are, and the slot is for the tokens after them. A row that shares
+                another's prefix cannot be a `prefix_row` itself.
 
         Raises:
             MemoryError: if the row does not fit beside the others within `most_lines`.
         """
-        capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - shared)
+        capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - prefix_len)
         if not self.has_room(capacity):
             raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.most_lines}.")
-        assert base is None or (base.base is None and shared <= base.length), "bases hold what is shared"
-        row = CacheRow(0, shared, line=0, stride=capacity, base=base, shared=shared, lead=shared)
+        if prefix_row is not None:
+            assert prefix_row.prefix_row is None and prefix_len <= prefix_row.length, "the row holds the whole prefix"
+        row = CacheRow(0, prefix_len, line=0, stride=capacity, prefix_row=prefix_row, prefix_len=prefix_len)
+        row.shared_read_len = prefix_len
         if not self.slabs.add(row, capacity):
             self._lay_out({row: capacity})
-        if base is not None:
-            base.num_sharers += 1
+        if prefix_row is not None:
+            prefix_row.num_sharers += 1
         return row
 
     def slot_size(self, num_tokens: int) -> int:
@@ -212,8 +215,8 @@ class SlotCache(Cache):
         """Remove a row that no other row shares; another row of its size takes its slot."""
         assert not row.num_sharers, "others begin in its slot"
         self._leave(row)
-        if row.base is not None:
-            row.base.num_sharers -= 1
+        if row.prefix_row is not None:
+            row.prefix_row.num_sharers -= 1
 
     def _leave(self, row: CacheRow) -> None:
         """Free the row's slot."""
@@ -247,7 +250,7 @@ class SlotCache(Cache):
 
     def reserve(self, rows: Sequence[CacheRow], num_tokens: Sequence[int]) -> None:
         """Make room for rows of `num_tokens` each; rows whose slots are too short move."""
-        needs = [num - row.shared for row, num in zip(rows, num_tokens)]
+        needs = [num - row.prefix_len for row, num in zip(rows, num_tokens)]
         self._most_columns = max([self._most_columns, *needs])
         outgrown = [(row, need) for row, need in zip(rows, needs) if need > row.stride]
         if outgrown:
@@ -271,9 +274,9 @@ class SlotCache(Cache):
         return None
 
     def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
-        """Copy the first `length` tokens of one row to another, which has those of its base already."""
-        for first, end, line in pieces_of(source, target.shared, length):
-            self._copy_lines(line, target.line + first - target.shared, end - first)
+        """Copy the first `length` tokens of one row to another, which has those of its `prefix_row` already."""
+        for first, end, line in pieces_of(source, target.prefix_len, length):
+            self._copy_lines(line, target.line + first - target.prefix_len, end - first)
 
     def _copy_lines(self, source: int, target: int, number: int) -> None:
         if number:
@@ -355,7 +358,7 @@ class SlotCache(Cache):
         """
         sources, targets = [], []
         for row, path in zip(rows, paths):
-            end = row.line + row.length - row.shared
+            end = row.line + row.length - row.prefix_len
             for target, node in enumerate(path):
                 if node != target:
                     sources.append(end + node)

@@ -15,7 +15,7 @@ from ..cache.slot_cache import SlotCache
 from ..compat import shared_value
 from ..layout.row_groups import arrange, call_columns, head_size, padded_context
 from ..layout.rows import CacheRow, RowInput
-from ..layout.shared_prefix import find_leads, leads_of
+from ..layout.shared_prefix import set_shared_reads, shared_reads_of
 from ..layout.step_layout import Rounding, StepLayout, build_layout, send
 
 _LEAST_CHUNK = 16  # tokens of a piece of a long prompt, unless less is asked for
@@ -133,14 +133,14 @@ class RaggedForward(ABC):
 
     def cut(self, row: CacheRow, length: int) -> None:
         """Cut a row to its first `length` tokens, which include those that it shares with others."""
-        assert length >= row.shared, "shared tokens lie in another row"
+        assert length >= row.prefix_len, "shared tokens lie in another row"
         row.length, row.num_nodes = length, 0
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
         """Return the columns that attention reads in a step of one token per row; see `row_groups.padded_context`."""
         if self._takes_spans or self._is_thin:  # both read only the rows' own columns, in one call
-            find_leads(rows)
-            return sum([row.own for row in rows]) + sum([length for _, length in leads_of(rows)])
+            set_shared_reads(rows)
+            return sum([row.own for row in rows]) + sum([length for _, length in shared_reads_of(rows)])
         return padded_context(rows, self._call)
 
     @property
@@ -174,7 +174,7 @@ class RaggedForward(ABC):
         """Return the rows in the order of their tokens, and the layout of these."""
         needs = [item.row.length + len(item.feed) + len(item.tree.tokens) for item in inputs]
         self.cache.reserve([item.row for item in inputs], needs)
-        find_leads([item.row for item in inputs])
+        set_shared_reads([item.row for item in inputs])
         groups = arrange(inputs, self._call)
         layout = build_layout(groups, rounding)
         if self._takes_spans:
@@ -207,7 +207,7 @@ class RaggedForward(ABC):
         Return the tokens per row and piece of a long feed with which the mask `[rows, chunk * groups, columns]` stays
         small.
         """
-        find_leads([item.row for item in inputs])
+        set_shared_reads([item.row for item in inputs])
         sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
         for item in inputs:
             size = sizes.setdefault(item.row.origin, [0, 0])

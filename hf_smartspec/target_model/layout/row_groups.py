@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from ..compat import shared_value
 from .kernels.groups import cheapest_split
-from .shared_prefix import find_leads, leads_of
+from .shared_prefix import set_shared_reads, shared_reads_of
 
 if TYPE_CHECKING:
     from .rows import CacheRow, RowInput
@@ -58,21 +58,21 @@ def padded_context(rows: Sequence["CacheRow"], call: int) -> int:
     """
     if not rows:
         return 0
-    if len(rows) == 1 and rows[0].base is None:
+    if len(rows) == 1 and rows[0].prefix_row is None:
         return rows[0].length
-    find_leads(rows)
+    set_shared_reads(rows)
     rows = sorted(rows, key=_line)
     lengths = [row.own for row in rows]
     runs = runs_of(rows, [length + 1 for length in lengths], [1] * len(rows), call)
     context = sum([(rows[run.stop - 1].slot - rows[run.start].slot + 1) * max(lengths[run]) for run in runs])
-    leads = leads_of(rows)
-    return context + sum(length for _, length in leads) + call * (len(runs) + len(leads) - 1)
+    prefixes = shared_reads_of(rows)
+    return context + sum(length for _, length in prefixes) + call * (len(runs) + len(prefixes) - 1)
 
 
 def runs_of(rows: Sequence["CacheRow"], columns: list[int], widths: list[int], call: int) -> list[slice]:
     """Split rows, given in the order of their lines, as `split` does, but separately for every `origin`."""
     slots = [row.slot for row in rows]
-    if rows[0].origin == rows[-1].origin and not any([row.lead for row in rows]):
+    if rows[0].origin == rows[-1].origin and not any([row.shared_read_len for row in rows]):
         return split(slots, columns, widths, call)
     origins, runs = [row.origin for row in rows], []
     starts = [number for number in range(len(rows)) if not number or origins[number] != origins[number - 1]]

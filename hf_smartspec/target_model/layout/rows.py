@@ -20,8 +20,8 @@ class CacheRow:
     `ahead` and `least_length` are for rotary embeddings that depend on the length of the text: without speculation,
     they go by the longest row (`rotary.seen_lengths`).
 
-    A row may share a prefix with others: its first `shared` tokens then lie in the slot of its `base`, and its own slot
-    holds the tokens after them (`shared_prefix`).
+    A row may share a prefix with others: its first `prefix_len` tokens then lie in the slot of its `prefix_row`, and
+    its own slot holds the tokens after them (`shared_prefix`).
 
     Args:
         ahead (`int`): Tokens by which the longest row of the batch is longer than this one.
@@ -32,9 +32,10 @@ class CacheRow:
         in_one_piece (`bool`): Whether the prompt must be run in a single forward.
         line, stride (`int`): The first line of the slot in the cache's memory, and the number of lines of each slot of
             its slab. If not given, the slots are in one slab, and of any length.
-        base (`CacheRow`, *optional*), shared (`int`): A row whose first `shared` tokens are also this row's.
-        num_sharers (`int`): Rows whose base this one is: it must not be removed, nor cut below what they share.
-        lead (`int`): Length of the prefix that the current step reads for several rows at once.
+        prefix_row (`CacheRow`, *optional*), prefix_len (`int`): A row whose first `prefix_len` tokens are also this
+            row's.
+        num_sharers (`int`): Rows whose `prefix_row` this one is: it must not be removed, nor cut below what they share.
+        shared_read_len (`int`): Length of the prefix that the current step reads for several rows at once.
     """
 
     slot: int
@@ -47,10 +48,10 @@ class CacheRow:
     in_one_piece: bool = False
     line: int = -1
     stride: int = 2**32
-    base: "CacheRow | None" = None
-    shared: int = 0
+    prefix_row: "CacheRow | None" = None
+    prefix_len: int = 0
     num_sharers: int = 0
-    lead: int = 0
+    shared_read_len: int = 0
 
     def __post_init__(self) -> None:
         if self.line < 0:
@@ -59,17 +60,17 @@ class CacheRow:
     @property
     def num_held(self) -> int:
         """Tokens in the row's own slot, draft nodes included."""
-        return self.length - self.shared + self.num_nodes
+        return self.length - self.prefix_len + self.num_nodes
 
     @property
     def start(self) -> int:
         """Line of the first token that the row's attention reads for this row alone."""
-        return self.line + self.lead - self.shared
+        return self.line + self.shared_read_len - self.prefix_len
 
     @property
     def own(self) -> int:
         """Committed tokens from `start` on."""
-        return self.length - self.lead
+        return self.length - self.shared_read_len
 
     @property
     def origin(self) -> int:

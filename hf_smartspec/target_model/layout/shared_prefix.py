@@ -46,46 +46,46 @@ class SharedPart:
         return memory.as_strided(shape, (0, head, line, item), memory.storage_offset() + self.first_line * line)
 
 
-def find_leads(rows: Sequence[CacheRow]) -> None:
+def set_shared_reads(rows: Sequence[CacheRow]) -> None:
     """
-    Set `lead`, the prefix length that this step reads once for all rows sharing it: of rows with a base, the length
-    that they share with it; of a base that runs with them, the most that one of them shares.
+    Set `shared_read_len`, the prefix length that this step reads once for all rows sharing it: of rows with a
+    `prefix_row`, the length that they share with it; of a `prefix_row` that runs with them, the most that one shares.
     """
     for row in rows:
-        row.lead = row.shared
-    sharers = [row for row in rows if row.base is not None]
+        row.shared_read_len = row.prefix_len
+    sharers = [row for row in rows if row.prefix_row is not None]
     if sharers:
         running = set(rows)
         for row in sharers:
-            base = row.base
-            if base in running and base is not None:
-                base.lead = max(base.lead, row.shared)
+            owner = row.prefix_row
+            if owner in running and owner is not None:
+                owner.shared_read_len = max(owner.shared_read_len, row.prefix_len)
 
 
-def leads_of(rows: Sequence[CacheRow]) -> list[tuple[CacheRow, int]]:
+def shared_reads_of(rows: Sequence[CacheRow]) -> list[tuple[CacheRow, int]]:
     """Return the prefixes that a step reads for several rows at once: the row that holds each, and its length."""
-    return list(dict.fromkeys([(row.base or row, row.lead) for row in rows if row.lead]))
+    return list(dict.fromkeys([(row.prefix_row or row, row.shared_read_len) for row in rows if row.shared_read_len]))
 
 
 def shared_parts(rows: Sequence[RowInput], counts: np.ndarray) -> list[SharedPart]:
     """Return the shared parts of rows with `counts` tokens each (`[rows]`), in the order of the rows."""
     ends = np.cumsum(counts)
     parts = []
-    for base, length in leads_of([item.row for item in rows]):
+    for owner, length in shared_reads_of([item.row for item in rows]):
         members = [
             np.arange(end - count, end)
             for item, count, end in zip(rows, counts, ends)
-            if item.row.lead == length and (item.row.base or item.row) is base
+            if item.row.shared_read_len == length and (item.row.prefix_row or item.row) is owner
         ]
-        parts.append(SharedPart(base.line, length, torch.from_numpy(np.concatenate(members))))
+        parts.append(SharedPart(owner.line, length, torch.from_numpy(np.concatenate(members))))
     return parts
 
 
 def pieces_of(row: CacheRow, first: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield where a row's tokens from `first` to `end` lie: ranges of tokens, each with the line of its first."""
-    if row.base is not None and first < row.shared:
-        middle = min(end, row.shared)
-        yield first, middle, row.base.line + first
+    if row.prefix_row is not None and first < row.prefix_len:
+        middle = min(end, row.prefix_len)
+        yield first, middle, row.prefix_row.line + first
         first = middle
     if first < end:
-        yield first, end, row.line + first - row.shared
+        yield first, end, row.line + first - row.prefix_len

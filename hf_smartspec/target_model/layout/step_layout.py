@@ -223,7 +223,7 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
         parts.append(_build_part(group, slice(start, end), places, has_tree[first:last], rounding))
         start, first = end, last
     positions = places.positions
-    offsets = [item.row.position_offset + item.row.lead for item in rows]
+    offsets = [item.row.position_offset + item.row.shared_read_len for item in rows]
     if any(offsets):  # embeddings only: windows and masks count columns
         positions = positions + np.repeat(offsets, counts)
     return StepLayout(
@@ -233,7 +233,7 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
         columns=places.columns,
         lines=_tensor(places.firsts + places.columns),
         parts=parts,
-        shared=shared_parts(rows, counts) if any([item.row.lead for item in rows]) else [],
+        shared=shared_parts(rows, counts) if any([item.row.shared_read_len for item in rows]) else [],
     )
 
 
@@ -281,13 +281,14 @@ def _build_part(
     rounding: Rounding | None,
 ) -> PaddedPart:
     """Build one part from the places of all tokens; correct the positions of tree nodes."""
-    first_line, stride = rows[0].row.start, rows[0].row.stride
+    first = rows[0].row
+    first_line, stride = first.start, first.stride
     firsts, query, columns, positions = places.of(tokens)
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
     num_columns = max([item.row.own + item.first_node + item.num_tokens for item in rows])
     if rounding is not None:
         width = rounding.tokens(width)
-        num_columns = min(rounding.columns(num_columns), stride - (rows[0].row.lead - rows[0].row.shared))
+        num_columns = min(rounding.columns(num_columns), stride - (first.shared_read_len - first.prefix_len))
     limits = columns + 1  # every token attends to all columns up to its own
     lines = (firsts - first_line) // stride * width + query  # of the padded batch
     is_padded = len(lines) != num_rows * width

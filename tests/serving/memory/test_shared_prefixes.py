@@ -93,8 +93,8 @@ def check_rows(engine: Engine) -> None:
     rows = memory.cache.rows
     assert len(rows) == len(memory.prefixes) and all(row in memory.prefixes for row in rows)
     for row in rows:
-        assert row.num_sharers == sum(other.base is row for other in rows)
-        assert row.base is None or (row.base in rows and row.base.base is None)
+        assert row.num_sharers == sum(other.prefix_row is row for other in rows)
+        assert row.prefix_row is None or (row.prefix_row in rows and row.prefix_row.prefix_row is None)
 
 
 SOURCES = {
@@ -180,7 +180,7 @@ def test_what_is_shared_lies_in_memory_once(model, monkeypatch):
         next(engine.request_id_iter(names[-1]))
         with engine.pause():
             memory, rows = engine._memory, [call.requests[0].cache_row for call in engine._runner.loop.calls]
-            assert len(rows) == 13 and [row.base for row in rows[1:]] == rows[:1] * 12
+            assert len(rows) == 13 and [row.prefix_row for row in rows[1:]] == rows[:1] * 12
             assert sum(copied) < 12 * 8, "what is behind the last multiple"
             need = slot_size(len(base.prompt) + 400) + 12 * slot_size(3 + 2 + 30)
             assert memory.cache.num_taken == memory.scheduler.num_taken == need

@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
-from hf_smartspec.target_model.layout.shared_prefix import find_leads
+from hf_smartspec.target_model.layout.shared_prefix import set_shared_reads
 from hf_smartspec.target_model.layout.step_layout import build_layout
 
 from ...strategies import path_to, trees
@@ -24,10 +24,10 @@ def lay_out(cache: SlotCache, rows: list[RowInput]) -> None:
 
 
 def held(memory: torch.Tensor, row: CacheRow, length: int) -> torch.Tensor:
-    """The first tokens of a row, `[heads, length, head_dim]`: those of its base, and those in its own slot."""
-    lines = [row.line + token - row.shared for token in range(length)]
-    if row.base is not None:
-        lines[: row.shared] = [row.base.line + token for token in range(min(row.shared, length))]
+    """The first tokens of a row, `[heads, length, head_dim]`: those of its `prefix_row`, and those in its own slot."""
+    lines = [row.line + token - row.prefix_len for token in range(length)]
+    if row.prefix_row is not None:
+        lines[: row.prefix_len] = [row.prefix_row.line + token for token in range(min(row.prefix_len, length))]
     return memory[lines].transpose(0, 1)
 
 
@@ -65,7 +65,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
     @precondition(lambda self: len(self.texts) < 6 and any(self.texts.values()))
     def begin_alike(self, data, num_tokens):
         """A row that shares another's beginning, or has a copy of it, or shares some and has a copy of more."""
-        base = self._pick(data, [row for row, text in self.texts.items() if text and row.base is None])
+        base = self._pick(data, [row for row, text in self.texts.items() if text and row.prefix_row is None])
         text = self.texts[base]
         shared = data.draw(st.integers(0, len(text)), label="shared")
         alike = [row for row in self.texts if self.texts[row][:shared] == text[:shared] and self.texts[row]]
@@ -82,7 +82,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     def remove(self, data):
         """Rows that nobody shares; there is one, since bases have none themselves."""
-        row = self._pick(data, [row for row in self.texts if all(other.base is not row for other in self.texts)])
+        row = self._pick(data, [row for row in self.texts if all(other.prefix_row is not row for other in self.texts)])
         self.cache.remove(row)
         del self.texts[row]
         self.trees.pop(row, None)
@@ -121,7 +121,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
             self.texts[row] += feed
             self.trees[row] = (tree, nodes)
         self.cache.reserve(chosen, [row.length + 4 + 5 for row in chosen])
-        find_leads(chosen)
+        set_shared_reads(chosen)
         inputs.sort(key=lambda item: item.row.line)
         stamps = [stamp for item in inputs for stamp in self._brought(item)]
         lay_out(self.cache, inputs)
@@ -158,14 +158,14 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         row = self._pick(data, self.texts)
         before = row.stride
         self.cache.reserve([row], [num_tokens])
-        num_own = num_tokens - row.shared
+        num_own = num_tokens - row.prefix_len
         assert row.stride >= num_own and (row.stride == before or num_own > before)
 
     @rule(data=st.data(), more=st.integers(0, 40))
     @precondition(lambda self: self.texts)
     def resize(self, data, more):
         row = self._pick(data, self.texts)
-        self.cache.resize(row, max(row.length - row.shared + row.num_nodes, 1) + more)
+        self.cache.resize(row, max(row.length - row.prefix_len + row.num_nodes, 1) + more)
 
     @rule(num_lines=st.integers(0, 200))
     @precondition(lambda self: self.texts)
@@ -180,8 +180,8 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         for row, text in self.texts.items():
             assert row.length == len(text)
             expected = text + (self.trees[row][1] if row in self.trees else [])
-            assert len(expected) - row.shared <= row.stride
-            assert row.num_sharers == sum(other.base is row for other in self.texts)
+            assert len(expected) - row.prefix_len <= row.stride
+            assert row.num_sharers == sum(other.prefix_row is row for other in self.texts)
             for index, layer in enumerate(self.cache.layers):
                 for memory, dim in ((layer.keys, KEY_DIM), (layer.values, VALUE_DIM)):
                     assert len(memory) == self.cache.num_lines

@@ -10,7 +10,7 @@ from hf_smartspec import DraftTree
 from hf_smartspec.target_model.attention.shared_attention import _by_scores, attention_with_lse
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
-from hf_smartspec.target_model.layout.shared_prefix import find_leads, may_share
+from hf_smartspec.target_model.layout.shared_prefix import may_share, set_shared_reads
 from hf_smartspec.target_model.layout.step_layout import build_layout
 from hf_smartspec.target_model.written import packed_forward
 
@@ -69,14 +69,16 @@ def test_rows_that_share_compute_what_whole_rows_do(name, data):
 def test_what_is_shared_is_read_once():
     """By a base that runs with those who share it, too; by nobody twice."""
     base = CacheRow(0, 40, line=0, stride=128)
-    rows = [base] + [CacheRow(slot, 35, line=128 + 64 * slot, stride=64, base=base, shared=30) for slot in range(3)]
-    find_leads(rows)
+    rows = [base] + [
+        CacheRow(slot, 35, line=128 + 64 * slot, stride=64, prefix_row=base, prefix_len=30) for slot in range(3)
+    ]
+    set_shared_reads(rows)
     layout = build_layout([[RowInput(row, np.array([7]))] for row in rows])
     (shared,) = layout.shared
     assert (shared.first_line, shared.num_columns, shared.tokens.tolist()) == (0, 30, [0, 1, 2, 3])
     assert [part.num_columns for part in layout.parts] == [11, 6, 6, 6]
     assert layout.positions.tolist() == [[40, 35, 35, 35]] and layout.lines[0] == 40
-    find_leads([base])
+    set_shared_reads([base])
     layout = build_layout([[RowInput(base, np.array([7]))]])
     assert not layout.shared and layout.parts[0].num_columns == 41
 
