@@ -44,7 +44,7 @@ def _parts(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
-class Wire:
+class StagingBuffer:
     """
     A buffer on the device for host tensors that are sent at every step. It is reused as long as it is large enough, so
     each `send` invalidates the views that the one before returned. The device's stream order keeps a copy from
@@ -52,8 +52,8 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self._there: torch.Tensor | None = None
-        self._here: list[torch.Tensor] = []
+        self._on_device: torch.Tensor | None = None
+        self._on_host: list[torch.Tensor] = []
         self._copied: list[torch.cuda.Event] = []  # recorded after the copy from each host buffer
 
     def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -72,21 +72,21 @@ class Wire:
         return _parts(flat, tensors)
 
     def _buffer(self, size: int, device: torch.device) -> torch.Tensor:
-        if self._there is None or len(self._there) < size or self._there.device != device:
+        if self._on_device is None or len(self._on_device) < size or self._on_device.device != device:
             size = max(_LEAST_BUFFER, 1 << (size - 1).bit_length())
             with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
-                self._there = torch.empty(size, dtype=torch.int64, device=device)
+                self._on_device = torch.empty(size, dtype=torch.int64, device=device)
                 if device.type == "cuda":
-                    self._here = [torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+                    self._on_host = [torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(2)]
                     self._copied = [torch.cuda.Event() for _ in range(2)]
-        return self._there
+        return self._on_device
 
     def _copy_pinned(self, pieces: list[torch.Tensor], target: torch.Tensor) -> None:
-        self._here.reverse()
+        self._on_host.reverse()
         self._copied.reverse()
         self._copied[0].synchronize()
-        torch.cat(pieces, out=self._here[0][: len(target)])
-        target.copy_(self._here[0][: len(target)], non_blocking=True)
+        torch.cat(pieces, out=self._on_host[0][: len(target)])
+        target.copy_(self._on_host[0][: len(target)], non_blocking=True)
         self._copied[0].record(torch.cuda.current_stream(target.device))
 
 

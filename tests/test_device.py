@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from hf_smartspec.device import Wire
+from hf_smartspec.device import StagingBuffer
 
 
 class Copied:
@@ -32,40 +32,40 @@ class Pinned(torch.Tensor):
 
 
 @pytest.fixture
-def wire(monkeypatch):
+def staging(monkeypatch):
     """With buffers as for a GPU, whose copies take until they are waited for."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    wire = Wire()
-    wire._here = [torch.empty(64, dtype=torch.int64).as_subclass(Pinned) for _ in range(2)]
-    wire._copied = [Copied(), Copied()]
-    for event, buffer in zip(wire._copied, wire._here):
+    staging = StagingBuffer()
+    staging._on_host = [torch.empty(64, dtype=torch.int64).as_subclass(Pinned) for _ in range(2)]
+    staging._copied = [Copied(), Copied()]
+    for event, buffer in zip(staging._copied, staging._on_host):
         event.buffer = buffer.data_ptr()
     Copied.under_way.clear()
-    return wire
+    return staging
 
 
-def test_buffers_are_not_overwritten_while_they_are_read(wire):
+def test_buffers_are_not_overwritten_while_they_are_read(staging):
     target, used = torch.zeros(5, dtype=torch.int64), []
     for number in range(6):
-        wire._copy_pinned([torch.arange(3) + number, torch.tensor([7, 8])], target)
+        staging._copy_pinned([torch.arange(3) + number, torch.tensor([7, 8])], target)
         assert target.tolist() == [number, number + 1, number + 2, 7, 8]
-        used.append(wire._here[0].data_ptr())
+        used.append(staging._on_host[0].data_ptr())
         assert 0 < len(Copied.under_way) <= 2
     assert used[::2] == used[:1] * 3 and used[1::2] == used[1:2] * 3 and used[0] != used[1]
 
 
 def test_what_stays_on_the_cpu_is_not_copied():
     tensors = [torch.arange(3), torch.arange(4).view(2, 2)]
-    assert all(sent is tensor for sent, tensor in zip(Wire().send(tensors, torch.device("cpu")), tensors))
+    assert all(sent is tensor for sent, tensor in zip(StagingBuffer().send(tensors, torch.device("cpu")), tensors))
 
 
 def test_what_arrives_has_its_shape_and_comes_to_one_place():
     """The meta device, where there is nothing but shapes and buffers."""
-    wire, device = Wire(), torch.device("meta")
+    staging, device = StagingBuffer(), torch.device("meta")
     tensors = [torch.arange(3), torch.arange(4).view(2, 2), torch.empty(0, dtype=torch.int64)]
-    sent = wire.send(tensors, device)
+    sent = staging.send(tensors, device)
     assert [item.shape for item in sent] == [item.shape for item in tensors]
-    buffer = wire._there
-    assert wire.send([torch.arange(1000)], device)[0]._base is buffer and wire._there is buffer
-    assert len(wire.send([torch.arange(10_000)], device)[0]) == 10_000 and wire._there is not buffer
-    assert wire.send([], device) == []
+    buffer = staging._on_device
+    assert staging.send([torch.arange(1000)], device)[0]._base is buffer and staging._on_device is buffer
+    assert len(staging.send([torch.arange(10_000)], device)[0]) == 10_000 and staging._on_device is not buffer
+    assert staging.send([], device) == []

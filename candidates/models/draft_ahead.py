@@ -169,5 +169,5 @@ def plan_levels(
 
 def _send(forward: RaggedForward, levels: Sequence[DraftLevel]) -> list[DraftLevel]:
     others = [tensor for level in levels for tensor in level.tensors()]
-    sent = iter(send([level.planned.layout for level in levels], forward.device, forward.wire, others))
+    sent = iter(send([level.planned.layout for level in levels], forward.device, forward.staging, others))
     return [level.with_tensors(sent, level.planned) for level in levels]

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from ...device import Wire
+from ...device import StagingBuffer
 from ..forward.packed import PackedForward
 from ..graphs import ForwardRecordings
 
@@ -25,7 +25,7 @@ _GPU_SHARE, _MOST_ELSEWHERE = 16, 2**28
 class _Kept:
     setting: tuple
     memories: list[torch.Tensor]
-    wire: Wire
+    staging: StagingBuffer
     recordings: ForwardRecordings | None
 
 
@@ -39,7 +39,7 @@ def lend(forward: PackedForward) -> None:
         kept = _kept.pop(forward.model, None)
     if kept is not None and kept.setting == _setting(forward.model):
         is_lent = forward.cache.lend(kept.memories)
-        forward.wire = kept.wire
+        forward.staging = kept.staging
         if is_lent and forward.recordings is not None and kept.recordings is not None:
             forward.recordings = kept.recordings
 
@@ -49,7 +49,7 @@ def take_back(forward: PackedForward) -> None:
     memories = forward.cache.give_back()
     size = _bytes(memories)
     if 0 < size <= _most_bytes(forward.device):
-        kept = _Kept(_setting(forward.model), memories, forward.wire, forward.recordings)
+        kept = _Kept(_setting(forward.model), memories, forward.staging, forward.recordings)
         with _lock:
             other = _kept.get(forward.model)
             if other is None or _bytes(other.memories) <= size:

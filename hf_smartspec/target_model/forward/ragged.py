@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...cpu.attention import has_attention
-from ...device import Wire, fetch_together
+from ...device import StagingBuffer, fetch_together
 from ..attention.varlen import serves, spans_of
 from ..cache.slot_cache import SlotCache
 from ..compat import shared_value
@@ -102,7 +102,7 @@ class RaggedForward(ABC):
     ):
         self.cache = SlotCache(num_rows, capacity)
         self.hidden: torch.Tensor | None = None  # `PlannedForward.hidden` of the latest forward
-        self.wire = Wire()
+        self.staging = StagingBuffer()
         self.prefill_chunk = prefill_chunk
         heads = shared_value(config, "num_attention_heads") or 1
         self._groups = max(heads // (shared_value(config, "num_key_value_heads") or heads), 1)
@@ -160,7 +160,7 @@ class RaggedForward(ABC):
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
         planned = self.plan(self.run_long_feeds(list(inputs)))
-        send([planned.layout], self.device, self.wire)
+        send([planned.layout], self.device, self.staging)
         logits = self.run(planned)
         planned.settle()
         self.hidden = planned.hidden
@@ -196,7 +196,7 @@ class RaggedForward(ABC):
             pieces = {id(item): item.split(chunk) for item in long}
             planned = self.plan([pieces[id(item)][0] for item in long])
             planned.layout.kept = torch.zeros(1, dtype=torch.long)  # logits of one token, since there must be some
-            send([planned.layout], self.device, self.wire)
+            send([planned.layout], self.device, self.staging)
             self.run(planned)
             planned.settle()
             inputs = [pieces[id(item)][1] if id(item) in pieces else item for item in inputs]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ...device import Wire
+from ...device import StagingBuffer
 from .kernels.trees import depths_of, lay_out
 from .rows import RowInput
 from .shared_prefix import SharedPart, shared_parts
@@ -183,17 +183,17 @@ class _Tokens(NamedTuple):
 
 
 def send(
-    layouts: Sequence[StepLayout], device: torch.device, wire: Wire, more: Sequence[torch.Tensor] = ()
+    layouts: Sequence[StepLayout], device: torch.device, staging: StagingBuffer, more: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
     """
     Send all tensors of layouts to a device in one copy, with `more` (int64), and return `more` on the device. Tensors
-    sent through `wire` before are overwritten.
+    sent through `staging` before are overwritten.
     """
     if device.type == "cpu":
         return list(more)
     owners = [owner for layout in layouts for owner in layout.owners()]
     places = [(owner, name) for owner in owners for name in owner.sent if getattr(owner, name) is not None]
-    tensors = wire.send([*more, *[getattr(owner, name) for owner, name in places]], device)
+    tensors = staging.send([*more, *[getattr(owner, name) for owner, name in places]], device)
     for (owner, name), tensor in zip(places, tensors[len(more) :]):
         setattr(owner, name, tensor)
     return tensors[: len(more)]

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...cpu.quantized import unrounded_tokens
-from ...device import Wire
+from ...device import StagingBuffer
 from ...drafts.tree import DraftTree
 from ..attention.tree_attention import attention_configs, tree_attention_step
 from ..cache.slot_cache import SlotCache
@@ -94,7 +94,7 @@ class _Trial:
         self.rounding = torch.finfo(model.dtype).eps * (_LEAST_ROUNDING if self.is_coarse else _FLOAT32_ROUNDING)
         self.lengths = num_tokens + 3, num_tokens
         self.forward = PackedForward(model, 2, 2 * num_tokens + 16, prefill_chunk=num_tokens)
-        self.forward.wire = _LastingWire()
+        self.forward.staging = _LastingBuffer()
         self.configs = attention_configs(model)
         self.calls: defaultdict[int, list[_Call]] = defaultdict(list)  # by layer
         self.tables: Mapping[str | None, Tables] = {}  # of the latest forward
@@ -213,11 +213,11 @@ class _Trial:
             )
 
 
-class _LastingWire(Wire):
+class _LastingBuffer(StagingBuffer):
     """Staging buffer that keeps every layout in memory of its own, since layers are compared after the last forward."""
 
     def send(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        return Wire().send(tensors, device)
+        return StagingBuffer().send(tensors, device)
 
 
 class _Cast:
