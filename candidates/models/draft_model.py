@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys
-from ...target_model.cache.kept_memory import kept_bytes, lend, take_back
+from ...target_model.cache.kept_memory import borrow_memory, kept_bytes, release_memory
 from ...target_model.compat import num_positions
 from ...target_model.encoded import EncodedForward
 from ...target_model.forward.chains import ChainForward
@@ -89,7 +89,7 @@ class DraftModelCandidates(GrowingCandidates):
             return ChainForward(self.model)
         looks_back = self._encoded is not None and self._encoded.is_told
         forward = EncodedForward(self.model) if looks_back else packed_forward(self.model)
-        lend(forward)
+        borrow_memory(forward)
         return forward
 
     def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
@@ -130,7 +130,7 @@ class DraftModelCandidates(GrowingCandidates):
 
     def _give_up_forward(self) -> None:
         if isinstance(self._forward, PackedForward):
-            take_back(self._forward)
+            release_memory(self._forward)
         self._forward = None
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:

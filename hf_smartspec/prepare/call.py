@@ -19,7 +19,7 @@ from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
-from ..target_model.cache.kept_memory import lend
+from ..target_model.cache.kept_memory import borrow_memory
 from ..target_model.compat import CACHE, is_stateful, num_positions, renewal_length, run_encoder
 from ..target_model.encoded import EncodedForward, masks_encoder
 from ..target_model.forward.packed import PackedForward
@@ -217,7 +217,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     new_tokens = min(requests[0].max_new_tokens or 256, 1024)
     chunk = prepared.generation_config.prefill_chunk_size or 512
     forward = packed_forward(model, len(requests), input_ids.shape[1] + new_tokens + 16, chunk)
-    lend(forward)
+    borrow_memory(forward)
     if isinstance(forward, EncodedForward):
         _encode(forward, requests, prepared)
         return forward

@@ -27,8 +27,8 @@ from ..decoding.trace import TracedRequest
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
-from ..target_model.cache.kept_memory import take_back
-from ..target_model.compat import CACHE, is_synchronized, takes_outputs_apart
+from ..target_model.cache.kept_memory import release_memory
+from ..target_model.compat import CACHE, is_synchronized, splits_outputs
 from ..target_model.encoded import EncodedForward
 from ..target_model.forward.packed import PackedForward
 from ..target_model.forward.ranks import ranks_of
@@ -127,7 +127,7 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
     sequences = call.batch.padded_batch(call.batch.num_generated)
     cache: Any = _export_cache(call, sequences.shape[1] - 1, given_cache) if call.keeps_cache else None
     if isinstance(call.forward, PackedForward):  # not after an error, which may leave work under way on it
-        take_back(call.forward)
+        release_memory(call.forward)
     if not call.keeps_cache:
         return sequences
     if gives_back and cache is not given_cache:
@@ -241,7 +241,7 @@ def _with_statistics(
     output: GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput,
     statistics: GenerationStatistics,
 ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    if takes_outputs_apart(model):
+    if splits_outputs(model):
         return output
     if isinstance(output, GenerateEncoderDecoderOutput):
         return SpeculativeEncoderDecoderOutput(**output, statistics=statistics)

@@ -33,20 +33,20 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 _lock = RLock()  # reentrant, since freeing objects under the lock may call back into this module
 
 
-def lend(forward: PackedForward) -> None:
+def borrow_memory(forward: PackedForward) -> None:
     """Pass the memory kept of its model, unless another call uses it, to a forward that has not run yet."""
     with _lock:
         kept = _kept.pop(forward.model, None)
     if kept is not None and kept.setting == _setting(forward.model):
-        is_lent = forward.cache.lend(kept.memories)
+        is_borrowed = forward.cache.borrow(kept.memories)
         forward.staging = kept.staging
-        if is_lent and forward.recordings is not None and kept.recordings is not None:
+        if is_borrowed and forward.recordings is not None and kept.recordings is not None:
             forward.recordings = kept.recordings
 
 
-def take_back(forward: PackedForward) -> None:
+def release_memory(forward: PackedForward) -> None:
     """Keep a forward's memory for the next one, and leave the forward without any."""
-    memories = forward.cache.give_back()
+    memories = forward.cache.release()
     size = _bytes(memories)
     if 0 < size <= _most_bytes(forward.device):
         kept = _Kept(_setting(forward.model), memories, forward.staging, forward.recordings)

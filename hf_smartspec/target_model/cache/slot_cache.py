@@ -138,7 +138,7 @@ class SlotCache(Cache):
 
     # Memory of earlier and later calls
 
-    def lend(self, memories: list[torch.Tensor]) -> bool:
+    def borrow(self, memories: list[torch.Tensor]) -> bool:
         """
         Take memories of zeros, `[lines, heads, head_dim]`, all of equally many lines, if these are enough; return
         whether they are.
@@ -156,8 +156,8 @@ class SlotCache(Cache):
                 return self._spare.pop(number)
         return _zeros(like, self.num_lines, *shape)
 
-    def give_back(self) -> list[torch.Tensor]:
-        """Empty the cache, and return its memory, zeroed where rows have lain, for a later `lend`."""
+    def release(self) -> list[torch.Tensor]:
+        """Empty the cache, and return its memory, zeroed where rows have lain, for a later `borrow`."""
         memories = self._memories()
         for memory in memories:
             for (start, capacity), end in self.slabs.touched.items():

@@ -189,7 +189,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
 
     def teardown(self):
         """Whatever has happened, nothing is left for others to find."""
-        memories = self.cache.give_back()
+        memories = self.cache.release()
         assert not any(memory.any() for memory in memories) and not self.cache.rows and not self.cache.layers
 
 
@@ -291,20 +291,20 @@ def test_a_row_that_grows_has_no_longer_slot_than_there_are_lines():
 def test_memory_that_was_lent_and_is_too_small_is_not_held():
     cache, _ = filled([30, 7], capacity=64)
     other = SlotCache(1, 64)
-    other.lend(cache.give_back())
+    other.borrow(cache.release())
     assert other._spare
     row = other.add()
     other.reserve([row], [400])
     assert not other._spare
 
 
-def test_memory_that_is_lent_is_used_if_it_is_enough():
+def test_memory_that_is_borrowed_is_used_if_it_is_enough():
     cache, _ = filled([30, 7, 20], capacity=100)
-    memories = cache.give_back()
+    memories = cache.release()
     assert len(memories) == 2 * LAYERS and len(memories[0]) == 300
     for num_slots, capacity, is_enough in ((2, 50, True), (3, 100, True), (4, 100, False)):
         other = SlotCache(num_slots, capacity)
-        other.lend(memories)
+        other.borrow(memories)
         rows = [other.add() for _ in range(num_slots)]
         lay_out(other, [RowInput(row, np.arange(5)) for row in rows])
         for layer in range(LAYERS):
@@ -316,7 +316,7 @@ def test_memory_that_is_lent_is_used_if_it_is_enough():
         for row in rows:
             row.length = 5
         other.reserve(rows, [5] * num_slots)
-        assert all(not memory.any() for memory in other.give_back())
+        assert all(not memory.any() for memory in other.release())
 
 
 def test_memory_behind_a_row_is_never_nan():
