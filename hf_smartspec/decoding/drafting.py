@@ -73,7 +73,7 @@ class Drafting:
     @property
     def decides(self) -> bool:
         """Whether this process chooses what is drafted."""
-        return self.ranks is None or self.ranks.leads
+        return self.ranks is None or self.ranks.is_first
 
     def draft(self, feeds: dict[Request, np.ndarray], num_waiting: int = 0) -> StepDrafts:
         """

@@ -23,7 +23,7 @@ from ..target_model.cache.kept_memory import borrow_memory
 from ..target_model.compat import CACHE, is_stateful, num_positions, renewal_length, run_encoder
 from ..target_model.encoded import EncodedForward, masks_encoder
 from ..target_model.forward.packed import PackedForward
-from ..target_model.forward.ranks import is_sharded, told_by_first
+from ..target_model.forward.ranks import broadcast_from_rank0, is_sharded
 from ..target_model.forward.rowwise import RowwiseForward
 from ..target_model.written import packed_forward
 from ..validate import check_seed
@@ -114,7 +114,7 @@ def prepare_call(
     if generation_config.max_time is not None and is_sharded(model):
         raise ValueError("`max_time` would end at another token in each of the processes that hold the model.")
     if seed is None and generation_config.do_sample:  # drawn at random in each process
-        seeds = told_by_first(model, lambda: seeds)
+        seeds = broadcast_from_rank0(model, lambda: seeds)
     tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
     arguments = known_arguments(model, encoder_arguments or {}, len(input_ids))
     check_encoder_arguments(resolved.source, arguments)

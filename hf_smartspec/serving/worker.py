@@ -178,21 +178,21 @@ class EngineRunner:
 
     def _next_work(self) -> "_Work | None":
         """What has come meanwhile; waits while there is nothing to do. None if the engine is to stop."""
-        if self._ranks is not None and not self._ranks.leads:
+        if self._ranks is not None and not self._ranks.is_first:
             return self._told_work(self._ranks)
         work = None
         if self._wait_for_work():
             with self._changed:
                 work = _Work([ticket.output.request_id for ticket in self._inbox], self._cancelled)
                 self._cancelled = set()
-        return work if self._ranks is None else self._ranks.told(work)
+        return work if self._ranks is None else self._ranks.broadcast(work)
 
     def _told_work(self, ranks: Ranks) -> "_Work | None":
         """The first process's work, as soon as the same requests have come here."""
         with self._changed:
             self._rests = True
             self._changed.notify_all()
-        work = ranks.told(None)
+        work = ranks.broadcast(None)
         with self._changed:
             self._rests = False
             self._changed.wait_for(lambda: work is None or len(self._inbox) >= len(work.new))

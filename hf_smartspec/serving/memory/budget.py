@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from ...target_model.cache.free_memory import free_bytes
 from ...target_model.compat import num_positions
-from ...target_model.forward.ranks import told_by_first
+from ...target_model.forward.ranks import broadcast_from_rank0
 
 _ENOUGH = 2**28  # bytes that even models of short texts may take
 _KEPT = 2  # times what a full batch of the longest texts takes: as much is left for beginnings that are kept
@@ -35,7 +35,7 @@ class Budget(NamedTuple):
         """
         if self.max_bytes is not None:
             return self.max_bytes
-        free = told_by_first(model, lambda: free_bytes(model.device))
+        free = broadcast_from_rank0(model, lambda: free_bytes(model.device))
         part = free // ((2 if model.device.type == "cuda" else 4) * self.num_sharing)
         longest = num_positions(model.config.get_text_config(decoder=True))
         if longest is None:

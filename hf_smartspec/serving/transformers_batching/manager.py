@@ -19,7 +19,7 @@ from ...prepare.model_state import record
 from ...prepare.route import way_of
 from ...sampling.noise import row_seed
 from ...target_model.compat import GenerationOutput, RequestStatus
-from ...target_model.forward.ranks import told_by_first
+from ...target_model.forward.ranks import broadcast_from_rank0
 from ...validate import check_seed
 from .engine import ManagedEngine, Processor
 from .settings import engine_options, num_cached_tokens, request_arguments
@@ -191,7 +191,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 self._num_rows += num_rows
         config = kwargs.get("generation_config") or self.generation_config
         if seed is None and kwargs.get("do_sample", self._settings.get("do_sample", config.do_sample)):
-            seed, first = told_by_first(self.model, lambda: int(torch.randint(2**62, ()))), 0
+            seed, first = broadcast_from_rank0(self.model, lambda: int(torch.randint(2**62, ()))), 0
         if seed is None:
             return [None] * num_rows
         check_seed(seed)

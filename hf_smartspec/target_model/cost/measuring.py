@@ -16,7 +16,7 @@ from ...goodput.cost import CostModel, CostPoint
 from ..cache.free_memory import free_bytes
 from ..compat import num_positions
 from ..forward.packed import PackedForward
-from ..forward.ranks import clock_of, told_by_first
+from ..forward.ranks import broadcast_from_rank0, clock_of
 from ..layout.rows import CacheRow, RowInput
 from ..written import packed_forward
 
@@ -131,7 +131,7 @@ def measure(
     with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
         runs = _measured(model, designs, held_out, progress)
     points, others = ([_point(item, runs[item]) for item in items if item in runs] for items in (designs, held_out))
-    was_busy = told_by_first(model, lambda: _were_disturbed(model.device, list(runs.values())))
+    was_busy = broadcast_from_rank0(model, lambda: _were_disturbed(model.device, list(runs.values())))
     return Measured(points, others, was_busy)
 
 
@@ -200,7 +200,8 @@ class _Bench:
 
     def _shared_out(self, items: Sequence[Design]) -> dict[int, int]:
         """Return the columns of every memory, by its number of rows: those of the longest point that fits."""
-        free, column = float(told_by_first(self.model, lambda: free_bytes(self.model.device))), self._bytes_per_column()
+        free = float(broadcast_from_rank0(self.model, lambda: free_bytes(self.model.device)))
+        column = self._bytes_per_column()
         share, capacities = _CPU_SHARE if self.model.device.type == "cpu" else _SHARE, {}
         for num in sorted({_slots(item.rows) for item in items}):
             own = [item for item in items if _slots(item.rows) == num]

@@ -21,7 +21,7 @@ from ...cpu.quantized import is_quantized
 from ...files import replacing
 from ...goodput.cost import CostModel
 from ...log import get_logger
-from ..forward.ranks import is_sharded, told_by_first
+from ..forward.ranks import broadcast_from_rank0, is_sharded
 from ..graphs import records
 from ..written import written_decoder, written_decoders
 from .measuring import DESIGN, is_busy, measure
@@ -74,10 +74,10 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
             known = _models.setdefault(model, {})
             if setting in known and not refresh:
                 return known[setting]
-            cost = None if refresh else told_by_first(model, lambda: _usable(model))
+            cost = None if refresh else broadcast_from_rank0(model, lambda: _usable(model))
             if cost is None:
                 measured = profile_model(model, progress)
-                cost = told_by_first(model, lambda: keep_profile(model, measured, is_asked=refresh))
+                cost = broadcast_from_rank0(model, lambda: keep_profile(model, measured, is_asked=refresh))
             known[setting] = cost
     return cost
 

@@ -38,11 +38,11 @@ class Ranks:
     def __init__(self, members: Sequence[int]):
         self._first = members[0]
         self._group = dist.new_group(list(members), backend="gloo", timeout=_FOREVER, use_local_synchronization=True)
-        self.leads = dist.get_rank() == self._first
+        self.is_first = dist.get_rank() == self._first
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the first process's `value`, which must be picklable, in all processes."""
-        box = [value if self.leads else None]
+        box = [value if self.is_first else None]
         dist.broadcast_object_list(box, src=self._first, group=self._group)
         return box[0]
 
@@ -62,7 +62,7 @@ class Ranks:
         Raises:
             RankFailedError: if the first process could not draft.
         """
-        if not self.leads:
+        if not self.is_first:
             return [], self._received(num_rows)
         try:
             proposed, selected = make()
@@ -134,7 +134,7 @@ def engine_ranks(model: PreTrainedModel) -> Ranks | None:
     return Ranks(_members(model)) if is_sharded(model) else None
 
 
-def told_by_first(model: PreTrainedModel, find: Callable[[], Any]) -> Any:
+def broadcast_from_rank0(model: PreTrainedModel, find: Callable[[], Any]) -> Any:
     """Return in all processes that hold the model the result of `find` in the first one."""
     ranks = ranks_of(model)
-    return find() if ranks is None else ranks.told(find() if ranks.leads else None)
+    return find() if ranks is None else ranks.broadcast(find() if ranks.is_first else None)
