@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..target_model.compat import hands_arguments_on
+from ..target_model.compat import delegates_generate
 from .resolve import check_assistant
 
 _is_serving: ContextVar[bool] = ContextVar("is_serving", default=False)
@@ -83,7 +83,7 @@ def choose(call: EnabledCall, assistant: Any, config: Any) -> Choice:
         return Choice(assistant)
     model, _, _, _, own, common = call
     has_own = getattr(type(model), "generate", None) is not GenerationMixin.generate
-    if (has_own and not hands_arguments_on(model)) or _is_serving.get() or getattr(config, "is_assistant", False):
+    if (has_own and not delegates_generate(model)) or _is_serving.get() or getattr(config, "is_assistant", False):
         return Choice(None)
     of_model, of_call = _of_model(model), assistant_of_call(config, model)
     if of_call is not None:

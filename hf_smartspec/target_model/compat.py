@@ -114,7 +114,7 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def takes_outputs_apart(model: PreTrainedModel) -> bool:
+def splits_outputs(model: PreTrainedModel) -> bool:
     """
     Return whether the `generate` of the model's class takes apart the outputs of the common one: Whisper's splits every
     entry by rows, and handles only entries that transformers defines.
@@ -123,7 +123,7 @@ def takes_outputs_apart(model: PreTrainedModel) -> bool:
     return any("generate" in vars(item) and item.__module__.startswith("transformers.") for item in own)
 
 
-def hands_arguments_on(model: PreTrainedModel) -> bool:
+def delegates_generate(model: PreTrainedModel) -> bool:
     """Return whether the `generate` of the model's class calls the common one with all arguments, clip by clip."""
     modules = [item.__module__ for item in type(model).__mro__ if "generate" in vars(item)]
     return modules[:1] == ["transformers.models.whisper.generation_whisper"]

@@ -15,7 +15,7 @@ from hf_smartspec.target_model.attention.seen_lines import lines_of
 from hf_smartspec.target_model.attention.tree_attention import _masked_attention
 from hf_smartspec.target_model.layout.row_groups import arrange
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
-from hf_smartspec.target_model.layout.skip_prefix import behind
+from hf_smartspec.target_model.layout.skip_prefix import skip_prefix
 from hf_smartspec.target_model.layout.step_layout import build_layout
 
 from ..models import new_model
@@ -84,10 +84,10 @@ def steps(draw) -> list[RowInput]:
 
 @settings(deadline=None)
 @given(steps(), st.sampled_from([None, 5, 40]), st.integers(0, 2), st.sampled_from(DTYPES))
-def test_a_steps_rows_see_what_masks_let_them_see(rows, window, num_behind, dtype):
+def test_a_steps_rows_see_what_masks_let_them_see(rows, window, num_skipped, dtype):
     """Those that know nothing of rows' first tokens, too."""
     whole = build_layout(arrange(rows, 100))
-    layout, makes_sense = behind(whole, num_behind), torch.from_numpy(whole.columns >= num_behind)
+    layout, makes_sense = skip_prefix(whole, num_skipped), torch.from_numpy(whole.columns >= num_skipped)
     queries = numbers(layout.tokens.shape[1], 4, 16).to(dtype)
     keys, values = (numbers(4 * _STRIDE + shift, 2, 16).to(dtype)[shift:] for shift in (0, 1))
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from transformers.modeling_layers import MtpModel
 from ..attention.tree_attention import attention_configs, tree_attention_step
 from ..cache.slot_cache import SlotCache
 from ..compat import cache_name
-from ..layout.skip_prefix import behind
+from ..layout.skip_prefix import skip_prefix
 from ..layout.step_layout import StepLayout
 from .features import FeatureStep, Layers
 
@@ -54,7 +54,7 @@ class PackedMtp:
         for number, states in enumerate(inputs):
             if number:
                 states = torch.where(depths == 0, self._before(number - 1, outputs[-1], step), states)
-            outputs.append(self._layer(number, embedded, states, behind(step.layout, number), step.cache))
+            outputs.append(self._layer(number, embedded, states, skip_prefix(step.layout, number), step.cache))
         newest = outputs[0]
         for number in range(1, num):
             newest = torch.where(depths >= number, outputs[number], newest)

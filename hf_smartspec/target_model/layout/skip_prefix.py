@@ -8,20 +8,20 @@ import torch
 from .step_layout import PaddedPart, StepLayout
 
 
-def behind(layout: StepLayout, num: int) -> StepLayout:
+def skip_prefix(layout: StepLayout, num: int) -> StepLayout:
     """
     Return the same step, as if the first `num` columns of every row were empty. Tokens in these columns attend to some
     column, with meaningless results. Keys and values are written to the same places.
     """
     if num == 0:
         return layout
-    parts = [_behind(part, num) for part in layout.parts]
+    parts = [_skip_in_part(part, num) for part in layout.parts]
     shift = np.minimum(layout.columns, num)  # tokens in the first columns attend to themselves
     firsts, columns = layout.firsts + shift, layout.columns - shift
     return replace(layout, parts=parts, firsts=firsts, columns=columns, spans=None, seen={})
 
 
-def _behind(part: PaddedPart, num: int) -> PaddedPart:
+def _skip_in_part(part: PaddedPart, num: int) -> PaddedPart:
     num = min(num, part.num_columns - 1)
     columns = part.num_columns - num
     pairs = None if part.tree_pairs is None else _moved(part.tree_pairs, part.num_columns, num)[0]
