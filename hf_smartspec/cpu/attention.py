@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .kernels.attend import ATTEND_FIELDS, MOST_TOKENS, attend_bfloat16, attend_float32, scratch_size
-from .reading import is_plain
+from .tensor_checks import is_plain
 from .thin import has_kernels
 from .threads import run
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .kernels.norms import NORM_FIELDS, norm_bfloat16, norm_float32
-from .reading import is_plain, is_vector
+from .tensor_checks import is_plain, is_vector
 from .thin import has_kernels, most_tokens
 
 _CODE = {torch.float32: norm_float32, torch.bfloat16: norm_bfloat16}

@@ -21,7 +21,7 @@ from .kernels.multiply import (
     wide_size,
 )
 from .kernels.tiles import has_pairs, num_lanes
-from .reading import is_plain, is_vector
+from .tensor_checks import is_plain, is_vector
 from .threads import has_threads, run, share_of
 
 logger = get_logger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..reading import is_plain, is_vector
+from ..tensor_checks import is_plain, is_vector
 from ..threads import has_threads, run, share_of
 from .kernels.arguments import BFLOAT16, FIELDS, FLOAT16, FLOAT32
 from .kernels.dots import LINE, has_dots, widest

@@ -14,8 +14,8 @@ from ..cache.slot_cache import SlotCache
 from ..forward.ragged import ForwardSeries, PlannedForward
 from ..layout.step_layout import StepLayout
 from .callees import state_of
-from .kept import SIGHTINGS, KeptRecordings
 from .recorder import Recorder, can_record, recorder_of
+from .recording_cache import SIGHTINGS, RecordingCache
 from .series import SeriesRecordings
 from .shapes import copied, has_few_shapes, inputs_of, shape_of
 
@@ -86,7 +86,7 @@ class ForwardRecordings:
     def __init__(self, recorder: Recorder):
         self.may_serve = True
         self._recorder = recorder
-        self._kept = KeptRecordings[_Recording]()
+        self._recordings = RecordingCache[_Recording]()
         self._series = SeriesRecordings(recorder)
         self._decoder: WrittenDecoder | None = None
         self._places: list[Any] = []
@@ -102,7 +102,7 @@ class ForwardRecordings:
     ) -> torch.Tensor:
         """Run the decoder, with its arguments and logits, except `layers`: those whose hidden states are kept."""
         shape = self._shape(decoder, layout, cache, layers)
-        recording = None if shape is None else self._kept.get(shape)
+        recording = None if shape is None else self._recordings.get(shape)
         if recording is not None and recording.is_trusted:
             recording.run(layout)
             for layer, states in recording.states.items():
@@ -112,7 +112,7 @@ class ForwardRecordings:
         if recording is not None:
             return self._compared(recording, decoder, layout, cache, keep)
         logits = decoder(layout, cache, keep)
-        if shape is not None and self._kept.is_due(shape) and self._recorder.has_room():
+        if shape is not None and self._recordings.is_due(shape) and self._recorder.has_room():
             self._record(shape, decoder, layout, cache, layers)
         return logits
 
@@ -156,7 +156,7 @@ class ForwardRecordings:
         self._forget()
 
     def _forget(self) -> None:
-        self._kept.clear()
+        self._recordings.clear()
         self._series.forget()
         self._recorder.forget()
 
@@ -181,7 +181,7 @@ class ForwardRecordings:
             return self._give_up(f"cannot be recorded: {error!r}")
         finally:
             cache.layout = layout
-        return self._kept.add(shape, _Recording(replay, inputs_of(own), logits, states))
+        return self._recordings.add(shape, _Recording(replay, inputs_of(own), logits, states))
 
     def _compared(
         self,

@@ -11,8 +11,8 @@ from ...device import bits_of, fetch_together, values_in
 from ...log import get_logger
 from ..cache.slot_cache import SlotCache
 from ..forward.ragged import ForwardSeries, PlannedForward
-from .kept import KeptRecordings
 from .recorder import Recorder
+from .recording_cache import RecordingCache
 from .shapes import copied, inputs_of, shape_of
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ class SeriesRecordings:
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
-        self._kept = KeptRecordings[_Recording]()
+        self._recordings = RecordingCache[_Recording]()
         self._refused: set[Hashable] = set()
 
     def forget(self) -> None:
         """Forget all recordings, after weights or memory have moved."""
-        self._kept.clear()
+        self._recordings.clear()
         self._refused.clear()
 
     def __call__(
@@ -85,9 +85,9 @@ class SeriesRecordings:
         """
         shape = what, *[(shape_of(item.layout), item.num_lines) for item in series.planned]
         shape = *shape, *[tuple(tensor.shape) for tensor in series.tensors]
-        recording = self._kept.get(shape)
+        recording = self._recordings.get(shape)
         if recording is None:
-            may_be_recorded = self._refused.isdisjoint((what, shape)) and self._kept.is_due(shape)
+            may_be_recorded = self._refused.isdisjoint((what, shape)) and self._recordings.is_due(shape)
             # Copied before it is run, since a series changes its layouts.
             own = _copied(series) if may_be_recorded and self._recorder.has_room() else None
             found = fetch_together(series.run(run))
@@ -102,7 +102,7 @@ class SeriesRecordings:
         recording.is_trusted = all([_agree(*pair, cache) for pair in zip(found, expected)])
         if not recording.is_trusted:
             self._refused.add(shape)
-            self._kept.drop(shape)
+            self._recordings.drop(shape)
         return expected
 
     def _record(
@@ -130,7 +130,7 @@ class SeriesRecordings:
         finally:
             cache.layout = before
         like = [torch.empty(item.shape, dtype=item.dtype, device="meta") for item in found]
-        return self._kept.add(shape, _Recording(replay, inputs, bits, like))
+        return self._recordings.add(shape, _Recording(replay, inputs, bits, like))
 
 
 def _inputs(series: ForwardSeries) -> list[torch.Tensor]:

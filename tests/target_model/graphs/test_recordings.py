@@ -8,7 +8,7 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SmartSpecConfig
 from hf_smartspec.target_model.attention import varlen
 from hf_smartspec.target_model.forward.packed import PackedForward
-from hf_smartspec.target_model.graphs import kept, recorder
+from hf_smartspec.target_model.graphs import recorder, recording_cache
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward
 
@@ -120,14 +120,14 @@ def test_what_gives_other_results_or_cannot_be_recorded_is_not_used(recorders, m
 
 
 def test_no_more_are_made_than_there_is_room_for(recorders, monkeypatch):
-    monkeypatch.setattr(kept, "_MOST", 2)
+    monkeypatch.setattr(recording_cache, "_MOST", 2)
     steps = Steps(shared_model("llama"))
     steps.run()
     own = recorders[-1]
     for num_drafted in (1, 2, 3):
         for _ in range(3):
             steps.run(num_drafted=num_drafted)
-    assert len(steps.forward.recordings._kept) == 2 and own.num_recorded == 3
+    assert len(steps.forward.recordings._recordings) == 2 and own.num_recorded == 3
     own.is_full = True
     for _ in range(3):
         steps.run(num_drafted=5)

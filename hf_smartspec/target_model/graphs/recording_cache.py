@@ -10,7 +10,7 @@ _MOST, _MOST_SHAPES = 64, 2**12  # recordings, and shapes that are counted
 T = TypeVar("T")
 
 
-class KeptRecordings(Generic[T]):
+class RecordingCache(Generic[T]):
     """The recordings that were used last, 64 at most."""
 
     def __init__(self) -> None:
