@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .few_tokens import has_kernels
 from .kernels.attend import ATTEND_FIELDS, MOST_TOKENS, attend_bfloat16, attend_float32, scratch_size
 from .tensor_checks import is_plain
-from .thin import has_kernels
 from .threads import run
 
 _CODE = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}
@@ -79,7 +79,7 @@ def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     )
 
 
-def thin_attention(
+def few_token_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -142,7 +142,7 @@ def has_attention(dtype: torch.dtype) -> bool:
         shapes = (2, 4, 80), (70, 2, 80), (70, 2, 80)
         queries, keys, values = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
         lines = SeenLines(np.array([0, 3]), np.array([70, 51]), np.array([0, 2]), np.array([[67, -1], [0b101, -1]]))
-        found = thin_attention(queries, keys, values, lines)
+        found = few_token_attention(queries, keys, values, lines)
         sees = torch.zeros(2, 70, dtype=torch.bool, device="cpu")
         sees[0], sees[0, 68], sees[1, 3:54] = True, False, True
         q, k, v = (item.double().transpose(0, 1) for item in (queries, keys, values))

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from .few_tokens import has_kernels, most_tokens
 from .kernels.norms import NORM_FIELDS, norm_bfloat16, norm_float32
 from .tensor_checks import is_plain, is_vector
-from .thin import has_kernels, most_tokens
 
 _CODE = {torch.float32: norm_float32, torch.bfloat16: norm_bfloat16}
 
@@ -33,7 +33,7 @@ def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def thin_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool) -> torch.Tensor:
+def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool) -> torch.Tensor:
     """
     Return `x / sqrt(mean(x ** 2) + eps)`, rounded, times `weight`; if `is_shifted`, times `1 + weight` and rounded
     once. Arguments must pass `can_norm`.
@@ -55,7 +55,7 @@ def has_norms(dtype: torch.dtype) -> bool:
     try:
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((3, 48), (48,)))
-        found = [thin_rms_norm(x, weight, 0.5, is_shifted).double() for is_shifted in (False, True)]
+        found = [few_token_rms_norm(x, weight, 0.5, is_shifted).double() for is_shifted in (False, True)]
         normalized = torch.rms_norm(x.double(), (48,), None, 0.5)
         expected = [normalized * weight.double(), normalized * (weight.double() + 1)]
         return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hf_smartspec
 from hf_smartspec.cpu import attention
-from hf_smartspec.cpu.attention import SeenLines, can_attend, has_attention, runs_of, thin_attention
+from hf_smartspec.cpu.attention import SeenLines, can_attend, few_token_attention, has_attention, runs_of
 from hf_smartspec.target_model.attention import tree_attention as attention_module
 from hf_smartspec.target_model.attention.seen_lines import lines_of
 from hf_smartspec.target_model.attention.tree_attention import _masked_attention
@@ -60,7 +60,7 @@ def test_results_are_those_of_torch(kv_heads, groups, size, dtype):
     queries = numbers(6, kv_heads * groups, size).to(dtype)
     for scale in (None, 0.3):
         lses = torch.empty(6, kv_heads * groups)
-        found = thin_attention(queries, keys, values, lines, scale, lses)
+        found = few_token_attention(queries, keys, values, lines, scale, lses)
         assert found.dtype == dtype
         assert_close(found, by_masks(queries, keys, values, lines, scale), dtype)
         for token, (first, count) in enumerate(zip(lines.firsts, counts)):
@@ -107,15 +107,15 @@ def test_a_tokens_result_does_not_depend_on_the_others(dtype):
     assert np.diff(lines.runs).tolist() == [7, 7]
     queries = numbers(14, 6, 64).to(dtype)
     keys, values = (numbers(_STRIDE + shift, 2, 64).to(dtype)[shift:] for shift in (0, 1))
-    together = thin_attention(queries, keys, values, lines)
+    together = few_token_attention(queries, keys, values, lines)
     for token in range(14):
         own = SeenLines(lines.firsts[token : token + 1], lines.counts[token : token + 1], np.array([0, 1]))
-        assert torch.equal(thin_attention(queries[token : token + 1], keys, values, own)[0], together[token])
+        assert torch.equal(few_token_attention(queries[token : token + 1], keys, values, own)[0], together[token])
     before = torch.get_num_threads()
     try:
         for num in (1, 2, 3):
             torch.set_num_threads(num)
-            assert torch.equal(thin_attention(queries, keys, values, lines), together)
+            assert torch.equal(few_token_attention(queries, keys, values, lines), together)
     finally:
         torch.set_num_threads(before)
 
@@ -124,7 +124,7 @@ def test_what_is_no_number_stays_so_and_its_own():
     queries, keys, values = numbers(3, 2, 32), numbers(40, 2, 32), numbers(41, 2, 32)[1:]
     queries[1, 0, 3] = torch.nan
     lines = SeenLines(np.zeros(3, np.int64), np.array([38, 39, 40]), np.array([0, 3]))
-    found = thin_attention(queries, keys, values, lines)
+    found = few_token_attention(queries, keys, values, lines)
     assert found[1, 0].isnan().all()
     assert found[[0, 2]].isfinite().all() and found[1, 1].isfinite().all()
 
@@ -132,7 +132,9 @@ def test_what_is_no_number_stays_so_and_its_own():
 def test_scores_far_apart_overflow_nowhere():
     queries, keys, values = 100 * numbers(2, 2, 32), 100 * numbers(40, 2, 32), numbers(41, 2, 32)[1:]
     lines = SeenLines(np.zeros(2, np.int64), np.array([39, 40]), np.array([0, 2]))
-    assert_close(thin_attention(queries, keys, values, lines), by_masks(queries, keys, values, lines), torch.float32)
+    assert_close(
+        few_token_attention(queries, keys, values, lines), by_masks(queries, keys, values, lines), torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,8 +167,8 @@ def test_anything_else_is_torchs(change):
 @pytest.mark.parametrize("assistant", ["none", "auto"])
 def test_models_attend_by_it(architecture, assistant, monkeypatch):
     """With sliding windows, too: outputs are those of plain decoding."""
-    calls, attend = [], attention.thin_attention
-    monkeypatch.setattr(attention_module, "thin_attention", lambda *given: (calls.append(1), attend(*given))[1])
+    calls, attend = [], attention.few_token_attention
+    monkeypatch.setattr(attention_module, "few_token_attention", lambda *given: (calls.append(1), attend(*given))[1])
     model = new_model(architecture, head_dim=16)
     ids = torch.arange(3, 12).repeat(2, 4)
     arguments = {"max_new_tokens": 24, "do_sample": False}
@@ -184,7 +186,7 @@ def a_little_wrong(queries, *_):
     return 1.001 * numbers(*queries.shape)
 
 
-@pytest.mark.parametrize(("name", "replacement"), [("run", fail), ("thin_attention", a_little_wrong)])
+@pytest.mark.parametrize(("name", "replacement"), [("run", fail), ("few_token_attention", a_little_wrong)])
 def test_where_there_is_no_right_code_torch_serves(monkeypatch, name, replacement):
     has_attention.cache_clear()
     try:

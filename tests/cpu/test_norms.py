@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_smartspec
 from hf_smartspec.cpu import norms
-from hf_smartspec.cpu.norms import can_norm, thin_rms_norm
+from hf_smartspec.cpu.norms import can_norm, few_token_rms_norm
 from hf_smartspec.target_model.written.parts import RMSNorm, written_norm
 
 from ..models import new_model
@@ -35,7 +35,7 @@ def test_numbers_are_those_of_models(size, kind, dtype):
     norm = new_norm(kind, size, dtype)
     for x in (numbers(1, size), numbers(7, size) * 1e-3, numbers(2, 5, size)):
         x = x.to(dtype)
-        found, expected = thin_rms_norm(x, norm.weight, 1e-5, kind is GemmaRMSNorm), norm(x)
+        found, expected = few_token_rms_norm(x, norm.weight, 1e-5, kind is GemmaRMSNorm), norm(x)
         assert found.dtype == dtype and found.shape == x.shape
         if dtype == torch.float32:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -47,15 +47,15 @@ def test_numbers_are_those_of_models(size, kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_norm_does_not_depend_on_the_others(dtype):
     weight, x = numbers(96).to(dtype), numbers(40, 96).to(dtype)
-    alone = torch.cat([thin_rms_norm(line[None], weight, 1e-6, False) for line in x])
-    assert torch.equal(thin_rms_norm(x, weight, 1e-6, False), alone)
+    alone = torch.cat([few_token_rms_norm(line[None], weight, 1e-6, False) for line in x])
+    assert torch.equal(few_token_rms_norm(x, weight, 1e-6, False), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_no_number_stays_its_own(dtype):
     x = numbers(4, 32).to(dtype)
     x[1, 3], x[2, 0] = torch.nan, torch.inf
-    found = thin_rms_norm(x, numbers(32).to(dtype), 1e-6, False)
+    found = few_token_rms_norm(x, numbers(32).to(dtype), 1e-6, False)
     assert found[[0, 3]].isfinite().all() and found[1].isnan().all() and found[2, 0].isnan()
 
 
@@ -106,7 +106,7 @@ def fail(*_):
     [
         ("has_kernels", lambda dtype: False),
         ("_function", fail),
-        ("thin_rms_norm", lambda x, weight, eps, is_shifted: torch.zeros_like(x)),
+        ("few_token_rms_norm", lambda x, weight, eps, is_shifted: torch.zeros_like(x)),
     ],
 )
 def test_where_there_is_no_right_code_torch_serves(monkeypatch, anew, name, replacement):

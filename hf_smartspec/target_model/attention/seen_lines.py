@@ -9,7 +9,7 @@ from ..layout.shared_prefix import SharedPart
 from ..layout.step_layout import PaddedPart, StepLayout
 
 
-def is_thin(part: PaddedPart, window: int | None) -> bool:
+def has_few_tokens(part: PaddedPart, window: int | None) -> bool:
     """
     Return whether rows have few tokens, and columns determine what these attend to. Trees in a window do not qualify,
     since windows count positions.

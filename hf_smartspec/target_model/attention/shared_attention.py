@@ -5,11 +5,11 @@ and each row's queries over its own lines. The pieces are merged by their log-su
 
 import torch
 
-from ...cpu.attention import can_attend, thin_attention
+from ...cpu.attention import can_attend, few_token_attention
 from ..layout.shared_prefix import SharedPart
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
-from .seen_lines import is_thin, lines_of, lines_of_shared
+from .seen_lines import has_few_tokens, lines_of, lines_of_shared
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -23,8 +23,9 @@ def shared_attention(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Compute `packed_attention` of a step with shared prefixes, for layers without window, soft cap or bias."""
-    if not dropout and can_attend(packed, key, value, scaling) and all([is_thin(part, None) for part in layout.parts]):
-        return _thin_attention(packed, key, value, layout, scaling)
+    have_few = all([has_few_tokens(part, None) for part in layout.parts])
+    if have_few and not dropout and can_attend(packed, key, value, scaling):
+        return _few_token_attention(packed, key, value, layout, scaling)
     outputs, lses = [], []
     for part in layout.parts:
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
@@ -37,16 +38,16 @@ def shared_attention(
     return output
 
 
-def _thin_attention(
+def _few_token_attention(
     packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: StepLayout, scaling: float | None
 ) -> torch.Tensor:
     """Compute the same in compiled code, for rows that have few tokens."""
     lse = packed.new_empty(packed.shape[:2], dtype=torch.float32)
-    output = thin_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling, lse)
+    output = few_token_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling, lse)
     for shared in layout.shared:
         own = packed if len(shared.tokens) == len(packed) else packed.index_select(0, shared.tokens)
         own_lse = lse.new_empty(own.shape[:2])
-        other = thin_attention(own, key, value, lines_of_shared(layout, shared), scaling, own_lse)
+        other = few_token_attention(own, key, value, lines_of_shared(layout, shared), scaling, own_lse)
         _merge(output, lse[..., None], other, own_lse[..., None], shared.tokens)
     return output
 

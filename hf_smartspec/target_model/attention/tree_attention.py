@@ -14,10 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...cpu.attention import can_attend, thin_attention
+from ...cpu.attention import can_attend, few_token_attention
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
-from .seen_lines import is_thin, lines_of
+from .seen_lines import has_few_tokens, lines_of
 from .shared_attention import shared_attention
 from .varlen import is_trusted, judge, kind_of, varlen_attention
 
@@ -132,14 +132,14 @@ def _masked_attention(
 ) -> torch.Tensor:
     """Compute `packed_attention` by padded rectangles and masks."""
     is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling)
-    thin = [is_plain and is_thin(part, window) for part in layout.parts]
-    if all(thin):
-        return thin_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
+    have_few = [is_plain and has_few_tokens(part, window) for part in layout.parts]
+    if all(have_few):
+        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
     outputs = []
-    for part, may_be_thin in zip(layout.parts, thin):
+    for part, has_few in zip(layout.parts, have_few):
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
-        if may_be_thin:
-            outputs.append(thin_attention(own, key, value, lines_of(layout, [part], window), scaling))
+        if has_few:
+            outputs.append(few_token_attention(own, key, value, lines_of(layout, [part], window), scaling))
             continue
         added = None if bias is None else bias(part)
         outputs.append(unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))

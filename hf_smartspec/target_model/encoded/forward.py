@@ -40,7 +40,7 @@ class EncodedForward(PackedForward):
         self._prefix = "decoder_" if model.config.is_encoder_decoder else ""
         self._hidden_size = encoder_size(model)
         if _has_position_biases(model):
-            self._takes_spans = self._may_be_thin = False  # neither supports biases
+            self._takes_spans = self._may_use_few_token_attention = False  # neither supports biases
 
     def add(self, num_tokens: int | None = None) -> CacheRow:
         """Add a row that attends to one encoder output, of zeros."""

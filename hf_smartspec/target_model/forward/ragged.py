@@ -109,7 +109,7 @@ class RaggedForward(ABC):
         self._call = call_columns(config, device.type)
         is_capped = shared_value(config, "attn_logit_softcapping") is not None  # not supported by flash attention
         self._takes_spans = serves(device, dtype, head_size(config)) and not is_capped
-        self._may_be_thin = device.type == "cpu" and not head_size(config) % 16 and not is_capped
+        self._may_use_few_token_attention = device.type == "cpu" and not head_size(config) % 16 and not is_capped
         self._dtype = dtype
 
     @property
@@ -138,15 +138,15 @@ class RaggedForward(ABC):
 
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
         """Return the columns that attention reads in a step of one token per row; see `row_groups.padded_context`."""
-        if self._takes_spans or self._is_thin:  # both read only the rows' own columns, in one call
+        if self._takes_spans or self._uses_few_token_attention:  # both read only the rows' own columns, in one call
             set_shared_reads(rows)
             return sum([row.own for row in rows]) + sum([length for _, length in shared_reads_of(rows)])
         return padded_context(rows, self._call)
 
     @property
-    def _is_thin(self) -> bool:
+    def _uses_few_token_attention(self) -> bool:
         """True if compiled attention reads rows that have few tokens."""
-        return self._may_be_thin and has_attention(self._dtype)
+        return self._may_use_few_token_attention and has_attention(self._dtype)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(rows, paths)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, silu
 
-from ...cpu.norms import can_norm, thin_rms_norm
+from ...cpu.few_tokens import can_multiply, few_token_linear
+from ...cpu.norms import can_norm, few_token_rms_norm
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
-from ...cpu.thin import can_multiply, thin_linear
 from .forwards import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
@@ -71,7 +71,7 @@ class RMSNorm(_Weighted):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._parameters()["weight"]
         if can_norm(x, weight):
-            return thin_rms_norm(x, weight, self.eps, self.is_shifted)
+            return few_token_rms_norm(x, weight, self.eps, self.is_shifted)
         return self.by_torch(x, weight)
 
     def by_torch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Fused:
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `linear(x, weight, bias)` of tokens `[N, in]`; few tokens on a CPU by the product that is fastest."""
     if can_multiply(x, weight, bias):
-        return thin_linear(x, weight, bias)
+        return few_token_linear(x, weight, bias)
     if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         # oneDNN's product takes 1.2 to 1.6 times as long for a single line.
         line = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])

@@ -133,8 +133,8 @@ def test_architectures(together, architecture):
 
 @pytest.mark.skipif(not has_attention(torch.float32), reason="there is no compiled attention for this CPU")
 def test_compiled_attention(together, monkeypatch):
-    calls, attend = [], shared_attention.thin_attention
-    monkeypatch.setattr(shared_attention, "thin_attention", lambda *given: (calls.append(1), attend(*given))[1])
+    calls, attend = [], shared_attention.few_token_attention
+    monkeypatch.setattr(shared_attention, "few_token_attention", lambda *given: (calls.append(1), attend(*given))[1])
     model, base = new_model("llama", head_dim=16), Asked(FIRST, LONG)
     with Engine(model, DraftModelCandidates(noisy_copy(model), num_nodes=6, width=2)) as engine:
         name = begin(engine, base)

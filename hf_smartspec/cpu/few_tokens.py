@@ -44,7 +44,7 @@ def has_kernels(dtype: torch.dtype) -> bool:
     try:
         generator, shapes = torch.Generator().manual_seed(0), ((5, 32), (7, 32), (7,))
         x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
-        found = torch.cat([thin_linear(x, weight, bias), thin_linear(x[:NARROW_TOKENS], weight, bias)])
+        found = torch.cat([few_token_linear(x, weight, bias), few_token_linear(x[:NARROW_TOKENS], weight, bias)])
         expected = linear(x.float(), weight.float(), bias.float())
         expected = torch.cat([expected, expected[:NARROW_TOKENS]])
         return torch.allclose(found.float(), expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4)
@@ -88,7 +88,7 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     )
 
 
-def thin_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def few_token_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """
     Return `linear(x, weight, bias)` for arguments that pass `can_multiply`. A token's result does not depend on the
     others.

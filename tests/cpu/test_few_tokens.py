@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
 import hf_smartspec
-from hf_smartspec.cpu import thin
+from hf_smartspec.cpu import few_tokens
+from hf_smartspec.cpu.few_tokens import can_multiply, few_token_linear
 from hf_smartspec.cpu.kernels.tiles import num_lanes
-from hf_smartspec.cpu.thin import can_multiply, thin_linear
 from hf_smartspec.target_model.written.parts import product
 
 from ..models import new_model
 
 pytestmark = pytest.mark.skipif(
-    not thin.has_kernels(torch.float32), reason="there are no compiled products for this CPU"
+    not few_tokens.has_kernels(torch.float32), reason="there are no compiled products for this CPU"
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,7 +40,7 @@ def test_numbers_are_those_of_linear(num_outputs, num_inputs, with_bias, dtype):
     for num_tokens in NUMBERS:
         x = numbers(num_tokens, num_inputs).to(dtype)
         expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
-        found = thin_linear(x, weight, bias)
+        found = few_token_linear(x, weight, bias)
         assert found.dtype == dtype and found.shape == expected.shape
         rounding = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0)  # once, to the nearest
         assert ((found - expected).abs() <= 1e-4 + rounding).all()
@@ -53,16 +53,16 @@ def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, dtype):
     weight, bias, x = (
         numbers(*shape).to(dtype) for shape in ((num_outputs, 1600), (num_outputs,), (NUMBERS[-1], 1600))
     )
-    alone = torch.cat([thin_linear(line[None], weight, bias) for line in x])
+    alone = torch.cat([few_token_linear(line[None], weight, bias) for line in x])
     for num_tokens in NUMBERS:
-        assert torch.equal(thin_linear(x[:num_tokens], weight, bias), alone[:num_tokens])
+        assert torch.equal(few_token_linear(x[:num_tokens], weight, bias), alone[:num_tokens])
 
 
 @pytest.fixture
 def anew():
     def forget():
-        thin.has_kernels.cache_clear()
-        thin.most_tokens.cache_clear()
+        few_tokens.has_kernels.cache_clear()
+        few_tokens.most_tokens.cache_clear()
 
     forget()
     yield
@@ -84,9 +84,9 @@ def number_of_threads():
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_any_number_of_threads(number_of_threads, number, dtype):
     weight, x = numbers(991, 5600).to(dtype), numbers(30, 5600).to(dtype)
-    expected = torch.cat([thin_linear(line[None], weight, None) for line in x])
+    expected = torch.cat([few_token_linear(line[None], weight, None) for line in x])
     number_of_threads(number)
-    assert torch.equal(thin_linear(x, weight, None), expected)
+    assert torch.equal(few_token_linear(x, weight, None), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,9 +94,9 @@ def test_several_callers_at_the_same_time(number_of_threads, dtype):
     number_of_threads(2)
     weight = numbers(512, 1024).to(dtype)
     tokens = [numbers(num_tokens, 1024).to(dtype) for num_tokens in NUMBERS] * 4
-    expected = [thin_linear(x, weight, None) for x in tokens]
+    expected = [few_token_linear(x, weight, None) for x in tokens]
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda x: thin_linear(x, weight, None), tokens)
+        found = pool.map(lambda x: few_token_linear(x, weight, None), tokens)
     assert all(map(torch.equal, found, expected))
 
 
@@ -104,7 +104,7 @@ def test_several_callers_at_the_same_time(number_of_threads, dtype):
 def test_what_is_no_number_stays_so_and_its_own(dtype):
     weight, x = numbers(40, 64).to(dtype), numbers(6, 64).to(dtype)
     x[1, 63], x[3, 0], x[4, 1] = torch.nan, torch.inf, -torch.inf
-    found = thin_linear(x, weight, None)
+    found = few_token_linear(x, weight, None)
     torch.testing.assert_close(found, linear(x, weight), rtol=1e-2, atol=1e-4, equal_nan=True)
     assert found[[0, 2, 5]].isfinite().all() and not found[[1, 3, 4]].isfinite().any()
 
@@ -124,9 +124,9 @@ def test_cpus_with_narrower_vectors(tmp_path):
 @pytest.mark.parametrize("default", ["bfloat16", "meta"])
 def test_torchs_defaults_do_not_matter(monkeypatch, anew, default):
     """Neither for what is computed nor for the memory in which bfloat16 is widened."""
-    num_tokens = min(9, thin.most_tokens(torch.bfloat16))  # few where torch's own products are fast
+    num_tokens = min(9, few_tokens.most_tokens(torch.bfloat16))  # few where torch's own products are fast
     weight, x, wide = numbers(24, 64).bfloat16(), numbers(num_tokens, 64).bfloat16(), []
-    expected, allocated = thin_linear(x, weight, None), torch.Tensor.new_empty
+    expected, allocated = few_token_linear(x, weight, None), torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda *args, **kwargs: wide.append(allocated(*args, **kwargs)) or wide[-1]
     )
@@ -136,7 +136,7 @@ def test_torchs_defaults_do_not_matter(monkeypatch, anew, default):
         else:
             torch.set_default_dtype(torch.bfloat16)
         assert can_multiply(x, weight)
-        assert torch.equal(thin_linear(x, weight, None), expected)
+        assert torch.equal(few_token_linear(x, weight, None), expected)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
@@ -146,13 +146,13 @@ def test_torchs_defaults_do_not_matter(monkeypatch, anew, default):
 
 
 def test_nothing_is_compiled_for_other_devices(monkeypatch):
-    monkeypatch.setattr(thin, "most_tokens", fail)
+    monkeypatch.setattr(few_tokens, "most_tokens", fail)
     assert not can_multiply(torch.empty(3, 32, device="meta"), torch.empty(8, 32, device="meta"))
 
 
 def test_tokens_may_lie_anywhere():
     weight, x = numbers(24, 64), numbers(64, 5).t()
-    assert torch.equal(thin_linear(x, weight, None), thin_linear(x.contiguous(), weight, None))
+    assert torch.equal(few_token_linear(x, weight, None), few_token_linear(x.contiguous(), weight, None))
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_traced_products_are_torchs():
 
 
 def test_decoding_multiplies_with_compiled_code(monkeypatch):
-    calls, run = [], thin.run
-    monkeypatch.setattr(thin, "run", lambda *arguments: (calls.append(arguments), run(*arguments)))
+    calls, run = [], few_tokens.run
+    monkeypatch.setattr(few_tokens, "run", lambda *arguments: (calls.append(arguments), run(*arguments)))
     model, ids = new_model("llama"), torch.arange(3, 12)[None]
     arguments = {"max_new_tokens": 12, "do_sample": False}
     with hf_smartspec.enabled(model):
@@ -217,34 +217,34 @@ def test_decoding_multiplies_with_compiled_code(monkeypatch):
         ("has_threads", lambda: False),
         ("num_lanes", lambda: 0),
         ("run", fail),
-        ("thin_linear", lambda x, weight, bias: torch.zeros(len(x), len(weight))),
+        ("few_token_linear", lambda x, weight, bias: torch.zeros(len(x), len(weight))),
     ],
 )
 def test_where_there_is_no_right_code_torch_serves(monkeypatch, anew, name, replacement):
-    monkeypatch.setattr(thin, name, replacement)
+    monkeypatch.setattr(few_tokens, name, replacement)
     assert not can_multiply(numbers(3, 32), numbers(8, 32))
 
 
 @pytest.mark.parametrize(
     ("lanes", "name", "features", "float32", "bfloat16"),
     [
-        (8, "znver1", "+avx2", 256, thin._ANY),
+        (8, "znver1", "+avx2", 256, few_tokens._ANY),
         (16, "skylake-avx512", "+avx512f", 12, 6),
         (16, "cooperlake", "+avx512bf16", 12, 48),
         (16, "sapphirerapids", "+avx512bf16 +amx-bf16", 12, 6),
-        (16, "znver5", "+avx512bf16", thin._ANY, 48),
+        (16, "znver5", "+avx512bf16", few_tokens._ANY, 48),
     ],
 )
 def test_for_how_many_tokens_depends_on_the_cpu(monkeypatch, lanes, name, features, float32, bfloat16):
-    monkeypatch.setattr(thin, "num_lanes", lambda: lanes)
-    monkeypatch.setattr(thin, "cpu_name", lambda: name)
-    monkeypatch.setattr(thin, "cpu_features", lambda: frozenset(features.split()))
-    monkeypatch.setattr(thin, "has_pairs", lambda: "+avx512bf16" in features)
-    assert [thin._most_tokens(dtype) for dtype in DTYPES] == [float32, bfloat16]
+    monkeypatch.setattr(few_tokens, "num_lanes", lambda: lanes)
+    monkeypatch.setattr(few_tokens, "cpu_name", lambda: name)
+    monkeypatch.setattr(few_tokens, "cpu_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(few_tokens, "has_pairs", lambda: "+avx512bf16" in features)
+    assert [few_tokens._most_tokens(dtype) for dtype in DTYPES] == [float32, bfloat16]
 
 
 def test_nothing_is_tried_or_said_of_dtypes_without_code(monkeypatch, anew):
     """float16 has none: a warning with an error's name said nothing to anybody."""
     messages = []
-    monkeypatch.setattr(thin.logger, "warning", messages.append)
-    assert not thin.has_kernels(torch.float16) and not messages
+    monkeypatch.setattr(few_tokens.logger, "warning", messages.append)
+    assert not few_tokens.has_kernels(torch.float16) and not messages
