@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..covering import IS_EXHAUSTIVE
+
 pytestmark = pytest.mark.long  # all in one worker, which starts the processes once
 REPOSITORY = Path(__file__).parents[2]
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -20,6 +22,8 @@ TYPES = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"sliding_window": 8},
 }
+if not IS_EXHAUSTIVE:
+    TYPES = {"llama": TYPES["llama"]}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def found(tmp_path_factory):
 def test_generate_decodes_as_without_drafts(found):
     first, second = found["generate"]
     assert first == second  # also where each process would have drawn a seed of its own
-    assert len(first) == 6 + 2 and {line["where"][0] for line in first} == set(TYPES)
+    assert len(first) == 6 + len(TYPES) - 1 and {line["where"][0] for line in first} == set(TYPES)
     wrong = [line for line in first if not (line["is_same"] and line["is_sampled_same"])]
     assert not wrong
 
