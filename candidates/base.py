@@ -2,19 +2,15 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
 from ..drafts.tree import DraftTree
 from .committed import HIDDEN_STATES, LAST, SCORES, Committed, Likeliest
-
-if TYPE_CHECKING:
-    from ..target_model.layout.rows import CacheRow
-    from .encoder_inputs import EncoderInputs
+from .request import SourceRequest
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
@@ -25,11 +21,11 @@ class TreeCandidateGenerator(CandidateGenerator):
     A candidate source for batches of requests. Subclass it, implement `start`, `propose`, `observe` and `stop`, and
     pass an instance as `assistant=`.
 
-    The engine calls `choose`, `attach`, `assign` (if there is something to say), `couple` and `start` once per
-    request, then `propose` and `observe` in turn, then `stop`; `stop` comes even after an error. One source may serve
-    several `generate` calls, so state belongs to requests; it need not bear several threads at once. A source that
-    raises, or proposes something that is no tree over the vocabulary, is dropped for that request. Sources cannot make
-    the output wrong: the target decides about every token.
+    The engine calls `choose` and `begin`, which calls `start`, once per request, then `propose` and `observe` in turn,
+    then `stop`; `stop` comes even after an error. One source may serve several `generate` calls, so state belongs to
+    requests; it need not bear several threads at once. A source that raises, or proposes something that is no tree over
+    the vocabulary, is dropped for that request. Sources cannot make the output wrong: the target decides about every
+    token.
 
     Attributes:
         default_num_nodes (`int`): Nodes per row where the caller names no number, at most.
@@ -88,66 +84,23 @@ class TreeCandidateGenerator(CandidateGenerator):
         """What drafts, behind a source that does no more than pass everything on: most are it themselves."""
         return self
 
-    def choose(
-        self, request_ids: Sequence[Hashable], prompts: Sequence[np.ndarray], tags: Sequence[str | None]
-    ) -> Sequence["TreeCandidateGenerator"]:
+    def choose(self, requests: Sequence[SourceRequest]) -> Sequence["TreeCandidateGenerator"]:
         """
-        Comes first, for requests that begin together: who drafts for each of them. By default, the source itself; one
-        that consists of several, each for requests of its kind, names them, and is told nothing more but by these. The
-        length policy then learns what each is worth by itself.
+        Return the source that drafts for each of these requests, which begin together. By default, the source itself; a
+        source that consists of several, each for requests of its kind, names them, and only these get further calls.
+        The length policy then learns what each is worth by itself.
+        """
+        return [self] * len(requests)
 
-        Args:
-            prompts (sequence of `np.ndarray`): As `start` gets them; what the target's encoder has read, if it has one.
-            tags (sequence of `str`, *optional*): What kind of text callers say it is; None where they say nothing.
-        """
-        return [self] * len(request_ids)
+    def begin(self, request: SourceRequest) -> None:
+        """Begin a request. By default, call `start`; override this method in its place to use more than the prompt."""
+        self.start(request.request_id, request.prompt)
 
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        """
-        Tells how the request's target picks: through which processors, and with which noise (`seed`; None: greedy).
-        A source that can make use of it proposes the tokens that the *noisy* target would pick; by default, nothing
-        happens.
-        """
-
-    def attach(self, request_id: Hashable, forward: Any, row: "CacheRow") -> None:
-        """
-        Says, before `start`, where the target leaves the request's keys and values, for sources that draft with the
-        target itself: they may write behind what the row holds, and leave the row as it was. Comes again where a
-        request that has given way to others goes on in another row. By default, nothing happens.
-
-        Args:
-            forward (`ModelForward`): That of the target.
-            row (`CacheRow`): The request's.
-        """
-
-    def assign(
-        self,
-        request_id: Hashable,
-        namespace: Hashable = "",
-        reads: Sequence[Hashable] = (),
-        references: Sequence[np.ndarray] = (),
-    ) -> None:
-        """
-        Says, before `start` and only where a caller asked for it, what a request drafts from beside its own text. By
-        default, nothing happens.
-
-        Args:
-            namespace (`Hashable`): Whose outputs it drafts from, and which its own output joins.
-            reads (sequence of `Hashable`): Further namespaces that it drafts from.
-            references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as
-                a file to be edited, a predicted output or retrieved passages. They feed this request only.
-        """
-
-    def encode(self, rows: Mapping[Hashable, int], inputs: "EncoderInputs") -> None:
-        """
-        Says, before `start` and only where the target has an encoder, what that has read for all rows of a call, and
-        which of them some requests are. What it has read of tokens comes as `references` too (`assign`). By default,
-        nothing happens.
-        """
-
-    @abstractmethod
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        """A request begins. `prompt` (int64 `[prompt_len]`, no padding) stays valid and unchanged."""
+        """Begin a request of which only the prompt is known (int64 `[prompt_len]`, no padding; it stays unchanged)."""
+        if type(self).begin is TreeCandidateGenerator.begin:
+            raise NotImplementedError(f"{type(self).__name__} must implement `start`.")
+        self.begin(SourceRequest(request_id, prompt))
 
     @abstractmethod
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
@@ -172,7 +125,7 @@ class TreeCandidateGenerator(CandidateGenerator):
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         """
-        Comes behind `start`, and only in sources that need hidden states, where keys and values of the first `length`
+        Comes after `begin`, and only in sources that need hidden states, where keys and values of the first `length`
         tokens of the prompt are there already: those of the text of `earlier`, a request that runs or has ended, which
         other sources may have drafted for (None: a cache that the caller brought along).
 

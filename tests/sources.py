@@ -45,16 +45,12 @@ class Recording(TreeCandidateGenerator):
         self._trees: dict[Hashable, DraftTree] = {}
 
     @remembers_errors
-    def couple(self, request_id, processors, seed):
-        assert request_id not in self._running, "`couple` comes before `start`"
-        self.source.couple(request_id, processors, seed)
-
-    @remembers_errors
-    def start(self, request_id, prompt):
-        assert request_id not in self._running, "started twice"
+    def begin(self, request):
+        request_id, prompt = request.request_id, request.prompt
+        assert request_id not in self._running, "begun twice"
         assert prompt.ndim == 1 and prompt.dtype == np.int64
         self._running[request_id] = self.texts[tuple(prompt.tolist())] = prompt.tolist()
-        self.source.start(request_id, prompt)
+        self.source.begin(request)
 
     @remembers_errors
     def propose(self, request_ids, max_nodes):
@@ -192,11 +188,8 @@ class WithDecoys(TreeCandidateGenerator):
         self.source, self.rng, self.num_decoys = source, np.random.default_rng(seed), num_decoys
         self.default_num_nodes = source.default_num_nodes
 
-    def couple(self, request_id, processors, seed):
-        self.source.couple(request_id, processors, seed)
-
-    def start(self, request_id, prompt):
-        self.source.start(request_id, prompt)
+    def begin(self, request):
+        self.source.begin(request)
 
     def observe(self, request_id, tokens):
         self.source.observe(request_id, tokens)

@@ -42,13 +42,10 @@ class Watching(TreeCandidateGenerator):
         self.num_restarts = 0
         self.errors: list[Exception] = []  # which the engine survives
 
-    def couple(self, request_id, processors, seed):
-        self.source.couple(request_id, processors, seed)
-
     @remembers_errors
-    def start(self, request_id, prompt):
-        self.texts[request_id], self.states[request_id] = prompt.tolist(), {}
-        self.source.start(request_id, prompt)
+    def begin(self, request):
+        self.texts[request.request_id], self.states[request.request_id] = request.prompt.tolist(), {}
+        self.source.begin(request)
 
     @remembers_errors
     def reuse(self, request_id, length, earlier):

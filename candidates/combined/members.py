@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from transformers import LogitsProcessorList
 
 from ...drafts.merge import Draft, first_drafters
 from ...drafts.price import LevelPrice
@@ -13,7 +12,7 @@ from ...drafts.tree import DraftTree, check_trees
 from ...log import get_logger
 from ..base import TreeCandidateGenerator, common_reuse, label_of
 from ..committed import HIDDEN_STATES, Committed, Likeliest
-from ..encoder_inputs import EncoderInputs
+from ..request import SourceRequest
 
 logger = get_logger(__name__)
 
@@ -64,34 +63,9 @@ class MemberCandidates(TreeCandidateGenerator):
             if hasattr(source, "warm_up"):
                 source.warm_up()
 
-    def attach(self, request_id: Hashable, *args: Any) -> None:
+    def begin(self, request: SourceRequest) -> None:
         for source in self.sources:
-            self._tell(source, request_id, source.attach, *args)
-
-    def assign(
-        self,
-        request_id: Hashable,
-        namespace: Hashable = "",
-        reads: Sequence[Hashable] = (),
-        references: Sequence[np.ndarray] = (),
-    ) -> None:
-        for source in self.sources:
-            self._tell(source, request_id, source.assign, namespace, reads, references)
-
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        for source in self.sources:
-            self._tell(source, request_id, source.couple, processors, seed)
-
-    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
-        for source in self.sources:
-            try:
-                source.encode(rows, inputs)
-            except Exception as error:
-                self._drop(source, list(rows), error)
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        for source in self.sources:
-            self._tell(source, request_id, source.start, prompt)
+            self._tell(source, request.request_id, source.begin, request)
 
     def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
         """What every source that needs hidden states can do without."""
@@ -116,7 +90,7 @@ class MemberCandidates(TreeCandidateGenerator):
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         step = tokens if isinstance(tokens, Committed) else Committed(tokens)
         for source in self.sources:
-            self._tell(source, request_id, source.show, step)
+            self._tell(source, request_id, source.show, request_id, step)
 
     def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
         for source in self.sources:
@@ -130,7 +104,7 @@ class MemberCandidates(TreeCandidateGenerator):
     def stop(self, request_id: Hashable) -> None:
         for source in self.sources:
             self._failed.discard((request_id, id(source)))  # those that have failed hold state too
-            self._tell(source, request_id, source.stop)
+            self._tell(source, request_id, source.stop, request_id)
             self._failed.discard((request_id, id(source)))
 
     def forget(self, request_id: Hashable) -> None:
@@ -142,7 +116,7 @@ class MemberCandidates(TreeCandidateGenerator):
         if (request_id, id(source)) in self._failed:
             return
         try:
-            call(request_id, *args)
+            call(*args)
         except Exception as error:
             self._drop(source, [request_id], error)
 

@@ -174,10 +174,10 @@ class FeatureCandidates(GrowingCandidates):
         return state
 
     def stop(self, request_id: Hashable) -> None:
-        self._coupling.pop(request_id, None)
         state = self._states.pop(request_id, None)
         if isinstance(state, _State):
             self._forget_ended(request_id)
+            state.request = None
             state.let_go()
             self._ended[request_id] = state
 

@@ -9,6 +9,7 @@ from ...drafts.tree import DraftTree
 from ...goodput.estimates.decayed import DecayedRate
 from ...sampling.processors import ScoreProcessing
 from ...target_model.layout.rows import CacheRow, RowInput
+from ..request import SourceRequest
 
 _MEMORY = 0.8  # weight of all earlier drafts against the newest
 _FIRST_GUESS = 0.7
@@ -42,6 +43,7 @@ class DraftState:
 
     row: CacheRow
     tokens: list[int]
+    request: SourceRequest | None = None
     outlook: Outlook = field(default_factory=Outlook)
     processing: ScoreProcessing = field(default_factory=ScoreProcessing)
     seed: int | None = None

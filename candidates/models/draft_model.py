@@ -1,7 +1,7 @@
 """Drafting with a smaller model of the same tokenizer."""
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from ...target_model.forward.packed import PackedForward
 from ...target_model.layout.rows import CacheRow
 from ...target_model.support.capabilities import can_pack
 from ...target_model.written import packed_forward
-from ..encoder_inputs import EncoderInputs
+from ..request import SourceRequest
 from .draft_ahead import DraftLevel
 from .draft_growth import DraftState, Growth
 from .encoded import EncodedRows, reads_encoder
@@ -67,6 +67,7 @@ class DraftModelCandidates(GrowingCandidates):
         self.model, self.vocabulary = model, vocabulary
         self._cached_version = self.weights_version  # what the cache was computed with
         self._encoded = EncodedRows(model) if reads_encoder(model) else None
+        self._is_encoded = False  # whether requests are behind an encoder
 
     def serve(self, vocabulary: SharedVocabulary | None) -> None:
         """
@@ -87,24 +88,21 @@ class DraftModelCandidates(GrowingCandidates):
     def _new_forward(self) -> PackedForward | ChainForward:
         if not self._draws_trees:
             return ChainForward(self.model)
-        looks_back = self._encoded is not None and self._encoded.is_told
-        forward = EncodedForward(self.model) if looks_back else packed_forward(self.model)
+        forward = EncodedForward(self.model) if self._is_encoded else packed_forward(self.model)
         borrow_memory(forward)
         return forward
 
-    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
-        if self._encoded is not None:
-            self._encoded.tell(rows, inputs)
+    def begin(self, request: SourceRequest) -> None:
+        if self._forward is None:
+            self._is_encoded = self._encoded is not None and request.encoder_inputs is not None
+        super().begin(request)
 
-    def _new_row(self, request_id: Hashable) -> CacheRow:
-        if self._encoded is not None and isinstance(self._forward, EncodedForward):
-            return self._encoded.row(request_id, self._forward)
-        return super()._new_row(request_id)
-
-    def stop(self, request_id: Hashable) -> None:
-        if self._encoded is not None:
-            self._encoded.stop(request_id, self._forward if isinstance(self._forward, EncodedForward) else None)
-        super().stop(request_id)
+    def _new_row(self, request: SourceRequest) -> CacheRow:
+        if self._encoded is None or not isinstance(self._forward, EncodedForward):
+            return super()._new_row(request)
+        if request.encoder_inputs is None:
+            raise ValueError(f"{type(self.model).__name__} has an encoder, and the request has nothing for it to read")
+        return self._encoded.add(request.encoder_inputs, request.encoder_row, self._forward)
 
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
         return DraftState(row, self._known(prompt) or [0])  # there must be something to draft behind
@@ -157,8 +155,9 @@ class DraftModelCandidates(GrowingCandidates):
         self._forward = self._new_forward()  # dtype or device may be others now, too
         if self._encoded is not None:
             self._encoded.renew()
-        for name, state in self._states.items():
-            state.row, state.nodes, state.accepted = self._new_row(name), DraftTree.empty(), None
+        for state in self._states.values():
+            assert state.request is not None, "`begin` sets it"
+            state.row, state.nodes, state.accepted = self._new_row(state.request), DraftTree.empty(), None
 
     def _commit(self) -> None:
         """Keeps the keys and values of what was accepted since the last draft, of all requests together."""

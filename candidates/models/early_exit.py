@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Sequence
 from threading import RLock
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from ...target_model.forward.packed import PackedForward
 from ...target_model.layout.rows import CacheRow
 from ...target_model.written import written_decoder
 from ...validate import is_integer
+from ..request import SourceRequest
 from .draft_growth import Growth
 from .growing import GrowingCandidates
 
@@ -63,36 +63,29 @@ class EarlyExitCandidates(GrowingCandidates):
         self.model, self.num_layers = model, num_layers
         # Whoever shares it between threads must lose drafts, not have one draft over another's keys and values.
         self._lock = RLock()
-        self._places: dict[Hashable, tuple[PackedForward, CacheRow]] = {}  # of the target's keys and values
 
     @property
     def name(self) -> str:
         return f"{type(self).__name__}({self.num_layers}, {id(self.model):x})"
 
-    def attach(self, request_id: Hashable, forward: Any, row: CacheRow) -> None:
-        if not isinstance(forward, PackedForward):
-            raise ValueError(f"{self.name} drafts beside packed forwards only, and this is {type(forward).__name__}.")
-        if forward.model is not self.model:
-            raise ValueError(f"{self.name} drafts for the model that it was made with only.")
-        self._places[request_id] = forward, row
-        if (state := self._states.get(request_id)) is not None:
-            state.row = row
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        if request_id not in self._places:
+    def begin(self, request: SourceRequest) -> None:
+        whole = request.forward
+        if whole is None:
             raise ValueError(f"{self.name} drafts beside its target only: pass it as `assistant`.")
-        whole, _ = self._places[request_id]
+        if not isinstance(whole, PackedForward):
+            raise ValueError(f"{self.name} drafts beside packed forwards only, and this is {type(whole).__name__}.")
+        if whole.model is not self.model:
+            raise ValueError(f"{self.name} drafts for the model that it was made with only.")
         with self._lock:
             forward = self._forward or EarlyExitForward(whole, self.num_layers)
             if not isinstance(forward, EarlyExitForward) or forward.whole is not whole:
                 raise ValueError(f"{self.name} drafts for another engine or call at present: make a new source.")
             self._forward = forward
-            super().start(request_id, prompt)
+            super().begin(request)
 
     def stop(self, request_id: Hashable) -> None:
         with self._lock:
             super().stop(request_id)
-            self._places.pop(request_id, None)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         state = self._states[request_id]
@@ -107,6 +100,10 @@ class EarlyExitCandidates(GrowingCandidates):
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
         with self._lock:
+            for name in request_ids:  # a suspended request may go on in another row
+                state = self._states[name]
+                assert state.request is not None and state.request.row is not None
+                state.row = state.request.row
             try:
                 return super().propose(request_ids, max_nodes, price)
             finally:  # rows are the target's, which has run nothing of this
@@ -120,10 +117,11 @@ class EarlyExitCandidates(GrowingCandidates):
         return self._forward
 
     def _new_forward(self) -> EarlyExitForward:
-        raise AssertionError("`start` makes it, which knows whose rows it runs over")
+        raise AssertionError("`begin` makes it, which knows whose rows it runs over")
 
-    def _new_row(self, request_id: Hashable) -> CacheRow:
-        return self._places[request_id][1]
+    def _new_row(self, request: SourceRequest) -> CacheRow:
+        assert request.row is not None, "a forward has rows"
+        return request.row
 
     def _prepare(self) -> None:
         self._own_forward.share()

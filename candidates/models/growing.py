@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList
 
 from ...device import fetch_together, waits_are_free
 from ...drafts.price import LevelPrice
@@ -21,6 +20,7 @@ from ...target_model.forward.ragged import ForwardSeries, PlannedForward, Ragged
 from ...target_model.layout.rows import CacheRow
 from ...validate import is_integer
 from ..base import TreeCandidateGenerator
+from ..request import SourceRequest
 from .draft_ahead import DraftLevel, plan_levels
 from .draft_growth import DraftState, Growth, Outlook, hand_out
 
@@ -81,7 +81,6 @@ class GrowingCandidates(TreeCandidateGenerator):
         self._num_positions, self._vocab_size = num_positions, vocab_size
         self._forward: RaggedForward | ChainForward | None = None
         self._states: dict[Hashable, DraftState] = {}
-        self._coupling: dict[Hashable, tuple[ScoreProcessing, int | None]] = {}
         self._outlook = Outlook()  # of all requests
 
     @abstractmethod
@@ -91,7 +90,7 @@ class GrowingCandidates(TreeCandidateGenerator):
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
         return DraftState(row, prompt.tolist())
 
-    def _new_row(self, request_id: Hashable) -> CacheRow:
+    def _new_row(self, request: SourceRequest) -> CacheRow:
         """The request's row, which holds nothing yet."""
         assert self._forward is not None
         return self._forward.add()
@@ -112,20 +111,15 @@ class GrowingCandidates(TreeCandidateGenerator):
     def most_nodes(self) -> int:
         return self._most_nodes
 
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        self._coupling[request_id] = (ScoreProcessing(processors), seed)
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
+    def begin(self, request: SourceRequest) -> None:
         self._forward = self._forward or self._new_forward()
-        processing, seed = self._coupling.pop(request_id, (ScoreProcessing(), None))
-        if seed is None:
-            processing = ScoreProcessing()  # the arg max does not change
-        state = self._new_state(self._new_row(request_id), prompt)
-        state.outlook, state.processing, state.seed = self._outlook.of_another(), processing, seed
-        self._states[request_id] = state
+        state = self._new_state(self._new_row(request), request.prompt)
+        state.request, state.outlook, state.seed = request, self._outlook.of_another(), request.seed
+        if request.seed is not None:  # else the arg max of the draft's own scores
+            state.processing = ScoreProcessing(request.processors)
+        self._states[request.request_id] = state
 
     def stop(self, request_id: Hashable) -> None:
-        self._coupling.pop(request_id, None)
         state = self._states.pop(request_id, None)
         if state is not None and self._forward is not None:
             self._forward.remove(state.row)

@@ -8,6 +8,7 @@ import numpy as np
 from ...drafts.tree import DraftTree
 from ...validate import is_integer
 from ..base import TreeCandidateGenerator
+from ..request import SourceRequest
 
 _BORDER = -1  # between texts; no token
 
@@ -92,28 +93,21 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         self.default_num_nodes = num_tokens
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._texts: dict[Hashable, _Text] = {}
-        self._assigned: dict[Hashable, _References] = {}
         self._references: WeakValueDictionary[tuple[int, ...], _References] = WeakValueDictionary()
 
-    def assign(
-        self,
-        request_id: Hashable,
-        namespace: Hashable = "",
-        reads: Sequence[Hashable] = (),
-        references: Sequence[np.ndarray] = (),
-    ) -> None:
+    def begin(self, request: SourceRequest) -> None:
+        text = self._texts[request.request_id] = _Text(self.max_ngram, self._indexed(request.references))
+        text.extend(request.prompt.tolist())
+
+    def _indexed(self, references: Sequence[np.ndarray]) -> _References | None:
         if not len(references):
-            return
+            return None
         texts = tuple(references)  # the caller's sequence may change, or make its items anew
         key = tuple(map(id, texts))  # the rows of a call have the same ones, which are indexed once
         known = self._references.get(key)
         if known is None:
             known = self._references[key] = _References(self.max_ngram, texts)
-        self._assigned[request_id] = known
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        self._texts[request_id] = _Text(self.max_ngram, self._assigned.pop(request_id, None))
-        self._texts[request_id].extend(prompt.tolist())
+        return known
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         return [self._propose(self._texts[name], limit) for name, limit in zip(request_ids, max_nodes)]
@@ -129,5 +123,4 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         self._texts[request_id].extend(tokens.tolist())
 
     def stop(self, request_id: Hashable) -> None:
-        self._assigned.pop(request_id, None)
         self._texts.pop(request_id, None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.encoder_inputs import EncoderInputs
+from ..candidates.request import SourceRequest
 from ..drafts.tree import DraftTree
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
@@ -81,6 +83,11 @@ class Request(RequestText):
     verified: Verified | None = None
 
     trace: RequestTrace | None = None  # where somebody asked for it
+
+    @cached_property
+    def source_request(self) -> SourceRequest:
+        """The request as its sources get it."""
+        return self.call.source_request_of(self)
 
     @property
     def is_active(self) -> bool:
@@ -160,7 +167,7 @@ class DecodingCall:
         source (`TreeCandidateGenerator`): Proposes draft trees.
         max_nodes (`int`): Draft nodes per row and step, at most.
         keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
-        assignment (`dict`): What its rows draw on: arguments of `source.assign`.
+        assignment (`dict`): What its rows draft from: `namespace`, `reads` and `references` of `SourceRequest`.
         encoder_inputs (`EncoderInputs`, *optional*): What the target's encoder has read, where it has one.
         renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
             length.
@@ -219,12 +226,26 @@ class DecodingCall:
         encoded = self.encoded_text(request)
         return request.prompt if encoded is None else encoded
 
-    def assignment_of(self, request: Request) -> dict[str, Any]:
-        """What the request draws on: arguments of `source.assign`. What its encoder has read, answers repeat."""
-        if self._texts is None:
-            return self.assignment
-        references = [*self.assignment.get("references", ()), self._texts[request.index]]
-        return self.assignment | {"references": references}
+    def source_request_of(self, request: Request) -> SourceRequest:
+        """
+        Return the request as its sources get it, apart from its row. Answers often repeat what an encoder has read:
+        these tokens are a reference.
+        """
+        assignment, encoded = dict(self.assignment), self.encoded_text(request)
+        if encoded is not None:
+            assignment["references"] = [*assignment.get("references", ()), encoded]
+        return SourceRequest(
+            request.request_id,
+            request.prompt,
+            tag=request.tag,
+            processors=self.picker.processors,
+            seed=request.seed,
+            forward=self.forward,
+            encoder_inputs=self.encoder_inputs,
+            encoder_row=request.index,
+            encoded_text=encoded,
+            **assignment,
+        )
 
     def line_of(self, sources: Sequence[TreeCandidateGenerator]) -> SourceLine:
         """Sources in line, and what learns from the requests that they draft for."""
@@ -240,13 +261,20 @@ class DecodingCall:
     def read_encoder(self) -> EncoderInputs:
         """Runs the target's encoder, for the first time or anew."""
         assert self._unread is not None and self.read is not None, "there is nothing to read"
-        self.encoder_inputs = self.read(self._unread)
-        return self.encoder_inputs
+        inputs = self.read(self._unread)
+        self._set_encoder_inputs(inputs)
+        return inputs
 
     def forget_encoder(self) -> EncoderInputs | None:
         """Drop the outputs of the target's encoder until `read_encoder` computes them anew."""
-        self.encoder_inputs = self._unread
+        if self._unread is not None:
+            self._set_encoder_inputs(self._unread)
         return self._unread
+
+    def _set_encoder_inputs(self, inputs: EncoderInputs) -> None:
+        self.encoder_inputs = inputs
+        for request in self.requests:
+            request.source_request.encoder_inputs = inputs
 
     @property
     def draft_room(self) -> int:

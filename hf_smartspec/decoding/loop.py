@@ -73,8 +73,6 @@ class DecodingLoop:
         self.calls.append(call)
         self.drafting.learn()
         self.drafting.sources.choose(call)
-        if call.encoder_inputs is not None:
-            self.drafting.sources.encode(call)
         for request in call.requests:
             request.row = request.row or call.forward.add()
             call.set_lengths(request)

@@ -59,28 +59,13 @@ class GuardedSources:
     def _chosen(self, call: DecodingCall, source: TreeCandidateGenerator) -> Sequence[TreeCandidateGenerator]:
         requests = call.requests
         try:
-            ids, texts = [item.request_id for item in requests], [call.text_of(item) for item in requests]
-            chosen = source.choose(ids, texts, [item.tag for item in requests])
+            chosen = source.choose([item.source_request for item in requests])
             if len(chosen) == len(requests):
                 return chosen
             raise ValueError(f"it chose {len(chosen)} sources for {len(requests)} requests")
         except Exception as error:
             logger.warning_once(f"{type(source).__name__} failed to choose and drafts itself: {error!r}")
             return [source] * len(requests)
-
-    def encode(self, call: DecodingCall) -> None:
-        """Tells sources what the encoder of the call's target has read, before its requests start."""
-        assert call.encoder_inputs is not None
-        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
-        for request in call.requests:
-            for position, source in enumerate(request.line.sources):
-                by_source.setdefault(source, {})[request] = position
-        for source, rows in by_source.items():
-            try:
-                source.encode({request.request_id: request.index for request in rows}, call.encoder_inputs)
-            except Exception as error:
-                for request, position in rows.items():
-                    self._drop(request, position, error)
 
     def renew(self, source: str, number: int) -> None:
         """A source has learnt, for the `number`-th time: no request is begun without it for what was before."""
@@ -95,13 +80,13 @@ class GuardedSources:
             request.is_drafting = False
         if request.is_drafting:
             request.is_known_to_source = True
+        self.attach(request)
         for position, source in self._serving(request):
-            self._guarded(request, position, _start, request, source)
+            self._guarded(request, position, source.begin, request.source_request)
 
     def attach(self, request: Request) -> None:
-        """A request goes on in another row, for sources that draft with the target itself."""
-        for position, source in self._serving(request):
-            self._guarded(request, position, source.attach, request.request_id, request.call.forward, request.cache_row)
+        """Pass on the row in which a request begins or goes on, for sources that draft with the target itself."""
+        request.source_request.row = request.cache_row
 
     def resume(self, request: Request) -> None:
         """Where a row holds some of its prompt already, what its sources cannot do without is run again."""
@@ -264,15 +249,6 @@ def _sealed(tree: DraftTree) -> DraftTree:
     not decide how much of it is verified. What such drafts are worth is learnt from what came true of them.
     """
     return tree.with_probs(np.full(len(tree), _SAMPLED, np.float32))
-
-
-def _start(request: Request, source: TreeCandidateGenerator) -> None:
-    call = request.call
-    source.attach(request.request_id, call.forward, request.cache_row)
-    if assignment := call.assignment_of(request):
-        source.assign(request.request_id, **assignment)
-    source.couple(request.request_id, call.picker.processors, request.seed)
-    source.start(request.request_id, request.prompt)
 
 
 def _reuse(request: Request, source: TreeCandidateGenerator, length: int) -> int:

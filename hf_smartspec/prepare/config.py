@@ -151,7 +151,7 @@ class SmartSpecConfig:
 
     @property
     def assignment(self) -> dict[str, Any]:
-        """Arguments of `TreeCandidateGenerator.assign`; empty where the config has no namespaces or references."""
+        """Arguments of `SourceRequest`; empty where the config has no namespaces or references."""
         if not (self.namespace or self.reads or self.references):
             return {}
         references = [np.array(text, np.int64) for text in self.references]

@@ -4,10 +4,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-from transformers import LogitsProcessorList
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.combined.staged import StagedCandidates
+from ..candidates.committed import Committed
+from ..candidates.forwarding import ForwardingSource
+from ..candidates.request import SourceRequest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.draft_cost import DraftCost
@@ -120,7 +122,7 @@ def _depth(tree: DraftTree) -> int:
     return len(tree) if tree.is_chain else int(tree.depths.max())
 
 
-class TimedCandidates(TreeCandidateGenerator):
+class TimedCandidates(ForwardingSource):
     """
     A source whose drafts take virtual time.
 
@@ -131,49 +133,30 @@ class TimedCandidates(TreeCandidateGenerator):
     """
 
     def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
-        self.source, self.clock, self.cost = source, clock, cost
-        self.default_num_nodes, self.width = source.default_num_nodes, source.width
-        self.is_autoregressive, self.heeds_prices = source.is_autoregressive, source.heeds_prices
+        super().__init__(source)
+        self.clock, self.cost = clock, cost
         self._num_seen: dict[Hashable, int] = {}
 
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def most_nodes(self) -> int:
-        return self.source.most_nodes
-
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        self.source.couple(request_id, processors, seed)
-
-    def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
-        self.source.assign(request_id, *args, **kwargs)
-
-    def attach(self, request_id: Hashable, *args: Any) -> None:
-        self.source.attach(request_id, *args)
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        self._num_seen[request_id] = 0
-        self.source.start(request_id, prompt)
+    def begin(self, request: SourceRequest) -> None:
+        self._num_seen[request.request_id] = 0
+        super().begin(request)
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        arguments: dict[str, Any] = {"price": price} if self.heeds_prices else {}
-        trees = self.source.propose(request_ids, max_nodes, **arguments)
+        trees = super().propose(request_ids, max_nodes, price)
         levels = [_depth(tree) for tree in trees] if self.is_autoregressive else [1] * len(trees)
         calls, in_calls = self.cost.calls(np.array(levels))
         self.clock.advance(self.cost.per_call * calls + self.cost.per_row * in_calls)
         return trees
 
-    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
-        self._num_seen[request_id] += len(tokens)
-        self.source.observe(request_id, tokens)
+    def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
+        self._num_seen[request_id] += len(tokens.tokens if isinstance(tokens, Committed) else tokens)
+        super().observe(request_id, tokens)
 
     def stop(self, request_id: Hashable) -> None:
         self._num_seen.pop(request_id, None)
-        self.source.stop(request_id)
+        super().stop(request_id)
 
     def continuation(self, request_id: Hashable) -> np.ndarray:
         """Return the target's next tokens, int64 `[n]`, for the `Oracle`; none for requests that have not started."""

@@ -29,15 +29,15 @@ class ByLength(PromptLookupCandidates):
         super().__init__()
         self.long, self.fails, self.tags, self.own = long, fails, [], set()
 
-    def choose(self, request_ids, prompts, tags):
-        self.tags.append(list(tags))
+    def choose(self, requests):
+        self.tags.append([request.tag for request in requests])
         if self.fails:
             return []
-        return [self.long if len(prompt) > 8 else self for prompt in prompts]
+        return [self.long if len(request.prompt) > 8 else self for request in requests]
 
-    def start(self, request_id, prompt):
-        self.own.add(len(prompt))
-        super().start(request_id, prompt)
+    def begin(self, request):
+        self.own.add(len(request.prompt))
+        super().begin(request)
 
 
 def test_every_request_is_drafted_for_by_those_that_were_chosen_for_it():

@@ -82,12 +82,9 @@ class Spy(TreeCandidateGenerator):
         self.drafted = self.accepted = self.started = self.stopped = 0
         self._open: dict = {}
 
-    def couple(self, request_id, processors, seed):
-        self.source.couple(request_id, processors, seed)
-
-    def start(self, request_id, prompt):
+    def begin(self, request):
         self.started += 1
-        self.source.start(request_id, prompt)
+        self.source.begin(request)
 
     def propose(self, request_ids, max_nodes):
         trees = self.source.propose(request_ids, max_nodes)

@@ -217,8 +217,9 @@ def test_references_of_rows_are_their_own():
     model, seen = new_model("t5"), {}
 
     class Listening(Oracle):
-        def assign(self, request_id, namespace="", reads=(), references=()):
-            seen[request_id] = [text.tolist() for text in references]
+        def begin(self, request):
+            seen[request.request_id] = [text.tolist() for text in request.references]
+            super().begin(request)
 
     kwargs = {"input_ids": torch.tensor([[0, 5, 6], [7, 8, 9]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
     source = Listening(model.generate(**kwargs, max_new_tokens=4))

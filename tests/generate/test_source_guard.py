@@ -41,9 +41,10 @@ class Faulty(TreeCandidateGenerator):
         self._fail("start", request_id)
         self.oracle.start(request_id, prompt)
 
-    def couple(self, request_id, processors, seed):
-        if self.fault == "couple":
-            raise RuntimeError("couple")
+    def begin(self, request):
+        if self.fault == "begin":
+            raise RuntimeError("begin")
+        super().begin(request)
 
     def propose(self, request_ids, max_nodes):
         self.num_proposals += 1
@@ -134,7 +135,7 @@ def test_a_source_that_fails_for_one_row_costs_that_row_its_drafts(model, warnin
     assert statistics.forwards == {"stop": 4, "start": 20}.get(fault, 16)
 
 
-@pytest.mark.parametrize("fault", ["all", "number", "nothing", "couple"])
+@pytest.mark.parametrize("fault", ["all", "number", "nothing", "begin"])
 def test_a_source_that_fails_for_all_rows(model, warnings, fault):
     known = model.generate(**BATCH, max_new_tokens=20)
     with hf_smartspec.enabled(model):

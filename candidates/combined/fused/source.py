@@ -11,6 +11,7 @@ from ....validate import is_integer
 from ...base import TreeCandidateGenerator
 from ...calibrator import ProbabilityCalibrator
 from ...committed import Committed
+from ...request import SourceRequest
 from ..members import MemberCandidates
 from .calibration import Calibrations
 
@@ -21,7 +22,7 @@ class FusedCandidates(MemberCandidates):
     """
     Merges the trees of several sources: one queue over all of them yields the most probable continuation next, and a
     token that two sources propose at one place is one node (SSSD, algorithm 1). What is learnt while decoding is learnt
-    per namespace (see `assign`). Costlier sources, such as draft models, are further stages: see `StagedCandidates`.
+    per namespace. Costlier sources, such as draft models, are further stages: see `StagedCandidates`.
 
     Args:
         sources (sequence of `TreeCandidateGenerator`): What is merged.
@@ -56,18 +57,12 @@ class FusedCandidates(MemberCandidates):
         known = [source.name for source in sources]
         names = [f"{name} {known[:index].count(name) + 1}" for index, name in enumerate(known)]
         self._calibrations = None if calibrator is None else Calibrations(calibrator, names)
-        self._namespaces: dict[Hashable, Hashable] = {}  # by request, where it is not ""
+        self._namespaces: dict[Hashable, Hashable] = {}  # by request
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
 
-    def assign(
-        self,
-        request_id: Hashable,
-        namespace: Hashable = "",
-        reads: Sequence[Hashable] = (),
-        references: Sequence[np.ndarray] = (),
-    ) -> None:
-        self._namespaces[request_id] = namespace
-        super().assign(request_id, namespace, reads, references)
+    def begin(self, request: SourceRequest) -> None:
+        self._namespaces[request.request_id] = request.namespace
+        super().begin(request)
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None

@@ -1,17 +1,15 @@
 """A drafter for the requests that go to it, and the log of what these take and yield."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from transformers import LogitsProcessorList
 
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ...base import TreeCandidateGenerator, label_of
-from ...committed import Committed, Likeliest
-from ...encoder_inputs import EncoderInputs
+from ...committed import Committed
+from ...forwarding import ForwardingSource
 from .bandit import Outcome
 
 
@@ -79,7 +77,7 @@ class RequestLog:
             self.on_end(Outcome(item.drafter, item.kind, *counted, item.sketch))
 
 
-class Lane(TreeCandidateGenerator):
+class Lane(ForwardingSource):
     """
     A drafter, or a stage of one, as the loop sees it: passes everything on and keeps the log.
 
@@ -89,70 +87,34 @@ class Lane(TreeCandidateGenerator):
     """
 
     def __init__(self, source: TreeCandidateGenerator, log: RequestLog, route: str):
-        self.source, self.log, self.route, self.label = source, log, route, f"{route}: {label_of(source)}"
-        self.default_num_nodes, self.is_autoregressive = source.default_num_nodes, source.is_autoregressive
-        self.width, self.heeds_prices = source.width, source.heeds_prices
-        self.follows_target = source.follows_target
-        self.needs, self.hidden_layers, self.num_likeliest = source.needs, source.hidden_layers, source.num_likeliest
+        super().__init__(source)
+        self.log, self.route, self.label = log, route, f"{route}: {label_of(source)}"
 
     @property
     def name(self) -> str:
         return f"{self.route}: {self.source.name}"
-
-    @property
-    def origin(self) -> TreeCandidateGenerator:
-        return self.source.origin
-
-    @property
-    def most_nodes(self) -> int:
-        return self.source.most_nodes
-
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        self.source.couple(request_id, processors, seed)
-
-    def attach(self, request_id: Hashable, *args: Any) -> None:
-        self.source.attach(request_id, *args)
-
-    def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
-        self.source.assign(request_id, *args, **kwargs)
-
-    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
-        self.source.encode(rows, inputs)
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        self.source.start(request_id, prompt)
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
         before = self.log.clock()
         try:
-            arguments: dict[str, Any] = {"price": price} if self.heeds_prices else {}
-            return self.source.propose(request_ids, max_nodes, **arguments)
+            return super().propose(request_ids, max_nodes, price)
         finally:
             self.log.drafted(request_ids, self.log.clock() - before)
 
     def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
-        return [f"{self.route}: {label}" for label in self.source.drafted_by(request_id, tree)]
-
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        return self.source.reuse(request_id, length, earlier)
+        return [f"{self.route}: {label}" for label in super().drafted_by(request_id, tree)]
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         num = len(tokens.tokens if isinstance(tokens, Committed) else tokens)
         self.log.committed(self, request_id, num)
-        self.source.observe(request_id, tokens)
+        super().observe(request_id, tokens)
 
     def show(self, request_id: Hashable, committed: Committed) -> None:
         self.log.committed(self, request_id, len(committed.tokens))
         self.source.show(request_id, committed)
 
-    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
-        self.source.observe_likeliest(shown)
-
     def stop(self, request_id: Hashable) -> None:
         self.log.end(request_id)
-        self.source.stop(request_id)
-
-    def forget(self, request_id: Hashable) -> None:
-        self.source.forget(request_id)
+        super().stop(request_id)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....log import get_logger
 from ...base import TreeCandidateGenerator, check_needs
 from ...committed import HIDDEN_STATES, Committed, Likeliest
-from ...encoder_inputs import EncoderInputs
+from ...request import SourceRequest
 from .bandit import DrafterBandit, Outcome
 from .classifier import TextClassifier
 from .features import Text
@@ -84,8 +84,6 @@ class RoutedCandidates(TreeCandidateGenerator):
         self._outcomes: dict[str, RouteStatistics] = {name: RouteStatistics() for name in self.drafters}
         self._lanes: dict[str, Lanes] = {}
         self._serving: dict[Hashable, TreeCandidateGenerator] = {}  # requests that began without `choose`
-        self._told: dict[Hashable, list[tuple[str, tuple]]] = {}  # what came before they began
-        self._encoded: dict[Hashable, tuple[int, EncoderInputs]] = {}
         self._settings: Any = None
         self._target: weakref.ref[nn.Module] | None = None
         if all(isinstance(item, TreeCandidateGenerator) for item in self.drafters.values()):
@@ -147,19 +145,18 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     # Routing
 
-    def choose(
-        self, request_ids: Sequence[Hashable], prompts: Sequence[np.ndarray], tags: Sequence[str | None]
-    ) -> list[TreeCandidateGenerator]:
+    def choose(self, requests: Sequence[SourceRequest]) -> list[TreeCandidateGenerator]:
         if not self._lanes:
             raise ValueError(f"{self.name} must be an `assistant=` before it drafts: its drafters are loaded then.")
         chosen: list[TreeCandidateGenerator] = []
-        texts = [self._read(prompt) for prompt in prompts]
-        for request_id, text, kind in zip(request_ids, texts, self._kinds(texts, tags)):
+        texts = [self._read(request.subject) for request in requests]
+        kinds = self._kinds(texts, [request.tag for request in requests])
+        for request, text, kind in zip(requests, texts, kinds):
             sketch = self.bandit.neighbours.sketch(text) if len(self._lanes) > 1 else None
             drafter = self.labels.get(kind, kind)
             if drafter not in self._lanes:
                 drafter = self.bandit.choose(kind, sketch)
-            self._log.begin(request_id, drafter, kind, sketch)
+            self._log.begin(request.request_id, drafter, kind, sketch)
             chosen.append(self._lanes[drafter])
         return chosen
 
@@ -229,29 +226,9 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     # Where nobody asks who drafts for a request (transformers' own loop, fused sources), it is passed on from here.
 
-    def attach(self, request_id: Hashable, *args: Any) -> None:
-        if request_id in self._serving:
-            return self._serving[request_id].attach(request_id, *args)
-        self._told.setdefault(request_id, []).append(("attach", (args, {})))
-
-    def assign(self, request_id: Hashable, *args: Any, **kwargs: Any) -> None:
-        self._told.setdefault(request_id, []).append(("assign", (args, kwargs)))
-
-    def couple(self, request_id: Hashable, processors: LogitsProcessorList, seed: int | None) -> None:
-        self._told.setdefault(request_id, []).append(("couple", ((processors, seed), {})))
-
-    def encode(self, rows: Mapping[Hashable, int], inputs: EncoderInputs) -> None:
-        self._encoded.update((name, (row, inputs)) for name, row in rows.items())
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        lanes = self.choose([request_id], [prompt], [None])[0]
-        self._serving[request_id] = lanes
-        if request_id in self._encoded:
-            row, inputs = self._encoded.pop(request_id)
-            lanes.encode({request_id: row}, inputs)
-        for verb, (args, kwargs) in self._told.pop(request_id, ()):
-            getattr(lanes, verb)(request_id, *args, **kwargs)
-        lanes.start(request_id, prompt)
+    def begin(self, request: SourceRequest) -> None:
+        lanes = self._serving[request.request_id] = self.choose([request])[0]
+        lanes.begin(request)
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
@@ -285,8 +262,6 @@ class RoutedCandidates(TreeCandidateGenerator):
                 lanes.observe_likeliest(own)
 
     def stop(self, request_id: Hashable) -> None:
-        self._told.pop(request_id, None)
-        self._encoded.pop(request_id, None)
         lanes = self._serving.pop(request_id, None)
         if lanes is not None:
             lanes.stop(request_id)

@@ -12,6 +12,7 @@ from ....drafts.tree import DraftTree
 from ....validate import is_integer
 from ...base import TYPICAL_NODES, TreeCandidateGenerator
 from ...committed import Likeliest
+from ...request import SourceRequest
 from .corpus import SuffixCorpus
 from .earlier_outputs import EarlierOutputs, checked
 from .kernels.batch import MAX_PENDING
@@ -124,7 +125,6 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         settings = [max_match, least, chains, *_LEARNING, max_depth, scoring == "counts", factor, offset]
         self._slots = SuffixSlots(self._corpus, settings)
         self._requests: dict[Hashable, _Request] = {}
-        self._assigned: dict[Hashable, tuple[Hashable, tuple[Hashable, ...], list[np.ndarray]]] = {}
 
     # The contract
 
@@ -132,25 +132,15 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     def most_nodes(self) -> int:
         return self._most_nodes
 
-    def assign(
-        self,
-        request_id: Hashable,
-        namespace: Hashable = "",
-        reads: Sequence[Hashable] = (),
-        references: Sequence[np.ndarray] = (),
-    ) -> None:
-        """See `TreeCandidateGenerator.assign`; a request may read two further namespaces."""
+    def begin(self, request: SourceRequest) -> None:
+        """Begin a request, which may read two further namespaces."""
+        namespace, reads, request_id = request.namespace, request.reads, request.request_id
         if len(reads) > MAX_TREES - 2:
             raise ValueError(f"A request may read {MAX_TREES - 2} further namespaces, got {len(reads)}.")
         for name in (namespace, *reads):
-            hash(name)  # raises TypeError now, not in the middle of `start`
+            hash(name)  # raises TypeError before anything is taken
+        tokens, references = checked(request.prompt), [checked(text) for text in request.references]
         with self._lock:
-            self._assigned[request_id] = namespace, tuple(reads), [checked(text) for text in references]
-
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        tokens = checked(prompt)
-        with self._lock:
-            namespace, reads, references = self._assigned.pop(request_id, ("", (), []))
             if request_id in self._requests:
                 raise ValueError(f"Request {request_id!r} has been started already.")
             corpus, size = self._corpus, len(tokens) + 4 * MAX_PENDING
@@ -163,13 +153,12 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
                 free_tree(corpus.store, root)
                 corpus.release(start, size)
                 raise
-            request = _Request(slot, namespace, start, size, len(tokens), size)
-            self._requests[request_id] = request
+            known = self._requests[request_id] = _Request(slot, namespace, start, size, len(tokens), size)
             corpus.reserved += size
             for text in references:
-                request.references.append((corpus.allocate(len(text)), len(text)))
-                insert(corpus.store, root, request.references[-1][0], text, corpus.points)
-            self._use(request, len(tokens))
+                known.references.append((corpus.allocate(len(text)), len(text)))
+                insert(corpus.store, root, known.references[-1][0], text, corpus.points)
+            self._use(known, len(tokens))
             self._slots.begin(slot, tokens)
 
     def propose(
@@ -214,7 +203,6 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
 
     def stop(self, request_id: Hashable) -> None:
         with self._lock:
-            self._assigned.pop(request_id, None)
             request = self._requests.pop(request_id, None)
             if request is None:
                 return

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
+from ...candidates.request import SourceRequest
 from .arguments import UsageError
 from .models import encode, left_padded
 from .progress import track
@@ -111,8 +112,7 @@ def remember(source: TreeCandidateGenerator, past: Sequence[Recording], namespac
 def _decode(trees: SuffixTreeCandidates, item: Recording, namespace: str) -> None:
     """One request, as a target would decode it that verifies all that is drafted."""
     name, rest = object(), item.response
-    trees.assign(name, namespace)
-    trees.start(name, item.prompt)
+    trees.begin(SourceRequest(name, item.prompt, namespace=namespace))
     while len(rest):
         (tree,) = trees.propose([name], [trees.default_num_nodes])
         num_tokens = count_accepted(tree, rest) + 1

@@ -262,7 +262,7 @@ def test_requests_that_end_leave_nothing_behind(target, heads):
             texts = [generator.integers(3, 40, 12).tolist() for _ in range(6)]
             answers(engine, texts, max_new_tokens=6)
             sizes.append((len(source.rows), len(source._ended), source._forward.cache.num_lines))
-            assert not source._states and not source._coupling
+            assert not source._states
         assert max(size[0] for size in sizes) <= 4 and max(size[1] for size in sizes) <= 4
         assert sizes[-1][2] <= 2 * sizes[0][2], "memory does not grow with the number of requests"
     with hf_smartspec.enabled(target):

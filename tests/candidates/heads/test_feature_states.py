@@ -11,6 +11,7 @@ from hf_smartspec import Committed
 from hf_smartspec.candidates.heads.eagle import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
+from hf_smartspec.candidates.request import SourceRequest
 
 from ...models import shared_model
 from .published_eagle import random_heads
@@ -164,8 +165,7 @@ def test_levels_at_once_are_those_level_by_level(unlike, monkeypatch, width, see
         trees = []
         for number, length in enumerate((9, 3, 14, 30)):
             text = [(7 * place + number) % 90 for place in range(length)]
-            source.couple(number, LogitsProcessorList(), seed)
-            source.start(number, np.array(text[:-1]))
+            source.begin(SourceRequest(number, np.array(text[:-1]), processors=LogitsProcessorList(), seed=seed))
             source.observe(number, step_of(text, 0, 1))
         for limits in ([12, 6, 9, 3], [3, 12, 1, 9]):
             trees += source.propose(range(4), limits)

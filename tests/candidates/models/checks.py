@@ -6,6 +6,7 @@ from transformers import LogitsProcessorList
 
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.candidates.models import growing
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.target_model.forward.packed import PackedForward
 
 from ...models import VOCAB_SIZE, new_model
@@ -21,8 +22,7 @@ def look_at_the_end(monkeypatch):
 
 def start(source: DraftModelCandidates, seed: int | None = None, processors=()) -> dict[str, list[int]]:
     for name, prompt in PROMPTS.items():
-        source.couple(name, LogitsProcessorList(processors), seed)
-        source.start(name, np.array(prompt))
+        source.begin(SourceRequest(name, np.array(prompt), processors=LogitsProcessorList(processors), seed=seed))
     return {name: list(prompt) for name, prompt in PROMPTS.items()}
 
 

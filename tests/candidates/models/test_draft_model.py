@@ -10,6 +10,7 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 from hf_smartspec.target_model.forward.packed import PackedForward
@@ -206,8 +207,14 @@ def test_greedy_requests_beside_sampling_ones_stay_greedy(way):
     model = shared_model("llama")
     source = DraftModelCandidates(model)
     for name, seed in (("a", None), ("c", 5)):
-        source.couple(name, LogitsProcessorList([hf.TemperatureLogitsWarper(2.0)]), seed)
-        source.start(name, np.array(PROMPTS[name]))
+        source.begin(
+            SourceRequest(
+                name,
+                np.array(PROMPTS[name]),
+                processors=LogitsProcessorList([hf.TemperatureLogitsWarper(2.0)]),
+                seed=seed,
+            )
+        )
     check_tree(model, source.propose(["c", "a"], [4, 4])[1], PROMPTS["a"], 1, 4)
 
 
@@ -232,7 +239,7 @@ def test_nothing_is_kept_when_the_last_request_has_ended():
     source.propose(list(PROMPTS), [3, 3, 3])
     for name in (*PROMPTS, "never started"):
         source.stop(name)
-    assert source._forward is None and not source._states and not source._coupling
+    assert source._forward is None and not source._states
 
 
 def test_new_weights_are_used_by_the_next_call():

@@ -11,6 +11,7 @@ import hf_smartspec
 from hf_smartspec import EarlyExitCandidates, Engine, PromptLookupCandidates, RoutedCandidates, SmartSpecConfig
 from hf_smartspec.candidates import FusedCandidates
 from hf_smartspec.candidates.models import growing
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.prepare.resolve import Drafters, resolve
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.drafters import early_exit
@@ -210,15 +211,19 @@ def test_beside_other_sources(monkeypatch, caplog, make):
 def test_one_source_drafts_for_one_engine_or_call_at_a_time():
     model = shared_model("llama")
     source, first, second = EarlyExitCandidates(model, 1), PackedForward(model), PackedForward(model)
-    source.attach("a", first, first.add())
-    source.attach("b", second, second.add())  # another thread may be as far
-    source.start("a", np.array([3, 4]))
+    one, other = (
+        SourceRequest(name, np.array([3, 4]), forward=forward, row=forward.add())
+        for name, forward in (("a", first), ("b", second))
+    )
+    source.begin(one)
     with pytest.raises(ValueError, match="another engine or call"):
-        source.start("b", np.array([3, 4]))
+        source.begin(other)
     source.stop("a")
-    source.start("b", np.array([3, 4]))
+    source.begin(other)
     with pytest.raises(ValueError, match="packed forwards only"):
-        source.attach("c", object(), first.add())
+        source.begin(SourceRequest("c", np.array([3, 4]), forward=object(), row=first.add()))
+    with pytest.raises(ValueError, match="beside its target only"):
+        source.start("d", np.array([3, 4]))
 
 
 def test_rejection_sampling():

@@ -12,6 +12,7 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates, Engine, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
 from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.sampling.noise import add_gumbel_noise
 
 from ...cases import left_padded
@@ -146,8 +147,7 @@ def test_drafts_see_the_targets_noise_and_processors(target, draft, way):
         hf.TopKLogitsWarper(50),
     ]
     source, text = shared(draft, target), [5, 6, 7]
-    source.couple("a", LogitsProcessorList(processors), 77)
-    source.start("a", np.array(text))
+    source.begin(SourceRequest("a", np.array(text), processors=LogitsProcessorList(processors), seed=77))
     tokens = source.propose(["a"], [6])[0].tokens.tolist()
     for position, token in enumerate(tokens):
         scores = LogitsProcessorList(processors)(None, next_scores(draft, text)[None, :SIZE])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import PromptLookupCandidates
+from hf_smartspec.candidates.request import SourceRequest
 
 texts = st.lists(st.integers(0, 2), max_size=30)  # three tokens only: repetitions of all lengths
 
@@ -55,8 +56,9 @@ def test_a_small_example():
 
 
 def assigned(source, name, references, prompt):
-    source.assign(name, references=[np.array(text, np.int64) for text in references])
-    source.start(name, np.array(prompt, np.int64))
+    source.begin(
+        SourceRequest(name, np.array(prompt, np.int64), references=[np.array(text, np.int64) for text in references])
+    )
 
 
 @given(texts, st.lists(texts, max_size=3), st.integers(1, 4), st.integers(1, 6))
@@ -82,8 +84,7 @@ def test_references_feed_their_request_only():
     source = PromptLookupCandidates()
     reference = [np.array([5, 6, 7, 8])]
     for name in ("a", "b"):  # as the rows of a call, which share them
-        source.assign(name, references=reference)
-        source.start(name, np.array([1, 6]))
+        source.begin(SourceRequest(name, np.array([1, 6]), references=reference))
     assigned(source, "c", [[6, 9]], [6])
     source.start("d", np.array([6]))
     trees = source.propose(["a", "b", "c", "d"], [9] * 4)
@@ -99,14 +100,12 @@ def test_references_feed_their_request_only():
 def test_references_are_not_mixed_up_with_later_ones():
     """The caller's list changes, so that another text may come to lie where the first one lay."""
     source, references = PromptLookupCandidates(), [np.array([5, 6, 7, 8])]
-    source.assign("a", references=references)
-    source.start("a", np.array([1, 6]))
+    source.begin(SourceRequest("a", np.array([1, 6]), references=references))
     references.clear()
     for k in range(20):
-        source.assign(k, references=[np.array([5, 6, 20 + k, 8])])
-        source.start(k, np.array([1, 6]))
-        source.assign(("matrix", k), references=np.array([[5, 6, 50 + k, 8]]))  # whose rows are made when asked for
-        source.start(("matrix", k), np.array([1, 6]))
+        source.begin(SourceRequest(k, np.array([1, 6]), references=[np.array([5, 6, 20 + k, 8])]))
+        matrix = np.array([[5, 6, 50 + k, 8]])  # whose rows are made when asked for
+        source.begin(SourceRequest(("matrix", k), np.array([1, 6]), references=matrix))
     names = ["a", *range(20), *(("matrix", k) for k in range(20))]
     trees = source.propose(names, [1] * 41)
     assert [tree.tokens.tolist() for tree in trees] == [
@@ -122,14 +121,6 @@ def test_no_match_crosses_from_one_reference_to_the_next():
     assert source.propose(["a"], [5])[0].tokens.tolist() == [4]
     assigned(source, "b", [[1, 2], [3, 4]], [2])
     assert len(source.propose(["b"], [5])[0]) == 0
-
-
-def test_assigned_requests_that_never_start_are_forgotten():
-    source = PromptLookupCandidates()
-    source.assign("a", references=[np.array([5, 6])])
-    source.stop("a")
-    source.start("a", np.array([5]))
-    assert len(source.propose(["a"], [2])[0]) == 0
 
 
 def test_requests_do_not_see_one_anothers_texts():

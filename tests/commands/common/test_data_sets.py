@@ -10,6 +10,7 @@ from hf_smartspec.candidates import (
     PromptLookupCandidates,
     SuffixTreeCandidates,
 )
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.data_sets import DataSet, answered, remember
 from hf_smartspec.commands.common.recordings import Recording, Texts
@@ -68,8 +69,7 @@ def test_suffix_trees_remember_in_their_namespace_and_others_do_not():
         remember(source, past, "tenant")
         drafts = []
         for name in ("tenant", ""):
-            source.assign(name, name)
-            source.start(name, np.array([9, 10, 11]))
+            source.begin(SourceRequest(name, np.array([9, 10, 11]), namespace=name))
             drafts.append(source.propose([name], [2])[0].best_chain().tokens.tolist())
         assert drafts == [[12, 13], []]
     remember(PromptLookupCandidates(), past)

@@ -199,11 +199,8 @@ class Spy(ReplayCandidates):
         super().__init__([], VOCAB_SIZE)
         self.seen = []
 
-    def assign(self, request_id, namespace="", **_):
-        self.namespace = namespace
-
-    def start(self, request_id, prompt):
-        self.seen.append((self.namespace, prompt.tolist()))
+    def begin(self, request):
+        self.seen.append((request.namespace, request.prompt.tolist()))
 
     def propose(self, request_ids, max_nodes):
         raise NotImplementedError

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.files import _MAGIC, packed, unpacked
 from hf_smartspec.replicas import SharedOutputs
 from hf_smartspec.replicas.sharing.folder import SharedFolder
@@ -35,8 +36,7 @@ def replica(url, **options):
 
 def serve(source, name, prompt, answer, namespace=""):
     """A request, drafted for and observed token by token."""
-    source.assign(name, namespace)
-    source.start(name, np.array(prompt))
+    source.begin(SourceRequest(name, np.array(prompt), namespace=namespace))
     for token in answer:
         source.propose([name], [8])
         source.observe(name, np.array([token]))
@@ -55,8 +55,7 @@ def crafted(head, values=b""):
 
 
 def drafted(source, prompt, namespace=""):
-    source.assign("asked", namespace)
-    source.start("asked", np.array(prompt))
+    source.begin(SourceRequest("asked", np.array(prompt), namespace=namespace))
     (tree,) = source.propose(["asked"], [8])
     source.stop("asked")
     return tree.tokens.tolist()

@@ -12,6 +12,7 @@ import hf_smartspec
 from hf_smartspec import DraftTree, PromptLookupCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
 from hf_smartspec.candidates.combined.fused.calibration import Calibrations
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.drafts.merge import Discount, Draft, merge
 from hf_smartspec.goodput import Calibrator
 
@@ -168,15 +169,14 @@ def test_what_is_learnt_in_one_namespace_changes_no_drafts_of_another(others):
     fused = FusedCandidates([Scripted(DraftTree.chain([1], [0.9]))], calibrator=Calibrator(), min_probability=0)
     names = ["a", *(f"other {index}" for index in range(others))]
     for name in names:
-        fused.assign(name, namespace=f"tenant {name}")
-        fused.start(name, np.array([7]))
+        fused.begin(SourceRequest(name, np.array([7]), namespace=f"tenant {name}"))
     observed(fused, "a", [2])
     trees = fused.propose(names, [4] * len(names))
     assert trees[0].probs[0] < 0.3
     for tree in trees[1:]:
         assert tree.probs[0] == pytest.approx(0.9, abs=0.005)
     fused.stop("a")
-    fused.assign("a", namespace="tenant a")
+    fused.begin(SourceRequest("a", np.array([7]), namespace="tenant a"))
     assert fused.propose(["a"], [4])[0].probs[0] < 0.3, "and what is learnt is kept from request to request"
 
 
@@ -188,8 +188,7 @@ def test_what_is_learnt_takes_bounded_memory():
         calibrator=calibrator,
     )
     for index in range(300):
-        fused.assign(index, namespace=index)
-        fused.start(index, np.array([7]))
+        fused.begin(SourceRequest(index, np.array([7]), namespace=index))
         observed(fused, index, [5, 6, 7, 9], steps=4)
         fused.stop(index)
     assert len(calibrator._tables) == 512

@@ -229,7 +229,7 @@ def test_as_a_part_of_other_sources(model, drafters, wrap):
     config = SmartSpecConfig(wrap(routed), num_nodes=4)
     assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, assistant=config), plain)
     assert sum(found.requests for found in routed.statistics().values()) == 2 * len(LENGTHS)
-    assert not routed._serving and not routed._told and not len(routed._log)
+    assert not routed._serving and not len(routed._log)
 
 
 def test_in_transformers_own_loop(model):

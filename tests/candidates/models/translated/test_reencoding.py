@@ -14,6 +14,7 @@ import hf_smartspec
 from hf_smartspec.candidates.models.translated.reencoding import Reencoding
 from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.models.translated.translation import Translation
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.drafts.tree import DraftTree, check_trees
 
 from ....generate.helpers import tiny_llama
@@ -312,8 +313,11 @@ def test_what_is_drafted_does_not_depend_on_who_drafts_beside_it():
     def drafts(names) -> dict:
         source = TranslatedDraftCandidates(model, translation, width=2)
         for name in names:
-            source.couple(name, LogitsProcessorList(), 5 if name == "sampled" else None)
-            source.start(name, prompts[name])
+            source.begin(
+                SourceRequest(
+                    name, prompts[name], processors=LogitsProcessorList(), seed=5 if name == "sampled" else None
+                )
+            )
         return {name: tree.tokens.tolist() for name, tree in zip(names, source.propose(names, [12] * len(names)))}
 
     assert drafts(["greedy", "sampled"]) == drafts(["greedy"]) | drafts(["sampled"])

@@ -10,6 +10,7 @@ import hf_smartspec
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.models.translated.translation import Translation
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.sampling.noise import add_gumbel_noise
 
@@ -95,8 +96,7 @@ def test_shared_tokens_follow_the_text_whatever_was_accepted(pair, way, monkeypa
     material = target("thequickbrownfox12ü" if pair == "characters" else TEXTS[0], add_special_tokens=False).input_ids
     for name, length in (("a", 9), ("b", 3), ("c", 20)):
         texts[name], num_generated[name] = material[:length], 0
-        source.couple(name, LogitsProcessorList(processors), seed)
-        source.start(name, np.array(texts[name]))
+        source.begin(SourceRequest(name, np.array(texts[name]), processors=LogitsProcessorList(processors), seed=seed))
     options = {} if seed is None else {"processors": processors, "seed": seed}
     num_drafted = 0
     for step in range(6):

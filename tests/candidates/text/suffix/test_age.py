@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.files import write
 from hf_smartspec.candidates.text.suffix.kernels.insert import move_tree
 from hf_smartspec.candidates.text.suffix.kernels.mix import new_model
@@ -77,8 +78,7 @@ def test_later_outputs_are_later_after_loading_whichever_was_used_last(tmp_path)
 def test_own_text_is_later_than_its_references_also_where_it_lies_before_them_and_after_a_move():
     source = taught()
     own = [_CONTEXT, _NEW]
-    source.assign("x", references=[np.array([_CONTEXT, _OLD])])
-    source.start("x", np.array([*own, 7, _CONTEXT]))
+    source.begin(SourceRequest("x", np.array([*own, 7, _CONTEXT]), references=[np.array([_CONTEXT, _OLD])]))
     first, reference = source._requests["x"].start, source._requests["x"].references[0][0]
     assert first < reference, "the case at hand"
     before = source.propose(["x"], [2])[0]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.files import read
 from hf_smartspec.candidates.text.suffix.kernels.mix import new_model
 
@@ -103,13 +104,11 @@ def test_what_a_model_of_another_shape_has_learnt_is_left_out_and_the_texts_are_
 def test_lines_of_a_loaded_model_stay_apart(tmp_path):
     path, source = tmp_path / "trees", saver(3)
     for name in ("a", "b", "c"):
-        source.assign(name, name)
-        source.start(name, np.array([1]))
+        source.begin(SourceRequest(name, np.array([1]), namespace=name))
     source.save(path)
     loaded = SuffixTreeCandidates.load(path, progress=False, **_OPTIONS)
     for name in ("c", "d", "e", "f"):
-        loaded.assign(name, name)
-        loaded.start(name, np.array([1]))
+        loaded.begin(SourceRequest(name, np.array([1]), namespace=name))
     lines = loaded._slots.lines
     assert set(lines) == {*"abcdef"} and len(set(lines.values())) == 6
     assert all(lines[name] == source._slots.lines[name] for name in "abc")
@@ -117,8 +116,7 @@ def test_lines_of_a_loaded_model_stay_apart(tmp_path):
 
 def test_namespaces_that_are_no_strings_are_refused_even_without_outputs(tmp_path):
     source, path = SuffixTreeCandidates(**_OPTIONS), tmp_path / "trees"
-    source.assign("a", ("tenant", 1))
-    source.start("a", np.array([1, 2]))
+    source.begin(SourceRequest("a", np.array([1, 2]), namespace=("tenant", 1)))
     source.stop("a")
     with pytest.raises(ValueError, match=r"must be strings to be saved, got \[\('tenant', 1\)\]"):
         source.save(path)

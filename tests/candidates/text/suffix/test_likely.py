@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.committed import Likeliest
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.kernels.likely import NUM_LIKELY, lines_of
 
 CERTAIN = [0.99, 0.01]
@@ -19,8 +20,7 @@ def likeliest(before, token, following, shares=None):
 
 def started(prompt=(1, 2, 3), namespace="", **options):
     source = SuffixTreeCandidates(max_bytes=2**20, **options)
-    source.assign("a", namespace)
-    source.start("a", np.array(prompt))
+    source.begin(SourceRequest("a", np.array(prompt), namespace=namespace))
     return source
 
 
@@ -73,15 +73,13 @@ def test_an_empty_text_is_drafted_from_nothing():
 
 def test_namespaces_know_nothing_of_one_another():
     source = started(namespace="mine")
-    source.assign("b", "other")
-    source.start("b", np.array([1, 2, 3]))
+    source.begin(SourceRequest("b", np.array([1, 2, 3]), namespace="other"))
     source.observe_likeliest({"b": likeliest(2, 3, [50, 51])})
     assert not len(drafted(source))
     assert len(source.propose(["b"], [4])[0])
     source.stop("b")
     source.remove_namespace("other")
-    source.assign("b", "other")
-    source.start("b", np.array([1, 2, 3]))
+    source.begin(SourceRequest("b", np.array([1, 2, 3]), namespace="other"))
     assert not len(source.propose(["b"], [4])[0]), "forgotten with the namespace"
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.corpus import SuffixCorpus
 
 from .test_source import SENTENCE, ids, run, small
@@ -44,8 +45,7 @@ def test_more_outputs_than_there_was_room_for_at_first():
     for k in range(1100):
         run(source, k, [1], [50 + k % 7, 60, 61])
     for k in range(30):  # more running requests, and namespaces, than there was room for at first
-        source.assign(("r", k), f"tenant {k % 5}")
-        source.start(("r", k), ids(1, 60))
+        source.begin(SourceRequest(("r", k), ids(1, 60), namespace=f"tenant {k % 5}"))
     assert [len(tree) for tree in source.propose([("r", k) for k in range(30)], [4] * 30)] == [0] * 30
     source.start("x", ids(9, 60))
     assert source.propose(["x"], [1])[0].tokens.tolist() == [61]
@@ -54,8 +54,7 @@ def test_more_outputs_than_there_was_room_for_at_first():
 def test_requests_without_output_leave_nothing():
     source = small()
     for length in (3, 10, 30):
-        source.assign(length, references=[SENTENCE])
-        source.start(length, np.arange(length))
+        source.begin(SourceRequest(length, np.arange(length), references=[SENTENCE]))
         source.stop(length)
     assert source.num_cached_tokens() == 0 and source.num_bytes() == 0
 
@@ -111,7 +110,7 @@ def test_crowded_contexts_are_cut_off():
 def test_failed_start_leaves_nothing():
     source = small()
     with pytest.raises(TypeError, match="unhashable"):
-        source.assign("a", ["list"])
+        source.begin(SourceRequest("x", ids(1), namespace=["list"]))
     with pytest.raises(TypeError, match="unhashable"):
         source.add_outputs([SENTENCE], namespace=["list"], progress=False)
     with pytest.raises(ValueError, match="started already"):
@@ -208,16 +207,14 @@ def test_a_quiet_tenant_drafts_as_if_alone():
     alone, both = small(max_bytes=2**17), small(max_bytes=2**17)
     for source in (alone, both):
         for k in range(3):
-            source.assign(k, "quiet")
-            run(source, k, [1, 2], [*SENTENCE, k])
+            run(source, k, [1, 2], [*SENTENCE, k], namespace="quiet")
     rng = np.random.default_rng(0)
     for _ in range(400):
         both.add_outputs([rng.integers(100, 2000, 50)], "busy", progress=False)
     assert len(both._corpus.outputs) < 300, "the bound was met"
     drafts = []
     for source in (alone, both):
-        source.assign("x", "quiet")
-        source.start("x", ids(1, 2, *SENTENCE[:3]))
+        source.begin(SourceRequest("x", ids(1, 2, *SENTENCE[:3]), namespace="quiet"))
         drafts.append(source.propose(["x"], [6])[0])
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist() and len(drafts[0])
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix import slots as suffix_slots
 
 
@@ -48,14 +49,12 @@ def test_growth_that_fails_is_done_by_the_next_start(monkeypatch, name, error):
     source = SuffixTreeCandidates(max_bytes=2**20)
     for k in range(8):  # as many as there is room for at first
         source.start(k, prompt(k))
-    source.assign(8, "another namespace")
     fail_once(monkeypatch, name, error)
     with pytest.raises(type(error)):
-        source.start(8, prompt(8))
+        source.begin(SourceRequest(8, prompt(8), namespace="another namespace"))
     check_drafts(source, range(8))
     for k in range(8, 40):
-        source.assign(k, f"namespace {k % 5}")
-        source.start(k, prompt(k))
+        source.begin(SourceRequest(k, prompt(k), namespace=f"namespace {k % 5}"))
     check_drafts(source, range(40))
     for k in range(40):
         source.stop(k)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 
 SENTENCE = np.array([11, 12, 13, 14, 15, 16, 17, 18])
 
@@ -20,9 +21,9 @@ def ids(*tokens):
     return np.array(tokens, np.int64)
 
 
-def run(source, request_id, prompt, output, limit=8, piece=1):
+def run(source, request_id, prompt, output, limit=8, piece=1, namespace=""):
     """Decodes `output` as a target would that says just that; returns (drafted, accepted)."""
-    source.start(request_id, np.asarray(prompt))
+    source.begin(SourceRequest(request_id, np.asarray(prompt), namespace=namespace))
     at = drafted = accepted = 0
     while at < len(output):
         tree = source.propose([request_id], [limit])[0]
@@ -93,8 +94,7 @@ def test_drafts_are_probable_continuations_that_have_occurred(outputs, prompt, r
     least = data.draw(st.sampled_from([0.0, 0.1, 0.4]))
     source = small(chains=chains, min_probability=least)
     source.add_outputs(outputs, progress=False)
-    source.assign("a", references=[np.array(text) for text in references])
-    source.start("a", np.array(prompt))
+    source.begin(SourceRequest("a", np.array(prompt), references=[np.array(text) for text in references]))
     text = list(prompt)
     for piece in data.draw(st.lists(texts, max_size=3)):
         source.observe("a", np.array(piece))
@@ -201,26 +201,22 @@ def test_published_algorithm_finds_the_best_score(outputs, end, data):
 def test_namespaces_neither_feed_nor_steer_one_another():
     source, alone = small(), small()
     for k in range(20):
-        source.assign(k, "other")
-        run(source, k, [1, 2], [*SENTENCE, k])
+        run(source, k, [1, 2], [*SENTENCE, k], namespace="other")
     for one in (source, alone):
-        one.assign("mine", "tenant")
-        one.start("mine", ids(1, 2, 5, 5, 5, 11, 12))
+        one.begin(SourceRequest("mine", ids(1, 2, 5, 5, 5, 11, 12), namespace="tenant"))
     assert source.propose(["mine"], [6])[0].tokens.tolist() == alone.propose(["mine"], [6])[0].tokens.tolist()
     for one in (source, alone):
         one.observe("mine", ids(5, 5))
     drafts = [one.propose(["mine"], [6])[0] for one in (source, alone)]
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].probs.tolist() == drafts[1].probs.tolist(), "what was learnt elsewhere has no influence"
-    source.assign("reader", "tenant", reads=["other"])
-    source.start("reader", ids(11, 12))
+    source.begin(SourceRequest("reader", ids(11, 12), namespace="tenant", reads=["other"]))
     assert source.propose(["reader"], [3])[0].best_chain().tokens.tolist() == [13, 14, 15]
 
 
 def test_references_feed_their_request_only():
     source = small()
-    source.assign("a", references=[SENTENCE])
-    source.start("a", ids(1, 12))
+    source.begin(SourceRequest("a", ids(1, 12), references=[SENTENCE]))
     source.start("b", ids(1, 12))
     first, second = source.propose(["a", "b"], [3, 3])
     assert first.best_chain().tokens.tolist() == [13, 14, 15] and len(second) == 0
@@ -329,5 +325,5 @@ def test_bad_tokens_are_refused():
     with pytest.raises(ValueError, match="must lie in"):
         source.add_outputs([[-1]], progress=False)
     with pytest.raises(ValueError, match="read 2 further"):
-        source.assign("a", reads=["x", "y", "z"])
+        source.begin(SourceRequest("b", ids(1), reads=["x", "y", "z"]))
     source.stop("never started")

@@ -1,0 +1,61 @@
+"""A request, as the sources that draft for it get it."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import LogitsProcessorList
+
+if TYPE_CHECKING:
+    from ..target_model.layout.rows import CacheRow
+    from .encoder_inputs import EncoderInputs
+
+
+@dataclass(eq=False)
+class SourceRequest:
+    """
+    All that a source may know of a request when it begins.
+
+    Args:
+        request_id (`Hashable`): The name of the request in all further calls.
+        prompt (`np.ndarray` of shape `[prompt_len]`, int64): The prompt without padding; valid and unchanged until
+            `stop`.
+        tag (`str`, *optional*): The kind of text, where the caller names one.
+        namespace (`Hashable`): Whose outputs the request drafts from, and which its own output joins.
+        reads (sequence of `Hashable`): Further namespaces that it drafts from.
+        references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as a
+            file to be edited, a predicted output, retrieved passages, or the text that the target's encoder has read.
+            They feed this request only.
+        processors (`LogitsProcessorList`): The target's, through which it picks tokens.
+        seed (`int`, *optional*): Seed of the noise by which the target samples; None for greedy requests. A source may
+            propose the tokens that the *noisy* target would pick.
+        forward (`ModelForward`, *optional*): The target's forward; None where there is no target, as in simulations.
+        row (`CacheRow`, *optional*): The row of the target's cache that holds the request's keys and values. A source
+            may write beyond the row's length, and must leave the row as it was. A suspended request goes on in another
+            row, which is then set here.
+        encoder_inputs (`EncoderInputs`, *optional*): What the target's encoder has read for all rows of a call, and its
+            outputs.
+        encoder_row (`int`): The request's row among these.
+        encoded_text (`np.ndarray` of shape `[length]`, int64, *optional*): The tokens that the encoder has read, if
+            these are tokens.
+    """
+
+    request_id: Hashable
+    prompt: np.ndarray
+    tag: str | None = None
+    namespace: Hashable = ""
+    reads: Sequence[Hashable] = ()
+    references: Sequence[np.ndarray] = ()
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    seed: int | None = None
+    forward: Any = None
+    row: "CacheRow | None" = None
+    encoder_inputs: "EncoderInputs | None" = None
+    encoder_row: int = 0
+    encoded_text: np.ndarray | None = None
+
+    @property
+    def subject(self) -> np.ndarray:
+        """The text that the request is about: what the target's encoder has read, or the prompt."""
+        return self.prompt if self.encoded_text is None else self.encoded_text
