@@ -1,5 +1,6 @@
 """`python -m benchmarks NAME`: one measurement of the project. Only the bench that runs is imported."""
 
+import argparse
 import difflib
 import sys
 from collections.abc import Sequence
@@ -43,14 +44,33 @@ def _dispatch(arguments: list[str]) -> int:
         return _listing(arguments)
     name, *rest = arguments
     parser = load_parser(name)
-    return BENCHES[name].run(parser.parse_args(rest), parser)
+    return BENCHES[name].run(parse(parser, rest), parser)
 
 
 def load_parser(name: str) -> Parser:
     """Return the parser of a bench's arguments."""
     parser = Parser(prog=f"benchmarks {name}", description=sentence(BENCHES[name].help))
     BENCHES[name].add_arguments(parser)
+    if (files := _files(parser)) and "--prompts" not in parser._option_string_actions:
+        parser.add_argument(
+            "--prompts", nargs="+", type=files.type or str, default=[], metavar=files.metavar, help=files.help
+        )
     return parser
+
+
+def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a bench; what --prompts names are files as those named without it."""
+    args: argparse.Namespace = parser.parse_args(words)
+    if _files(parser) and "prompts" in args:
+        args.files = [*args.files, *args.prompts]
+        del args.prompts
+        if not args.files and parser.get_default("needs_files"):
+            parser.fail("the following arguments are required: FILE or --prompts FILE")
+    return args
+
+
+def _files(parser: Parser) -> argparse.Action | None:
+    return next((action for action in parser._actions if action.dest == "files"), None)
 
 
 def _listing(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.step.overhead import command as overhead
 from hf_smartspec.commands.main import INTERRUPTED
 
+from ..models import new_model
 from .helpers import bench
 
 
@@ -16,13 +17,15 @@ def interrupt(*_, **__):
 
 def test_overhead_shows_what_was_measured(tmp_path, monkeypatch, capsys):
     row = {"batch_size": 1, "width": 4, "plain": 0.2, "packed": 0.1, "ratio": 0.5}
-    monkeypatch.setattr(overhead, "forward_overhead", lambda *_: [row])
+    monkeypatch.setattr(overhead, "_model", lambda args, num_layers=None: new_model("llama"))
+    monkeypatch.setattr(overhead, "forward_overhead", lambda *_: row)
     monkeypatch.setattr(overhead, "step_overhead", interrupt)
     path = tmp_path / "overhead.json"
-    assert bench("overhead", "--parts", "forward", "step", "--layers", "1", "--json", path) == INTERRUPTED
+    settings = ["--parts", "forward", "step", "--batch-sizes", "1", "--widths", "4", "--threads", "1"]
+    assert bench("overhead", *settings, "--json", path) == INTERRUPTED
     captured = capsys.readouterr()
-    assert "median packed / plain: 0.500" in captured.out and captured.err == "benchmarks: interrupted\n"
-    assert json.loads(path.read_text())["forward"] == [row]
+    assert "0.500" in captured.out and captured.err == "benchmarks: interrupted\n"
+    assert json.loads(path.read_text())["results"]["forward"]["1, 4"]["ratio"] == 0.5
 
 
 @pytest.mark.parametrize("arguments", [["--batch-sizes", "0"], ["--device", "gpu9"], ["--json", "/nowhere/x.json"]])

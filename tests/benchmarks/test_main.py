@@ -3,10 +3,11 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHES, load_parser
+from benchmarks.__main__ import BENCHES, load_parser, parse
 from hf_smartspec.commands.main import COMMANDS, IN_A_CHECKOUT
 
 from .helpers import bench
@@ -69,6 +70,23 @@ def test_every_bench_has_help_and_writes_json(name, capsys):
 @pytest.mark.parametrize("name", "generate drafters online queue batching load batch timeline".split())
 def test_the_default_dtype_is_that_of_the_files(name):
     assert load_parser(name).get_default("dtype") == "auto"
+
+
+def test_prompts_are_files_named_in_another_way():
+    parser = load_parser("queue")
+    assert parse(parser, ["--prompts", "a.jsonl", "b.jsonl"]).files == [Path("a.jsonl"), Path("b.jsonl")]
+    assert parse(parser, ["a.jsonl", "--prompts", "b.jsonl"]).files == [Path("a.jsonl"), Path("b.jsonl")]
+    assert "prompts" not in parse(parser, [])
+
+
+@pytest.mark.parametrize("name", ["online", "sources"])
+def test_files_that_must_be_named_are_asked_for(name, tmp_path, capsys):
+    assert bench(name) == 2 and "required: FILE or --prompts FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHES if name != "gpu"])
+def test_every_bench_takes_a_model_and_prompts_of_ones_own(name):
+    assert {"--model", "--prompts"} <= load_parser(name)._option_string_actions.keys()
 
 
 NEEDED = {"online": "{prompts}", "sources": "{prompts}", "gpu": "--device cpu --smoke"}

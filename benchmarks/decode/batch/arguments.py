@@ -5,9 +5,12 @@ import argparse
 from hf_smartspec.commands.common.arguments import add_model_arguments, not_negative, positive
 from hf_smartspec.commands.common.names import SOURCES, source_name
 
+from ...kit.arguments import add_resume_arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_resume_arguments(parser)
     parser.set_defaults(replay=False, remember=0, limit=16, max_new_tokens=24)
     parser.add_argument(
         "--batch-sizes", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="B",

@@ -1,63 +1,64 @@
 """`python -m benchmarks batch`: seconds per token over batch size and draft length (Su et al., Figure 1)."""
 
 import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from hf_smartspec.commands.common.arguments import command_of
-from hf_smartspec.commands.common.console import make_console, table
-from hf_smartspec.commands.common.figures import draw, from_zero
 from hf_smartspec.commands.common.names import shown
-from hf_smartspec.commands.common.outputs import check_outputs, write_json
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.setup import Setup, check_sources, load_setup
-from hf_smartspec.commands.common.timing import environment
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.serving.engine import Engine
 
-Grid = dict[int, dict[int, list[float]]]  # by batch size and length: seconds per token of every repetition
+from ...kit.plots import Panel, plot_lines
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Lines, Row, Rows, print_lines
+
+Grid = dict[int, dict[int, float]]  # by batch size and length: seconds per token
 
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     setup = load_setup(args)
     check_sources(args, setup)
-    console = make_console()
-    grids: dict[str, Grid] = {shown(source): {} for source in args.sources}
+    model, free = setup.model, ("sources", "batch_sizes", "lengths", "repeats")
+    session = new_session(args, model.device, model.dtype, {"parameters": model.num_parameters()}, free)
+    sources = [shown(source) for source in args.sources]
+    console = print_head(session, "batch", f"{model.num_parameters() / 1e6:.0f} M parameters")
     try:
-        measure(setup, args, grids)
-    finally:  # interrupted, what was measured so far is still worth reading
-        rows = [row for source, grid in grids.items() for row in summaries(source, grid)]
-        for source, grid in grids.items():
-            _print(source, grid, setup, console)
-        if args.json:
-            system = environment(setup.model.device, setup.model.dtype)
-            report = {"command": command_of(args), "environment": system, "results": rows}
-            write_json(args.json, report)
-        if args.plot and rows:
-            plot({source: grid for source, grid in grids.items() if grid}, args.plot)
-    return 0
+        return session.run([_section(setup, source, args) for source in sources], console)
+    finally:
+        grids = {source: grid for source in sources if (grid := _grid(session.rows(source)))}
+        if args.plot and grids:
+            plot(grids, args.plot)
 
 
-def measure(setup: Setup, args: argparse.Namespace, grids: dict[str, Grid]) -> None:
-    """Fills the grids; at every batch size, the lengths take turns."""
+def _section(setup: Setup, source: str, args: argparse.Namespace) -> Section:
+    """At every batch size, the lengths take turns."""
     sizes, lengths = sorted(set(args.batch_sizes)), sorted(set(args.lengths))
-    num = len(args.sources) * len(sizes) * len(lengths) * args.repeats
-    with track(total=num, desc="decoding") as progress:
-        for source, grid in grids.items():
-            seconds_per_token(setup, source, min(sizes), max(lengths))  # warms up
-            for size in sizes:
-                progress.set_postfix_str(f"{source}, batch {size}")
-                for _ in range(args.repeats):
-                    for length in lengths:
-                        seconds = seconds_per_token(setup, source, size, length)
-                        grid.setdefault(size, {}).setdefault(length, []).append(seconds)
-                        progress.update()
+
+    def cases() -> Iterator[Case]:
+        seconds_per_token(setup, source, min(sizes), max(lengths))  # warms up
+        for size in sizes:
+            for length in lengths:
+                yield Case(f"batch {size}, k={length}", partial(_measured, setup, source, size, length))
+
+    return Section(source, cases, show=partial(_show, source), turns=args.repeats, summary=_median)
+
+
+def _measured(setup: Setup, source: str, batch_size: int, length: int) -> Row:
+    seconds = seconds_per_token(setup, source, batch_size, length)
+    return {"batch_size": batch_size, "length": length, "seconds_per_token": seconds}
+
+
+def _median(runs: Sequence[Row]) -> Row:
+    return dict(runs[-1]) | {"seconds_per_token": median(row["seconds_per_token"] for row in runs)}
 
 
 def seconds_per_token(setup: Setup, source: str, batch_size: int, length: int) -> float:
@@ -78,51 +79,41 @@ def seconds_per_token(setup: Setup, source: str, batch_size: int, length: int) -
     return float(np.mean(seconds))
 
 
-def best_length(lengths: dict[int, list[float]]) -> int:
-    return min(lengths, key=lambda length: median(lengths[length]))
+def _grid(rows: Rows) -> Grid:
+    grid: Grid = {}
+    for row in rows.values():
+        grid.setdefault(row["batch_size"], {})[row["length"]] = row["seconds_per_token"]
+    return grid
 
 
-def summaries(source: str, grid: Grid) -> list[dict[str, Any]]:
-    return [
-        {"source": source, "batch_size": size, "length": length, "seconds_per_token": median(seconds),
-         "is_best": length == best_length(lengths)}
-        for size, lengths in grid.items() for length, seconds in lengths.items()
-    ]  # fmt: skip
+def best_length(seconds: dict[int, float]) -> int:
+    """Return the length of the least seconds per token."""
+    return min(seconds, key=seconds.__getitem__)
 
 
-def _print(source: str, grid: Grid, setup: Setup, console: Console) -> None:
-    if not grid:
-        return
+def _show(source: str, console: Console, rows: Rows) -> None:
+    grid = _grid(rows)
     lengths = list(next(iter(grid.values())))
-    title = (
-        f"{source}, {setup.model.num_parameters() / 1e6:.0f} M parameters: ms per token of a request; *: best length"
-    )
-    lines = table(title, "batch", *(f"k={length}" for length in lengths))
-    for size, cells in grid.items():
-        best = best_length(cells)
-        shown = [
-            f"{1e3 * median(cells[length]):.1f}{'*' if length == best else ' '}" if length in cells else ""
-            for length in lengths
-        ]
-        lines.add_row(str(size), *shown)
-    console.print(lines)
-    console.print(f"Best lengths: { ({size: best_length(cells) for size, cells in grid.items()}) }", highlight=False)
+    best = {size: best_length(cells) for size, cells in grid.items()}
+    cells = [
+        [str(size), *(_cell(seconds.get(length), length == best[size]) for length in lengths)]
+        for size, seconds in grid.items()
+    ]
+    title = f"{source}: ms per token of a request; *: best length"
+    print_lines(console, Lines(title, ["batch", *(f"k={length}" for length in lengths)], cells))
+    console.print(f"Best lengths: {best}", highlight=False)
+
+
+def _cell(seconds: float | None, is_best: bool) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}{'*' if is_best else ' '}"
 
 
 def plot(grids: dict[str, Grid], path: Path) -> None:
     """A panel per source, a line per batch size, with a star at its best length."""
-
-    def paint(figure: Any, axes: list[Any]) -> None:
-        for axis, (source, grid) in zip(axes, grids.items()):
-            for size, cells in grid.items():
-                seconds = {length: 1e3 * median(values) for length, values in cells.items()}
-                color = axis.plot(list(seconds), list(seconds.values()), label=f"batch {size}")[0].get_color()
-                best = best_length(cells)
-                axis.plot(best, seconds[best], marker="*", markersize=12, color=color)
-            axis.set_title(source)
-            axis.set_xlabel("draft length")
-            axis.set_ylabel("ms per token of a request")
-            from_zero(axis)
-            axis.legend(fontsize="small")
-
-    draw(path, len(grids), paint)
+    panels = []
+    for source, grid in grids.items():
+        named = {f"batch {size}": seconds for size, seconds in grid.items()}
+        series = {name: {float(k): 1e3 * value for k, value in seconds.items()} for name, seconds in named.items()}
+        best = {name: float(best_length(seconds)) for name, seconds in named.items()}
+        panels.append(Panel(source, "draft length", "ms per token of a request", series, starred=best))
+    plot_lines(path, panels)

@@ -4,9 +4,10 @@ import argparse
 import importlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -18,10 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.models import load_tokenizer
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.generate import enable, enabled
 from hf_smartspec.serving.transformers_batching.server import own_settings
+
+from ...kit.session import Case
+from ...kit.tables import Row
 
 PLAIN = "transformers"
 _NUM_CHECKED = 8  # requests that are also decoded alone
@@ -37,10 +40,10 @@ class _Answer(NamedTuple):
     seconds: float
 
 
-def measure_servers(setup: Setup, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def servers(setup: Setup, args: argparse.Namespace) -> Iterator[Case]:
     """
-    What each server took for the same requests, of mixed temperatures, seeds and stop strings; the model samples where
-    the temperature is not 0.
+    Yield each server, which answers the same requests of mixed temperatures, seeds and stop strings; the model samples
+    where the temperature is not 0.
 
     Raises:
         UsageError: if the server is not installed, or the model has no tokenizer.
@@ -54,33 +57,40 @@ def measure_servers(setup: Setup, args: argparse.Namespace) -> dict[str, dict[st
     prompts = [str(tokenizer.decode(prompt)) for prompt in setup.prompts]
     texts = [prompts[number % len(prompts)] for number in range(args.requests)]
     requests = [_request(text, number, setup.max_new_tokens) for number, text in enumerate(texts)]
-    found = {}
-    with TemporaryDirectory() as folder, track(total=2 * len(requests), desc="serving", unit=" requests") as progress:
+    with TemporaryDirectory() as folder:
         _save(setup.model, tokenizer, folder)
         for name in (PLAIN, args.assistant):
-            with _server(folder, name, args) as client:
-                client.completions.create(model=folder, **_request("1 2 3", 1, 4))  # what the first one brings about
+            yield Case(name, partial(_measured, setup.model, tokenizer, folder, name, requests, args))
 
-                def ask(request: dict[str, Any], client: Any = client) -> _Answer:
-                    start = time.perf_counter()
-                    answer = client.completions.create(model=folder, **request)
-                    progress.update()
-                    seconds = time.perf_counter() - start
-                    return _Answer(answer.choices[0].text, answer.usage.completion_tokens, seconds)
 
-                start = time.perf_counter()
-                with ThreadPoolExecutor(args.clients) as pool:
-                    answers = list(pool.map(ask, requests))
-                seconds = time.perf_counter() - start
-            checked = list(zip(requests, answers))[:_NUM_CHECKED]
-            found[name] = {
-                "seconds": seconds,
-                "tokens_per_second": sum(item.num_tokens for item in answers) / seconds,
-                "median_latency": median(item.seconds for item in answers),
-                "as_asked": sum(item.text == _alone(setup.model, tokenizer, request) for request, item in checked),
-                "num_checked": len(checked),
-            }
-    return found
+def _measured(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    name: str,
+    requests: Sequence[dict[str, Any]],
+    args: argparse.Namespace,
+) -> Row:
+    with _server(folder, name, args) as client:
+        client.completions.create(model=folder, **_request("1 2 3", 1, 4))  # what the first one brings about
+
+        def ask(request: dict[str, Any]) -> _Answer:
+            start = time.perf_counter()
+            answer = client.completions.create(model=folder, **request)
+            return _Answer(answer.choices[0].text, answer.usage.completion_tokens, time.perf_counter() - start)
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(args.clients) as pool:
+            answers = list(pool.map(ask, requests))
+        seconds = time.perf_counter() - start
+    checked = list(zip(requests, answers))[:_NUM_CHECKED]
+    return {
+        "seconds": seconds,
+        "tokens_per_second": sum(item.num_tokens for item in answers) / seconds,
+        "median_latency": median(item.seconds for item in answers),
+        "as_asked": sum(item.text == _alone(model, tokenizer, request) for request, item in checked),
+        "num_checked": len(checked),
+    }
 
 
 def _request(prompt: str, number: int, max_tokens: int) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests
 from hf_smartspec.commands.common.setup import load_target, max_prompt_len, missing_arguments, num_parameters
 from hf_smartspec.commands.common.timing import environment
 
+from ...kit.tables import as_markdown, print_lines
 from .arguments import SPEED, STEPS, TREES
-from .report import as_markdown, notes, print_tables, tables
+from .report import notes, tables
 from .runs import DrafterBench, Rows
 
 _REFERENCE = "draft"  # what others are compared with comes before them
@@ -142,7 +143,8 @@ def _show(args: argparse.Namespace, report: dict[str, Any], console: Console) ->
     if not report["rows"]:
         return
     found = tables(report["rows"], report)
-    print_tables(found, console)
+    for lines in found:
+        print_lines(console, lines)
     console.print(notes(report), style="dim", markup=False, highlight=False)
     if args.json:
         replace_json(args.json, report)

@@ -2,55 +2,25 @@
 
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 
-from hf_smartspec.commands.common.console import fold, table
 from hf_smartspec.commands.common.names import JOINT
 from hf_smartspec.commands.speed.loop import PLAIN
 from hf_smartspec.decoding.statistics import GenerationStatistics
 
+from ...kit.tables import Lines
 from .arguments import SPEED, STEPS, TREES
 from .runs import NONE, Row
 
 ALL = "all"
-_NAME = 14  # letters of a name in a line at least
-
-
-class Lines(NamedTuple):
-    """A table; the first column is text."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
 
 
 def tables(rows: Sequence[Row], report: dict[str, Any]) -> list[Lines]:
     """Those parts that have been measured."""
     made = [_steps(rows, report), _trees(rows, report), _speed(rows, report)]
     return [lines for lines in made if lines.rows]
-
-
-def print_tables(found: Iterable[Lines], console: Console) -> None:
-    for lines in found:
-        shown = table(escape(lines.title), *lines.columns)
-        for row in lines.rows:
-            shown.add_row(*map(escape, row))
-        fold(shown)
-        shown.columns[0].min_width = _NAME
-        console.print(shown)
-
-
-def as_markdown(found: Iterable[Lines]) -> str:
-    pages = []
-    for lines in found:
-        head = "| " + " | ".join(lines.columns) + " |\n| --- |" + " ---: |" * (len(lines.columns) - 1)
-        body = "\n".join("| " + " | ".join(row) + " |" for row in lines.rows)
-        pages.append(f"{lines.title}\n\n{head}\n{body}\n")
-    return "\n".join(pages)
 
 
 def notes(report: dict[str, Any]) -> str:

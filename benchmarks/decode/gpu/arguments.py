@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hf_smartspec.commands.common.arguments import positive_number
+from ...kit.arguments import add_session_arguments
 
 SHAPES = ("7B", "1B")
 CORRECTNESS, BANDWIDTH, VERIFICATION, ACCEPTANCE, TEXT, WAITS, COMPILED = SECTIONS = (
@@ -17,16 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--smoke", action="store_true", help="the same code on tiny shapes, in about a minute; figures mean nothing"
     )
     parser.add_argument(
-        "--seconds", type=positive_number, default=520.0, metavar="S",
-        help="for everything but loading Python: what was not reached by then is named (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
         "--section", nargs="+", default=SECTIONS, choices=SECTIONS, metavar="NAME",
         help=f"of {', '.join(SECTIONS)} (default: all; {BANDWIDTH} is always measured)",
     )  # fmt: skip
     parser.add_argument("--shape", nargs="+", default=SHAPES, choices=SHAPES, metavar="NAME", help="default: 7B 1B")
-    parser.add_argument(
-        "--json", type=Path, default=Path("bench-gpu.json"), metavar="FILE",
-        help="written anew after every measurement (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="leave out what the file holds already")
+    add_session_arguments(parser, Path("bench-gpu.json"), seconds=520.0)

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.commands.common.timing import synchronize
 
+from ...kit.session import Case, Section
+from ...kit.tables import Column, Row
 from .arguments import BANDWIDTH
-from .session import Case, Row, Section
 from .shapes import World
 
 _IN_A_ROW = 5  # calls per timing, so that launching them is hidden
@@ -19,9 +20,7 @@ _WIDTH = 8192  # of a matrix that is read
 
 
 def section(world: World) -> Section:
-    return Section(
-        BANDWIDTH, 1.0, lambda: _cases(world), ("GB/s",), lambda row, _: (f"{row['gigabytes_per_second']:.0f}",)
-    )
+    return Section(BANDWIDTH, lambda: _cases(world), [Column("GB/s", "gigabytes_per_second", "{:.0f}")])
 
 
 def _cases(world: World) -> list[Case]:

@@ -14,42 +14,35 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_smartspec import __version__
-from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import fold, make_console, table
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import check_device
-from hf_smartspec.commands.common.outputs import check_output, resumed
-from hf_smartspec.commands.common.progress import track
-from hf_smartspec.commands.common.timing import environment
 
+from ...kit.session import Section, Session, new_session, print_head
+from ...kit.tables import Column, Row, lines_of, print_lines
 from . import bandwidth, correctness, speed, verification, waits
 from .arguments import BANDWIDTH, CORRECTNESS
-from .session import Row, Section, Session
 from .shapes import Plan, World
 from .targets import targets
+
+_TARGETS = (
+    Column("target", "target"),
+    Column("measured", "measured", "{:.2f}"),
+    Column("reached", lambda row, _: {None: "not measured", True: "yes", False: "NO"}[row["reached"]]),
+)
 
 
 def run(args: argparse.Namespace) -> int:
     device = _device(args)
-    check_output(args.json)
     plan = Plan.smoke() if args.smoke else Plan()
-    report = _new_report(args, plan, device)
-    if args.resume and args.json.exists():
-        report = resumed(args.json, report)
-    world, console = World(plan, device), make_console()
-    _print_head(report, console)
-    session = Session(args.json, report, args.seconds)
-    sections = make_sections(world, report["results"], args.section, args.shape)
-    with track(total=len(sections), desc="measuring") as progress:
-
-        def done(section: Section, rows: dict[str, Row]) -> None:
-            _print_section(section, rows, console)
-            progress.update()
-
-        session.run(sections, done)
-    report["targets"] = [item.check(report["results"]) for item in targets(set(plan.batch_sizes) - {1})]
+    session = new_session(args, device, getattr(torch, plan.dtype), _versions(device), free=("section", "shape"))
+    world = World(plan, device)
+    console = _print_head(session)
+    sections = make_sections(world, session.report["results"], args.section, args.shape)
+    status = session.run(sections, console)
+    session.report["targets"] = [item.check(session.report["results"]) for item in targets(set(plan.batch_sizes) - {1})]
     session.write()
-    _print_end(report, args.json, console)
-    return 1 if report["failures"] or differences(report) else 0
+    _print_end(session.report, args.json, console)
+    return 1 if differences(session.report) else status
 
 
 def differences(report: dict[str, Any]) -> list[str]:
@@ -87,14 +80,6 @@ def _device(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def _new_report(args: argparse.Namespace, plan: Plan, device: torch.device) -> dict[str, Any]:
-    return {
-        "command": command_of(args),
-        "environment": environment(device, getattr(torch, plan.dtype)) | _versions(device),
-        "is_smoke": args.smoke,
-    }
-
-
 def _versions(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "hf-smartspec": __version__,
@@ -125,39 +110,17 @@ def _driver() -> str | None:
     return lines[0].strip() if lines else None
 
 
-def _print_head(report: dict[str, Any], console: Console) -> None:
-    system = report["environment"]
-    console.print(
-        f"[bold]benchmarks gpu[/bold] {escape(str(system['device']))}, torch {system['torch']}, "
-        f"transformers {system['transformers']}, Python {system['python']}, driver {system['driver']}",
-        highlight=False,
-    )
-    if report["is_smoke"]:
+def _print_head(session: Session) -> Console:
+    system = session.report["environment"]
+    console = print_head(session, "gpu", f"Python {system['python']}, driver {system['driver']}")
+    if session.report["is_smoke"]:
         console.print("[dim]A trial run on tiny shapes: the figures mean nothing.[/dim]", highlight=False)
-
-
-def _print_section(section: Section, rows: dict[str, Row], console: Console) -> None:
-    if not rows:
-        return
-    lines = table(section.name, "", *section.columns)
-    fold(lines)
-    for name, row in rows.items():
-        lines.add_row(name, *section.show(row, rows))
-    console.print(lines)
+    return console
 
 
 def _print_end(report: dict[str, Any], path: Path, console: Console) -> None:
-    lines = table("Targets", "", "target", "measured", "reached")
-    fold(lines)
-    for item in report["targets"]:
-        measured = "" if item["measured"] is None else f"{item['measured']:.2f}"
-        reached = {None: "not measured", True: "yes", False: "NO"}[item["reached"]]
-        lines.add_row(item["text"], item["target"], measured, reached)
-    console.print(lines)
+    rows = {item["text"]: item for item in report["targets"]}
+    print_lines(console, lines_of("Targets", "", _TARGETS, rows))
     for name in differences(report):
         console.print(f"[red]other tokens[/red]: {escape(name)}", highlight=False)
-    for name, trace in report["failures"].items():
-        console.print(f"[red]failed[/red]: {escape(name)}: {escape(trace.strip().splitlines()[-1])}", highlight=False)
-    if report["skipped"]:
-        console.print(f"skipped: {len(report['skipped'])}, named with reasons in {escape(str(path))}", highlight=False)
     console.print(f"everything is in {escape(str(path))}; {report['elapsed']:.0f} s", highlight=False)

@@ -19,21 +19,18 @@ from hf_smartspec.commands.verify.drafts import Drafting, ways_of_drafting
 from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.serving.engine import Engine
 
+from ...kit.session import Case, Section
+from ...kit.tables import Column, Row
 from .arguments import CORRECTNESS
-from .session import Case, Row, Section
 from .shapes import World
 
 _SEED = 5
 
 
 def section(world: World, share: float) -> Section:
-    columns = ("rows", "tokens", "drafted", "accepted", "same tokens")
-    return Section(CORRECTNESS, share, lambda: Checks(world).cases(), columns, _texts)
-
-
-def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
-    numbers = (str(row[name]) for name in ("rows", "tokens", "drafted", "accepted"))
-    return (*numbers, "yes" if row["is_equal"] else "NO")
+    columns = [Column(name, name) for name in ("rows", "tokens", "drafted", "accepted")]
+    columns.append(Column("same tokens", lambda row, _: "yes" if row["is_equal"] else "NO"))
+    return Section(CORRECTNESS, lambda: Checks(world).cases(), columns, share=share)
 
 
 class Checks:

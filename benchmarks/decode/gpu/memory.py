@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kit.tables import Column
+
+PEAK = Column("peak GB", "peak_bytes", "{:.1f}", 1e-9)
+
 
 @dataclass
 class Peak:

@@ -16,8 +16,8 @@ from hf_smartspec.commands.common.timing import synchronize
 from hf_smartspec.prepare.config import SmartSpecConfig
 
 from ...kit.continuous import continuous_config, serve_lengths
+from ...kit.tables import Row
 from .memory import peak_bytes
-from .session import Row
 from .shapes import Workload, World
 
 _WARM_UP = 8  # new tokens

@@ -10,17 +10,18 @@ from hf_smartspec.commands.common.sources import new_source
 from hf_smartspec.goodput import NoSpeculation
 from hf_smartspec.prepare.config import SmartSpecConfig
 
+from ...kit.session import Case, Section
+from ...kit.tables import Column, Row, Rows
 from .arguments import ACCEPTANCE, COMPILED, TEXT
 from .known import FixedAcceptance
+from .memory import PEAK
 from .serving import Way, assisted, continuous, engine, generate, measure
-from .session import Case, Row, Section
 from .shapes import Workload, World
 
 RATES = (0.7, 0.6, 0.8)
 PLAIN, CONTINUOUS = "generate", "generate_batch"
 _SOURCES = ("draft", "prompt_lookup", "suffix", "auto")
 _COMPILED_SIZES = (1, 8)  # of batches: each is compiled by itself
-_COLUMNS = ("tokens / s", "x plain", "step ms", "per step", "accepted", "peak GB")
 
 
 def acceptance(world: World, shape: str, share: float) -> Section:
@@ -33,7 +34,7 @@ def acceptance(world: World, shape: str, share: float) -> Section:
             for name, way in ways.items():
                 yield _case(world, shape, f"batch {batch_size}, {name}", world.random_text, batch_size, way)
 
-    return Section(f"{ACCEPTANCE} {shape}", share, cases, _COLUMNS, _texts)
+    return Section(f"{ACCEPTANCE} {shape}", cases, _COLUMNS, share=share)
 
 
 def text(world: World, shape: str, share: float) -> Section:
@@ -46,7 +47,7 @@ def text(world: World, shape: str, share: float) -> Section:
         for name, way in _ways(world, 1).items():
             yield _case(world, shape, f"people's, batch 1, {name}", world.recorded_text, 1, way)
 
-    return Section(f"{TEXT} {shape}", share, cases, _COLUMNS, _texts)
+    return Section(f"{TEXT} {shape}", cases, _COLUMNS, share=share)
 
 
 def compiled(world: World, shape: str, share: float) -> Section:
@@ -63,7 +64,7 @@ def compiled(world: World, shape: str, share: float) -> Section:
             for name, way in ways.items():
                 yield _case(world, shape, f"batch {batch_size}, {name}", world.random_text, batch_size, way)
 
-    return Section(f"{COMPILED} {shape}", share, cases, _COLUMNS, _texts, may_overrun=False)
+    return Section(f"{COMPILED} {shape}", cases, _COLUMNS, share=share, may_overrun=False)
 
 
 def rate_name(rate: float) -> str:
@@ -109,18 +110,21 @@ def _drafted(world: World, name: str, model: PreTrainedModel, work: Workload) ->
     return SmartSpecConfig(new_source(name, model, drafter, wrong_token=0))
 
 
-def ratio(rows: dict[str, Row], name: str) -> float | None:
+def ratio(rows: Rows, name: str) -> float | None:
     """Tokens per second by those of the same section's plain `generate` at the same batch size; None if unknown."""
     plain = rows.get(f"{name.rpartition(', ')[0]}, {PLAIN}")
     return rows[name]["tokens_per_second"] / plain["tokens_per_second"] if plain and name in rows else None
 
 
-def _texts(row: Row, rows: dict[str, Row]) -> tuple[str, ...]:
-    name = next(name for name, other in rows.items() if other is row)
-    times = ratio(rows, name)
-    own: tuple[str, ...] = ("", "", "")
-    if "steps" in row:
-        shown = (row["tokens_per_row_and_step"], row["acceptance_rate"])
-        own = (f"{row['seconds_per_step'] * 1e3:.2f}", *(f"{value:.2f}" for value in shown))
-    speed = (f"{row['tokens_per_second']:.1f}", "" if times is None else f"{times:.2f}")
-    return (*speed, *own, f"{row['peak_bytes'] / 1e9:.1f}")
+def _to_plain(row: Row, rows: Rows) -> float | None:
+    return ratio(rows, next(name for name, other in rows.items() if other is row))
+
+
+_COLUMNS = (
+    Column("tokens / s", "tokens_per_second", "{:.1f}"),
+    Column("x plain", _to_plain, "{:.2f}"),
+    Column("step ms", "seconds_per_step", "{:.2f}", 1e3),
+    Column("per step", "tokens_per_row_and_step", "{:.2f}"),
+    Column("accepted", "acceptance_rate", "{:.2f}"),
+    PEAK,
+)

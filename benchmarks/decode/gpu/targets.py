@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...kit.tables import Row
 from . import speed, verification
 from .arguments import ACCEPTANCE, TEXT, VERIFICATION
-from .session import Row
 
 _SHAPE = "7B"
 Results = dict[str, dict[str, Row]]

@@ -14,27 +14,28 @@ from hf_smartspec.target_model.graphs import RUNS_UNTIL_RECORDED, records
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 
+from ...kit.session import Case, Section
+from ...kit.tables import Column, Row
 from .arguments import VERIFICATION
 from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
-from .memory import peak_bytes
-from .session import Case, Row, Section
+from .memory import PEAK, peak_bytes
 from .shapes import World
 
 _PLAIN, _CALL_BY_CALL = "plain forward", "launched call by call"
 
 
 def section(world: World, shape: str, bandwidth: dict[str, Row], share: float) -> Section:
-    columns = ("ms", "limit ms", "times limit", "peak GB")
-    return Section(f"{VERIFICATION} {shape}", share, lambda: _cases(world, shape, bandwidth), columns, _texts)
+    columns = [
+        Column("ms", "seconds", "{:.2f}", 1e3),
+        Column("limit ms", "limit", "{:.2f}", 1e3),
+        Column("times limit", "times_limit", "{:.2f}"),
+        PEAK,
+    ]
+    return Section(f"{VERIFICATION} {shape}", lambda: _cases(world, shape, bandwidth), columns, share=share)
 
 
 def case_name(batch_size: int, width: int, way: str = "") -> str:
     return f"batch {batch_size}, {width} {'token' if width == 1 else 'tokens'}{way and ', '}{way}"
-
-
-def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
-    times = "" if row["times_limit"] is None else f"{row['times_limit']:.2f}"
-    return (*(f"{row[name] * 1e3:.2f}" for name in ("seconds", "limit")), times, f"{row['peak_bytes'] / 1e9:.1f}")
 
 
 def _cases(world: World, shape: str, bandwidth: dict[str, Row]) -> Iterator[Case]:

@@ -17,8 +17,9 @@ from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.config import SmartSpecConfig
 
+from ...kit.session import Case, Section
+from ...kit.tables import Column, Row, Rows
 from .arguments import WAITS
-from .session import Case, Row, Section
 from .shapes import World
 
 _SHORT, _LONG = 4, 12  # new tokens of the two calls that are compared: what a call costs by itself cancels out
@@ -32,18 +33,16 @@ _KINDS = ("warned", "waits", "copies", "launches", "graphs", "operations", "devi
 
 
 def section(world: World, shape: str, share: float) -> Section:
-    columns = ("steps", "waits", "warned", "copies", "launches", "graphs", "torch", "busy ms")
-    return Section(f"{WAITS} {shape}", share, lambda: _cases(world, shape), columns, _texts)
+    counts = {name: name for name in ("waits", "warned", "copies", "launches", "graphs")} | {"torch": "operations"}
+    columns = [Column("steps", "steps")]
+    columns += [Column(title, partial(_per_step, name), "{:.1f}") for title, name in counts.items()]
+    columns.append(Column("busy ms", partial(_per_step, "device_seconds"), "{:.2f}", 1e3))
+    return Section(f"{WAITS} {shape}", lambda: _cases(world, shape), columns, share=share)
 
 
-def _texts(row: Row, _: dict[str, Row]) -> tuple[str, ...]:
-    per_step = row["per_step"]
-    names = ("waits", "warned", "copies", "launches", "graphs", "operations")
-    return (
-        str(row["steps"]),
-        *(f"{per_step[name]:.1f}" for name in names),
-        f"{per_step['device_seconds'] * 1e3:.2f}",
-    )
+def _per_step(name: str, row: Row, _: Rows) -> float:
+    value: float = row["per_step"][name]
+    return value
 
 
 def _cases(world: World, shape: str) -> Iterator[Case]:

@@ -19,9 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kinds", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND",
         help="of weights: float32, bfloat16, and int8, which is Q8_0 for those that read GGUF (default: all)",
     )  # fmt: skip
+    parser.add_argument("--model", metavar="MODEL", help="a Llama, folder or hub id (default: the embedded target)")
+    parser.add_argument("--draft", metavar="MODEL", help="its draft model (default: the embedded one)")
     parser.add_argument(
         "--parameters", type=number, metavar="N",
-        help="of the embedded target, enlarged without a change of its output; 0 leaves it as it is (default: 2e+08)",
+        help="of the target, enlarged without a change of its output; 0 leaves it as it is (default: 2e+08 for the "
+        "embedded target, 0 for others)",
     )  # fmt: skip
     parser.add_argument(
         "--prompts",

@@ -49,6 +49,8 @@ _SMOKE = {
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model and args.parameters is None:
+        args.parameters = 0
     for name, value in (_SMOKE if args.smoke else _DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -73,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _new_report(args: argparse.Namespace) -> dict[str, Any]:
     """What has another environment cannot be gone on with."""
-    conditions = {name: getattr(args, name) for name in ("parameters", "max_new_tokens", "num_prompts", "repeats")}
+    names = ("model", "draft", "parameters", "max_new_tokens", "num_prompts", "repeats")
+    conditions = {name: getattr(args, name) for name in names}
     files = [str(file) for file in args.prompts or ()]
     return {
         "command": command_of(args) | {"prompts": files, "python": [f"{name}={file}" for name, file in args.python]},
@@ -86,19 +89,26 @@ def _new_report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prompts(args: argparse.Namespace) -> Prompts:
-    folder = demo_folder()
-    tokenizer = load_tokenizer(str(folder / "models" / "target"))
-    assert tokenizer is not None, "the demo's target has one"
-    return Prompts.read([str(file) for file in args.prompts or [folder / "prompts.jsonl"]], tokenizer, _MAX_PROMPT)
+    name = _named(args, "model")
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise UsageError(f"--model: {name!r} has no tokenizer")
+    files = args.prompts or [demo_folder() / "prompts.jsonl"]
+    return Prompts.read([str(file) for file in files], tokenizer, _MAX_PROMPT)
 
 
-def _models(num_parameters: float, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _named(args: argparse.Namespace, kind: str) -> str:
+    """The folder or hub id of the "model" or the "draft"."""
+    embedded = {"model": "target", "draft": "draft"}[kind]
+    return getattr(args, kind) or str(demo_folder() / "models" / embedded)
+
+
+def _models(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Target and draft model."""
-    folder = demo_folder() / "models"
-    target = load_model(str(folder / "target"), dtype)
-    draft = load_draft(str(folder / "draft"), target, dtype)
+    target = load_model(_named(args, "model"), dtype)
+    draft = load_draft(_named(args, "draft"), target, dtype)
     try:
-        return (enlarge(target, num_parameters) if num_parameters else target), draft
+        return (enlarge(target, args.parameters) if args.parameters else target), draft
     except ValueError as error:
         raise UsageError(f"--parameters: {error}") from error
 
@@ -152,7 +162,7 @@ def _measure_kind(
 @torch.no_grad()
 def _reference(args: argparse.Namespace, prompts: list[list[int]]) -> list[list[int]]:
     """New tokens of every prompt by transformers' plain `generate` in float32, beyond ends of sequence."""
-    model, _ = _models(args.parameters, "float32")
+    model, _ = _models(args, "float32")
     model.generation_config = GenerationConfig(pad_token_id=0)
     found = []
     for first in track(range(0, len(prompts), _REFERENCE_ROWS), desc="the tokens to compare with"):
@@ -175,7 +185,7 @@ def _interpreters(args: argparse.Namespace, failures: dict[str, str]) -> dict[st
 
 
 def _files(args: argparse.Namespace, kind: str, peers: dict[str, Peer], folder: Path) -> dict[str, str]:
-    models = _models(args.parameters, "bfloat16" if kind == "int8" else kind)
+    models = _models(args, "bfloat16" if kind == "int8" else kind)
     return write_files(*models, {file for peer in peers.values() for file in peer.files}, kind, folder / "files")
 
 

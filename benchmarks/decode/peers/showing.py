@@ -31,7 +31,8 @@ def print_end(console: Console, report: dict[str, Any], path: Path) -> None:
     for name, reason in report["failures"].items():
         console.print(f"[red]not measured[/red]: {escape(name)}: {escape(reason)}", highlight=False)
     system = report["environment"]
-    size = f"{system['parameters'] / 1e6:.0f} M parameters" if system["parameters"] else "the embedded target as it is"
+    name = system["model"] or "the embedded target"
+    size = f"{name} at {system['parameters'] / 1e6:.0f} M parameters" if system["parameters"] else f"{name} as it is"
     about = [f"{name}: {text}" for name, text in report["peers"].items()]
     console.print(
         f"{system['device']}, {system['threads']} threads each, {size}, {system['max_new_tokens']} new tokens.",

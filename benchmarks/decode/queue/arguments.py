@@ -5,10 +5,13 @@ import argparse
 from hf_smartspec.commands.common.arguments import add_model_arguments, add_text_arguments, positive
 from hf_smartspec.commands.common.names import SOURCES
 
+from ...kit.arguments import add_resume_arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
+    add_resume_arguments(parser)
     parser.set_defaults(limit=200, max_new_tokens=64)
     parser.add_argument(
         "--assistant", nargs="+", default=["none", "auto"], choices=["none", *SOURCES],

@@ -1,28 +1,27 @@
 """`benchmarks rollouts`: what speculation does for rollouts of GRPO by TRL, and whether it changes training."""
 
 import argparse
+from functools import partial
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import make_console
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.drafters import DrafterFiles
-from hf_smartspec.commands.common.models import load_model, load_tokenizer, read_prompts
+from hf_smartspec.commands.common.models import load_model, load_tokenizer, read_prompts, use_machine
 from hf_smartspec.commands.common.names import JOINT, shown
-from hf_smartspec.commands.common.outputs import check_output, replace_json
+from hf_smartspec.commands.common.outputs import check_output
 from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.setup import missing_arguments, num_parameters
-from hf_smartspec.commands.common.timing import environment
 from hf_smartspec.online.distillation import OnlineDistillation
 from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.prepare.resolve import resolve
 
-from ...kit.claims import exit_status
-from .report import Summary, claims, print_report, summary
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Row
+from .report import claims, print_report, summary
 from .runs import PLAIN, Settings, check_libraries, train
 
 _ONLINE = "online:"  # before a drafter's name
@@ -36,13 +35,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--generations: GRPO compares completions of one prompt, 2 or more")
     if args.quantize:
         raise UsageError("--quantize: int8 weights cannot be trained")
+    use_machine(args)
     bench = RolloutBench(args)
-    console = make_console()
-    try:
-        bench.measure()
-    finally:  # interrupted, what was measured so far is still worth reading
-        bench.show(console)
-    return exit_status(claims(bench.report))
+    return bench.session.run([bench.section()], print_head(bench.session, "rollouts"))
 
 
 class RolloutBench:
@@ -51,7 +46,7 @@ class RolloutBench:
         args (`Namespace`): The command's.
 
     Attributes:
-        report (`dict`): As --json writes it.
+        session (`Session`): What is kept of the runs.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -66,45 +61,36 @@ class RolloutBench:
         for name in self.names[1:]:
             self._assistant(name, policy, larger)  # refuses what does not fit
         model = policy if larger is None else larger
-        self.report: dict[str, Any] = {
-            "command": command_of(args),
-            "environment": environment(model.device, model.dtype),
-            "parameters": policy.num_parameters(),
-            "rollout_parameters": model.num_parameters(),
-            "num_prompts": len(self.prompts),
-            "assistants": {},
-        }
+        about = {"parameters": policy.num_parameters(), "rollout_parameters": model.num_parameters()}
+        about["num_prompts"] = len(self.prompts)
+        self.session = new_session(args, model.device, model.dtype, about, free=["assistants"])
 
-    def measure(self) -> None:
-        """One run after the other."""
-        args, reference = self.args, None
-        per_run = args.epochs * len(self.prompts) // args.prompts_per_step
+    def section(self) -> Section:
+        """One run after the other; all are compared with the first."""
+        report = self.session.report
+        exact = report["environment"]["dtype"] == "float32"
+        cases = [Case(_shown(name), partial(self._run, name)) for name in self.names]
+        return Section(
+            "rollouts", lambda: cases, show=partial(print_report, report), claims=claims if exact else lambda rows: ()
+        )
+
+    def _run(self, name: str) -> Row:
+        args = self.args
         settings = Settings(
             args.generations, args.prompts_per_step, args.epochs, args.max_new_tokens, args.temperature,
             args.learning_rate, args.seed,
         )  # fmt: skip
-        with track(total=per_run * len(self.names), desc="training", unit=" steps") as progress:
-            for name in self.names:
-                progress.set_postfix_str(name)
-                policy, larger = self._new_models()
-                assistant, online = self._assistant(name, policy, larger)
-                prompts = [self._as_chat(item) for item in self.prompts]
-                done = train(policy, larger, self.tokenizer, prompts, assistant, settings, progress.update)
-                reference = reference or done
-                self._add(name, summary(done, reference, args.epochs), online)
-
-    def _add(self, name: str, found: Summary, online: OnlineDistillation | None) -> None:
-        row = dict(found)
+        policy, larger = self._new_models()
+        assistant, online = self._assistant(name, policy, larger)
+        prompts = [self._as_chat(item) for item in self.prompts]
+        per_run = args.epochs * len(prompts) // args.prompts_per_step
+        with track(total=per_run, desc="training", unit=" steps") as progress:
+            done = train(policy, larger, self.tokenizer, prompts, assistant, settings, progress.update)
+        row = summary(done, args.epochs)
         if online is not None:
             row["learning"] = {key: vars(item) for key, item in online.statistics.items()}
             online.close()
-        self.report["assistants"][_shown(name)] = row
-        if self.args.json:
-            replace_json(self.args.json, self.report)
-
-    def show(self, console: Console) -> None:
-        if self.report["assistants"]:
-            print_report(self.report, console)
+        return row
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(self.name)
@@ -152,7 +138,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     rows = [row for path in args.files or [folder / "prompts.jsonl"] for row in read_prompts(path)]
     if folder is not None:
         rows = [row for row in rows if row["category"] == _DEMO_CATEGORY]
-    return [row["prompt"] for row in rows][: args.prompts]
+    return [row["prompt"] for row in rows][: args.num_prompts]
 
 
 def _default_names() -> list[str]:

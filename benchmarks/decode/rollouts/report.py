@@ -2,32 +2,25 @@
 
 from collections.abc import Sequence
 from statistics import mean, median
-from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
-from hf_smartspec.commands.common.console import fold, table
 from hf_smartspec.decoding.statistics import GenerationStatistics
 
-from ...kit.claims import Claim, print_claims
+from ...kit.claims import Claim
+from ...kit.tables import Column, Lines, Row, Rows, lines_of, print_lines
 from .runs import PLAIN, Rollout, Run
 
-Summary = dict[str, Any]
 
-
-def summary(run: Run, reference: Run, num_epochs: int) -> Summary:
-    """
-    Args:
-        reference (`Run`): The one without speculation.
-    """
+def summary(run: Run, num_epochs: int) -> Row:
+    """Return what is kept of a run; its digest tells whether another one was the same to the last bit."""
     per_epoch = max(len(run.rollouts) // num_epochs, 1)
     parts = [run.rollouts[first : first + per_epoch] for first in range(0, len(run.rollouts), per_epoch)]
     return {
         **_figures(run.rollouts),
         "epochs": [_figures(part) for part in parts],
         "same_completions": all(item.is_same for item in run.rollouts),
-        "same_training": run.is_same_training(reference),
+        "digest": run.digest(),
         "losses": run.losses,
         "rewards": run.rewards,
         "entropies": run.entropies,
@@ -38,7 +31,7 @@ def summary(run: Run, reference: Run, num_epochs: int) -> Summary:
     }
 
 
-def _figures(rollouts: Sequence[Rollout]) -> Summary:
+def _figures(rollouts: Sequence[Rollout]) -> Row:
     total = sum((item.statistics for item in rollouts), GenerationStatistics())
     seconds = median(item.seconds for item in rollouts)
     return {
@@ -51,82 +44,78 @@ def _figures(rollouts: Sequence[Rollout]) -> Summary:
     }
 
 
-def claims(report: Summary) -> list[Claim]:
+def same_training(row: Row, rows: Rows) -> bool:
+    """Whether completions, losses and final weights are those of the run without speculation, to the last bit."""
+    return bool(row["digest"] == next(iter(rows.values()))["digest"])
+
+
+def claims(rows: Rows) -> list[Claim]:
     """In float32, speculation changes nothing."""
-    if report["environment"]["dtype"] != "float32":
-        return []
-    rows = {name: row for name, row in report["assistants"].items() if name != PLAIN}
     return [
-        Claim(f"{name}: completions, losses and weights are those without speculation", _is_same(row))
+        Claim(
+            f"{name}: completions, losses and weights are those without speculation",
+            row["same_completions"] and same_training(row, rows),
+        )
         for name, row in rows.items()
+        if name != PLAIN
     ]
 
 
-def _is_same(row: Summary) -> bool:
-    return row["same_completions"] and row["same_training"]
+def _is_plain(row: Row, rows: Rows) -> bool:
+    return row is rows.get(PLAIN)
 
 
-def print_report(report: Summary, console: Console) -> None:
+def _learning(row: Row, _: Rows) -> str:
+    seconds = sum(item["seconds"] for item in row.get("learning", {}).values())
+    return f"{seconds:.1f}" if seconds else "-"
+
+
+_SAME = {True: "same", False: "OTHERS"}
+_COLUMNS = (
+    Column("s", "median_seconds", "{:.2f}"),
+    Column("/ none", lambda row, rows: "1" if _is_plain(row, rows) else f"{row['ratio']:.2f}"),
+    Column("/ own", "ratio_to_own", "{:.2f}"),
+    Column("tokens/step", "tokens_per_step", "{:.2f}"),
+    Column("accepted", "acceptance_rate", "{:.0%}"),
+    Column("learning s", _learning),
+    Column("completions", lambda row, _: _SAME[row["same_completions"]]),
+    Column("losses", lambda row, rows: _SAME[same_training(row, rows)]),
+)
+
+
+def print_report(report: Row, console: Console, rows: Rows) -> None:
     console.print(_title(report), highlight=False, markup=False)
-    rows: dict[str, Summary] = report["assistants"]
-    lines = table(
-        "Rollouts",
-        "assistant",
-        "s",
-        "/ none",
-        "/ own",
-        "tokens/step",
-        "accepted",
-        "learning s",
-        "completions",
-        "losses",
-    )
-    for name, row in rows.items():
-        learning = sum(item["seconds"] for item in row.get("learning", {}).values())
-        lines.add_row(
-            escape(name),
-            f"{row['median_seconds']:.2f}",
-            "1" if name == PLAIN else f"{row['ratio']:.2f}",
-            f"{row['ratio_to_own']:.2f}",
-            f"{row['tokens_per_step']:.2f}",
-            f"{row['acceptance_rate']:.0%}",
-            f"{learning:.1f}" if learning else "-",
-            "same" if row["same_completions"] else "OTHERS",
-            "same" if row["same_training"] else "OTHERS",
-        )
-    fold(lines)
-    console.print(lines)
-    _print_epochs(rows, console)
-    console.print(_notes(report), style="dim", markup=False, highlight=False)
-    print_claims(claims(report), console)
+    print_lines(console, lines_of("Rollouts", "assistant", _COLUMNS, rows))
+    print_lines(console, _epochs(rows))
+    console.print(_notes(report, rows), style="dim", markup=False, highlight=False)
 
 
-def _print_epochs(rows: dict[str, Summary], console: Console) -> None:
+def _epochs(rows: Rows) -> Lines:
     num = len(next(iter(rows.values()))["epochs"])
-    lines = table("Epoch by epoch: / own, tokens per step", "assistant", *(str(at + 1) for at in range(num)))
-    for name, row in rows.items():
-        if name != PLAIN:
-            cells = [f"{item['ratio_to_own']:.2f}, {item['tokens_per_step']:.2f}" for item in row["epochs"]]
-            lines.add_row(escape(name), *cells)
-    fold(lines)
-    if lines.row_count:
-        console.print(lines)
+    cells = [
+        [name, *(f"{item['ratio_to_own']:.2f}, {item['tokens_per_step']:.2f}" for item in row["epochs"])]
+        for name, row in rows.items()
+        if name != PLAIN
+    ]
+    title = "Epoch by epoch: / own, tokens per step"
+    return Lines(title, ["assistant", *(str(at + 1) for at in range(num))], cells)
 
 
-def _title(report: Summary) -> str:
-    command, size = report["command"], report["rollout_parameters"]
-    is_enlarged = size != report["parameters"]
-    policy = f"policy of {report['parameters'] / 1e6:.1f} M parameters in {report['environment']['dtype']}"
+def _title(report: Row) -> str:
+    command, system = report["command"], report["environment"]
+    size = system["rollout_parameters"]
+    is_enlarged = size != system["parameters"]
+    policy = f"policy of {system['parameters'] / 1e6:.1f} M parameters in {system['dtype']}"
     cost = f"; rollouts cost-matched to {size / 1e6:.0f} M" if is_enlarged else ""
     return (
-        f"GRPO by TRL: {policy}{cost}; {report['num_prompts']} prompts, {command['generations']} completions each, "
+        f"GRPO by TRL: {policy}{cost}; {system['num_prompts']} prompts, {command['generations']} completions each, "
         f"{command['prompts_per_step']} prompts a step, {command['epochs']} epochs, up to {command['max_new_tokens']} "
         f"tokens, temperature {command['temperature']:g}"
     )
 
 
-def _notes(report: Summary) -> str:
-    system, rows = report["environment"], report["assistants"]
+def _notes(report: Row, rows: Rows) -> str:
+    system = report["environment"]
     first = next(iter(rows.values()))
     lengths = [length for item in first["lengths"] for length in item]
     return (

@@ -16,8 +16,9 @@ PARTS = (TABLE, ONLINE, SHIFT, SEVERAL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(needs_files=True)
     parser.add_argument(
-        "files", nargs="+", metavar="FILE[:FIELD]",
+        "files", nargs="*", metavar="FILE[:FIELD]",
         help="prompts, .jsonl or .jsonl.gz; one is one task. With a FIELD, such as language, each of its values is one",
     )  # fmt: skip
     add_target_arguments(parser)

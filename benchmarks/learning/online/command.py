@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.candidates.committed import LAST
 from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import fold, make_console, table
+from hf_smartspec.commands.common.console import make_console
 from hf_smartspec.commands.common.data_sets import DataSet
 from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.figures import check_folder
@@ -22,12 +22,13 @@ from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests
 from hf_smartspec.commands.common.setup import load_target, max_prompt_len
 from hf_smartspec.commands.common.timing import environment
 
+from ...kit.tables import as_markdown, print_lines
 from .answers import Answers
 from .arguments import LIVE, LIVE_PARTS, LOAD, SPEED
 from .live import live, random_drafter, speed
 from .load import load
 from .parts import Experiments
-from .report import as_markdown, plot, tables
+from .report import plot, tables
 from .streams import Task, answer, distilled, options_of
 
 _BASE_EPOCHS = 8
@@ -154,12 +155,8 @@ def _num_different(report: dict[str, Any]) -> int:
 def _show(args: argparse.Namespace, report: dict[str, Any]) -> None:
     found = tables(report)
     console = make_console()
-    for title, columns, rows in found:
-        shown = table(title, *columns)
-        for row in rows:
-            shown.add_row(*row)
-        fold(shown)
-        console.print(shown)
+    for lines in found:
+        print_lines(console, lines)
     if args.markdown and found:
         args.markdown.write_text(as_markdown(found), encoding="utf-8")
     if args.plots and found:

@@ -8,10 +8,10 @@ import numpy as np
 
 from hf_smartspec.commands.common.figures import draw, shared_legend
 
+from ...kit.tables import Lines
 from .arguments import LIVE, LOAD, ONLINE, SEVERAL, SHIFT, SPEED, TABLE
 from .streams import mean
 
-Lines = tuple[str, list[str], list[list[str]]]  # title, columns, rows
 LATEST = 50  # requests that are averaged, as in the paper
 
 
@@ -19,14 +19,6 @@ def tables(report: dict[str, Any]) -> list[Lines]:
     """Those of the parts that have been measured."""
     makers = {TABLE: _table, ONLINE: _online, SHIFT: _shift, SEVERAL: _several, SPEED: _speed, LIVE: _live, LOAD: _load}
     return [lines for part, make in makers.items() if part in report["parts"] for lines in make(report["parts"][part])]
-
-
-def as_markdown(found: Sequence[Lines]) -> str:
-    pages = []
-    for title, columns, rows in found:
-        head = "| " + " | ".join(columns) + " |\n| --- |" + " ---: |" * (len(columns) - 1)
-        pages.append(f"{title}\n\n{head}\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
-    return "\n".join(pages)
 
 
 def _number(value: float | None) -> str:
@@ -37,7 +29,7 @@ def _table(part: dict[str, Any]) -> list[Lines]:
     rows = part["rows"]
     columns = list(next(iter(rows.values())))
     return [
-        (
+        Lines(
             "Acceptance rate after two epochs offline (the paper's table 1)",
             ["task", *columns],
             [[task, *(_number(row[name]) for name in columns)] for task, row in rows.items()],
@@ -48,7 +40,7 @@ def _table(part: dict[str, Any]) -> list[Lines]:
 def _online(part: dict[str, Any]) -> list[Lines]:
     rows = part["rows"]
     names = ("original", "static", "online", "offline")
-    rates: Lines = (
+    rates = Lines(
         f"Acceptance rate: the last {LATEST} requests online, and held-out requests (figure 3)",
         [
             "task",
@@ -69,7 +61,7 @@ def _online(part: dict[str, Any]) -> list[Lines]:
         ],
     )
     columns = [(when, what) for what in ("precision", "recall") for when in ("original", "online")]
-    tokens: Lines = (
+    tokens = Lines(
         "The 100 most frequent tokens, means over these (figure 7, table 6)",
         ["task", *(f"{what}, {when}" for when, what in columns)],
         [[task, *(_number(row["tokens"][when][what]) for when, what in columns)] for task, row in rows.items()],
@@ -83,7 +75,7 @@ def _shift(part: dict[str, Any]) -> list[Lines]:
         order = list(dict.fromkeys(row["tasks"]))
         ends = _ends(row)
         found.append(
-            (
+            Lines(
                 f"A {name} shift: acceptance of the last {LATEST} requests of each task (figures 4 and 11), and of "
                 "held-out requests after each phase (figure 9)",
                 ["task", "last", *(f"after {phase}" for phase in order), "distilled offline on it"],
@@ -117,7 +109,8 @@ def _several(part: dict[str, Any]) -> list[Lines]:
     means = [mean([float(row[place]) for row in rows]) for place in range(1, 5)]
     rows.append(["mean", *map(_number, means)])
     columns = ["requests of", *(f"last, {name}" for name in names), *(f"held out, {name}" for name in names)]
-    return [(f"One drafter for all, or one for each kind: the last {LATEST} requests (figures 5 and 6)", columns, rows)]
+    title = f"One drafter for all, or one for each kind: the last {LATEST} requests (figures 5 and 6)"
+    return [Lines(title, columns, rows)]
 
 
 def _speed(part: dict[str, Any]) -> list[Lines]:
@@ -128,7 +121,7 @@ def _speed(part: dict[str, Any]) -> list[Lines]:
         for name, row in methods.items()
     ]
     return [
-        (
+        Lines(
             f"One request at a time, chains of {part['nodes']} (tables 3 and 4); predicted by Eq. 1",
             ["task", "drafter", *columns],
             rows,
@@ -144,7 +137,7 @@ def _live(part: dict[str, Any]) -> list[Lines]:
     total = sum(row["plain"] for row in part["requests"]) / sum(row["online"] for row in part["requests"])
     rows.append([f"all {len(part['requests'])} requests", f"{total:.2f}", ""])
     columns = ["part of the run", "x plain, learning included", "x plain, without"]
-    return [(f"From random weights, live: {part['report']}", columns, rows)]
+    return [Lines(f"From random weights, live: {part['report']}", columns, rows)]
 
 
 def _load(part: dict[str, Any]) -> list[Lines]:
@@ -157,7 +150,7 @@ def _load(part: dict[str, Any]) -> list[Lines]:
         rows.append([name, str(len(row["on"])), str(sum(row["updates"])), *figures, f"{each:.3f}"])
     columns = ["load", "requests", "updates", *(f"{p}, {w}" for p in ("p50", "p99") for w in ("off", "on", "ratio"))]
     columns.append("ratio of each request, median")
-    return [("Latency beside learning in the background, which changes no drafts here", columns, rows)]
+    return [Lines("Latency beside learning in the background, which changes no drafts here", columns, rows)]
 
 
 def plot(report: dict[str, Any], folder: Path) -> None:

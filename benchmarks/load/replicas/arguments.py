@@ -4,12 +4,13 @@ import argparse
 from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import (
-    add_json_argument,
     not_negative,
     positive,
     positive_list,
     positive_number,
 )
+
+from ...kit.arguments import add_session_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds between exchanges of shared trees (default: 5)",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument(
+        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
+        help="folder or hub id whose tokenizer is used (default: the demo's)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
-    add_json_argument(parser)
+    add_session_arguments(parser)

@@ -2,27 +2,34 @@
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from hf_smartspec.candidates import SuffixTreeCandidates
-from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.outputs import check_output, write_json
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
 from hf_smartspec.goodput import CostModel, DraftCost, GoodputAuction
 from hf_smartspec.replicas.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
 from hf_smartspec.simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
 
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Column
+
 _DRAFT_COST = DraftCost(per_call=2e-5, per_row=1e-5)
 _MAX_PROMPT, _MAX_BATCH_SIZE, _SYSTEM_FROM = 1024, 32, 2**30
-_COLUMNS = ("tokens/step", "reused", "latency", "p99", "busiest")
 _CAPTION = "reused: of the prompts' tokens; latency: mean; busiest: requests of the busiest replica by the mean"
+_COLUMNS = (
+    Column("tokens/step", "mean_accepted_length", "{:.2f}"),
+    Column("reused", "reused_share", "{:.0f} %", 100),
+    Column("latency", "mean_latency", "{:.2f} s"),
+    Column("p99", "p99_latency", "{:.2f} s"),
+    Column("busiest", "imbalance", "{:.2f}"),
+)
 
 
 class Way(NamedTuple):
@@ -44,34 +51,24 @@ WAYS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json)
+    session = new_session(args, free=["replicas"], is_simulated=True)
     texts = _texts(args)
+    about = "Simulated: replicas of a 7 B model, each on an A100 by its data sheet; "
+    about += f"real text, {args.tenants} tenants, {args.rate:g} requests per second and replica."
+    console = print_head(session, "replicas", about)
+    return session.run([_section(texts, num, args) for num in args.replicas], console)
+
+
+def _section(texts: Sequence[Sequence[Recording]], num: int, args: argparse.Namespace) -> Section:
+    """All ways to spread requests over so many replicas."""
     cost = datasheet_cost(Device.a100(), 6.7e9, 32, 4096)
-    console = make_console()
-    console.print(
-        "[bold]benchmarks replicas[/bold] Simulated: replicas of a 7 B model, each on an A100 by its data sheet; "
-        f"real text, {args.tenants} tenants, {args.rate:g} requests per second and replica.\n",
-        highlight=False,
-    )
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        with track(total=len(args.replicas) * len(WAYS), desc="simulating", unit=" runs") as progress:
-            for num in args.replicas:
-                requests = _requests(texts, num, args)
-                found[str(num)] = {}
-                for way in WAYS:
-                    found[str(num)][way.name] = _serve(way, num, requests, cost, args)
-                    progress.update()
-    finally:  # interrupted, what was simulated so far is still worth having
-        for name, rows in found.items():
-            lines = table(f"{name} replicas", "", *_COLUMNS)
-            for way_name, row in rows.items():
-                lines.add_row(way_name, *_shown(row))
-            console.print(lines)
-        console.print(_CAPTION, highlight=False)
-        if args.json:
-            write_json(args.json, {"command": command_of(args), "is_simulated": True, "replicas": found})
-    return 0
+
+    def cases() -> Iterator[Case]:
+        requests = _requests(texts, num, args)
+        for way in WAYS:
+            yield Case(way.name, partial(_serve, way, num, requests, cost, args))
+
+    return Section(f"{num} replicas", cases, _COLUMNS, note=_CAPTION)
 
 
 def _texts(args: argparse.Namespace) -> list[list[Recording]]:
@@ -134,13 +131,3 @@ class Exchange:
             for other, items in enumerate(new):
                 for _, namespace, tokens in items if other != place else ():
                     source.add_outputs([tokens], namespace, progress=False)
-
-
-def _shown(row: dict[str, float]) -> list[str]:
-    return [
-        f"{row['mean_accepted_length']:.2f}",
-        f"{100 * row['reused_share']:.0f} %",
-        f"{row['mean_latency']:.2f} s",
-        f"{row['p99_latency']:.2f} s",
-        f"{row['imbalance']:.2f}",
-    ]

@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
-from hf_smartspec.commands.common.arguments import add_json_argument, not_negative, positive, positive_number
+from hf_smartspec.commands.common.arguments import not_negative, positive, positive_number
+
+from ...kit.arguments import add_session_arguments
 
 FIGURES = ("1", "5", "11", "12", "14", "15", "cv")
 
@@ -23,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-seconds", type=positive_number, metavar="S", help="the beginning of the traces only (default: all)"
     )
     parser.add_argument("--trace-rate", type=positive_number, metavar="R", help="play traces at R requests per second")
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument(
+        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
+        help="folder or hub id whose tokenizer is used (default: the demo's)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
-    add_json_argument(parser)
+    add_session_arguments(parser)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")

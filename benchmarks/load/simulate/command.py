@@ -2,24 +2,23 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.console import make_console, table
 from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.figures import check_folder, draw, shared_legend
-from hf_smartspec.commands.common.outputs import check_output, write_json
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.figures import check_folder
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
 from hf_smartspec.simulator import LoadRequest, read_trace, with_acceptance
 
-from ...kit.claims import exit_status, print_claims
+from ...kit.claims import Claim
+from ...kit.plots import Panel, plot_lines
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Lines, Row, Rows, print_lines
 from .figures import FIGURES
 from .world import ALPHA, Figure, World
 
@@ -29,25 +28,34 @@ _MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT = 4096, 1024
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json)
+    session = new_session(args, free=["figures", "traces"])
     if args.plots:
         check_folder(args.plots)
     world = World(args.requests, _recordings(args), args.seed)
     traces = {path.name: _trace_requests(path, args, world) for path in args.traces}
-    console, done = make_console(), []
-    _print_setting(world, console)
+    cases = [Case(name, partial(_played, FIGURES[name], world)) for name in args.figures]
+    cases += [Case(name, partial(_played, partial(trace_figure, name, found), world)) for name, found in traces.items()]
+    sections = [Section(case.name, partial(iter, [case]), show=_show, claims=_claims) for case in cases]
     try:
-        with track(desc="simulating", unit=" loads") as progress:
-            world.tick = progress.update
-            for figure in _figures(args.figures, traces, world):
-                done.append(figure)
-                _print(figure, console)
-    finally:  # interrupted, what was simulated so far is still worth having
-        if args.json:
-            write_json(args.json, [asdict(figure) for figure in done])
-        for figure in done if args.plots else ():
-            _plot(figure, args.plots / f"{figure.name.replace(' ', '_').replace(',', '').replace('.', '')}.png")
-    return exit_status(claim for figure in done for claim in figure.claims)
+        return session.run(sections, print_head(session, "simulate", _about(world)))
+    finally:
+        for figure in _figures([row for case in cases for row in session.rows(case.name).values()]):
+            if args.plots:
+                _plot(figure, args.plots)
+
+
+def _played(make: Callable[[World], Figure | Iterator[Figure]], world: World) -> Row:
+    made = make(world)
+    return {"figures": [asdict(figure) for figure in ([made] if isinstance(made, Figure) else made)]}
+
+
+def _figures(rows: Iterable[Row]) -> list[Figure]:
+    """What the rows hold, also where these were read from a file."""
+    return [Figure.of(item) for row in rows for item in row["figures"]]
+
+
+def _claims(rows: Rows) -> list[Claim]:
+    return [claim for figure in _figures(rows.values()) for claim in figure.claims]
 
 
 def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
@@ -71,14 +79,6 @@ def _trace_requests(path: Path, args: argparse.Namespace, world: World) -> list[
     return with_acceptance(requests, world.rng(17).beta(10 * ALPHA, 10 * (1 - ALPHA), len(requests)), world.rng(18))
 
 
-def _figures(names: list[str], traces: dict[str, list[LoadRequest]], world: World) -> Iterator[Figure]:
-    for name in names:
-        made = FIGURES[name](world)
-        yield from [made] if isinstance(made, Figure) else made
-    for name, requests in traces.items():
-        yield trace_figure(name, requests, world)
-
-
 def trace_figure(name: str, requests: list[LoadRequest], world: World) -> Figure:
     """Latencies of all policies on one trace."""
     span = requests[-1].arrival
@@ -96,36 +96,24 @@ def trace_figure(name: str, requests: list[LoadRequest], world: World) -> Figure
     return figure
 
 
-def _print_setting(world: World, console: Console) -> None:
+def _about(world: World) -> str:
     one, many = (1e3 * float(world.target.seconds(0, size)) for size in (1, 128))
-    console.print(
-        "[bold]benchmarks simulate[/bold] A 7 B model on an A100 and its 160 M draft, by data sheet: forwards of "
-        f"1 and 128 tokens take {one:.1f} and {many:.1f} ms, a level of drafts {1e3 * world.draft.per_call:.1f} ms.\n",
-        highlight=False,
+    return (
+        f"A 7 B model on an A100 and its 160 M draft, by data sheet: forwards of 1 and 128 tokens take {one:.1f} and "
+        f"{many:.1f} ms, a level of drafts {1e3 * world.draft.per_call:.1f} ms."
     )
 
 
-def _print(figure: Figure, console: Console) -> None:
-    for name, series in figure.panels.items():
-        title = f"{figure.name}: {figure.title}. {name}: {figure.y}"
-        lines = table(escape(title), figure.x, *series)
-        for x in next(iter(series.values()), {}):
-            lines.add_row(f"{x:g}", *(f"{values[x]:.4g}" for values in series.values()))
-        console.print(lines)
-    print_claims(figure.claims, console)
-    console.print()
+def _show(console: Console, rows: Rows) -> None:
+    for figure in _figures(rows.values()):
+        for name, series in figure.panels.items():
+            title = f"{figure.name}: {figure.title}. {name}: {figure.y}"
+            xs = next(iter(series.values()), {})
+            cells = [[f"{x:g}", *(f"{values[x]:.4g}" for values in series.values())] for x in xs]
+            print_lines(console, Lines(title, [figure.x, *series], cells))
 
 
-def _plot(figure: Figure, path: Path) -> None:
-    def paint(canvas: Any, axes: list[Any]) -> None:
-        for axis, (name, series) in zip(axes, figure.panels.items()):
-            for label, values in series.items():
-                axis.plot(list(values), list(values.values()), marker="o", label=label)
-            axis.set_title(name)
-            axis.set_xlabel(figure.x)
-            axis.set_ylabel(figure.y)
-            axis.grid(alpha=0.3)
-        canvas.suptitle(f"{figure.name}: {figure.title}")
-        shared_legend(canvas, axes)
-
-    draw(path, len(figure.panels), paint)
+def _plot(figure: Figure, folder: Path) -> None:
+    name = figure.name.replace(" ", "_").replace(",", "").replace(".", "")
+    panels = [Panel(name, figure.x, figure.y, series) for name, series in figure.panels.items()]
+    plot_lines(folder / f"{name}.png", panels, f"{figure.name}: {figure.title}")

@@ -1,29 +1,26 @@
 """What the simulated figures have in common: models, loads, policies, and how figures are told."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hf_smartspec.candidates import TreeCandidateGenerator
 from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.load.policies import Policies
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.goodput import (
     CostModel,
     DraftCost,
-    FixedLength,
-    GoodputAuction,
     LengthPolicy,
-    NoSpeculation,
     Stage,
     StepRows,
 )
 from hf_smartspec.goodput.papers.length import expected_length
-from hf_smartspec.goodput.papers.policies import BatchLookupTable, RequestGoodput, StepGoodput
+from hf_smartspec.goodput.papers.policies import BatchLookupTable
 from hf_smartspec.simulator import Device, LoadRequest, LoadResult, SimulatedEngine, TableCandidates, datasheet_cost
-from hf_smartspec.simulator.oracle import DraftOracle
 
 from ...kit.claims import Claim
 
@@ -51,6 +48,15 @@ class Figure:
     y: str
     panels: dict[str, dict[str, dict[float, float]]] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "Figure":
+        """Return the figure that `asdict` has made this of, from a file or not."""
+        panels = {
+            panel: {name: {float(x): y for x, y in values.items()} for name, values in series.items()}
+            for panel, series in found["panels"].items()
+        }
+        return cls(**dict(found) | {"panels": panels, "claims": [Claim(*item) for item in found["claims"]]})
 
     def claim(self, text: str, holds: Any) -> None:
         self.claims.append(Claim(text, bool(holds)))
@@ -114,19 +120,10 @@ class World:
         return self.run(requests, policy, source, self.draft)
 
     def policy(self, name: str) -> Callable[[SimulatedEngine], LengthPolicy]:
-        """A policy by name; those that learn get a cost of their own to correct."""
-        cost = copy.deepcopy(self.target)
-        makers: dict[str, Callable[[SimulatedEngine], LengthPolicy]] = {
-            "none": lambda _: NoSpeculation(),
-            "step": lambda _: StepGoodput(cost, DRAFT_LENGTH),
-            "request": lambda _: RequestGoodput(cost, DRAFT_LENGTH),
-            "auction": lambda _: GoodputAuction(cost),
-            "random": lambda _: RandomLength(DRAFT_LENGTH, self.seed),
-            "oracle": lambda engine: DraftOracle(cost, engine, self.draft),
-        }
-        if name.startswith("k="):
-            return lambda _: FixedLength(int(name[2:]))
-        return makers[name]
+        """Return a maker of policies: "random", or what the benches of load know by name."""
+        if name == "random":
+            return lambda _: RandomLength(DRAFT_LENGTH, self.seed)
+        return partial(Policies(self.target, max_length=DRAFT_LENGTH).new, name)
 
 
 class RandomLength(LengthPolicy):

@@ -1,20 +1,25 @@
 """Arguments of `python -m benchmarks tenants`."""
 
 import argparse
+from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import (
     DTYPES,
-    add_json_argument,
     add_machine_arguments,
     positive,
     positive_number,
 )
+
+from ...kit.arguments import add_session_arguments
 
 ATTACKS = ("prompts", "streams")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id (default: the demo's target)")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=".jsonl, or lines of text, for the others (default: short ones)"
+    )
     parser.add_argument("--assistant", default="suffix", metavar="SOURCE", help="as in `serve` (default: suffix)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32",
@@ -43,4 +48,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--most", type=positive_number, default=3.0, metavar="R",
         help="exit with 1 if the others' p99 is more than so many times that alone (default: 3)",
     )  # fmt: skip
-    add_json_argument(parser)
+    add_session_arguments(parser)

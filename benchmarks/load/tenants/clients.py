@@ -6,9 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+
+from hf_smartspec.commands.common.models import read_prompts
 
 from .server import TenantServer
 
@@ -41,7 +45,7 @@ async def _ask(server: TenantServer, args: argparse.Namespace, tenant: int, num_
     async with _client(server, tenant) as client:
         await client.get("/health")  # connects
         for number in range(num_requests):
-            prompt = _PROMPTS[number % len(_PROMPTS)].format(1000 * tenant + number)
+            prompt = _prompt(args.prompts, 1000 * tenant + number)
             body = {"prompt": prompt, "max_tokens": args.max_new_tokens, "ignore_eos": True, "temperature": 0}
             start = time.perf_counter()
             answer = await client.post(_PATH, json=body)
@@ -49,6 +53,19 @@ async def _ask(server: TenantServer, args: argparse.Namespace, tenant: int, num_
             asked.seconds.append(time.perf_counter() - start)
             asked.texts.append(answer.json()["choices"][0]["text"])
     return asked
+
+
+def _prompt(file: Path | None, number: int) -> str:
+    """A short one that nobody else asks for; those of a file, if there is one, come in turn."""
+    if file is None:
+        return _PROMPTS[number % len(_PROMPTS)].format(number)
+    texts = _read(file)
+    return texts[number % len(texts)]
+
+
+@cache
+def _read(file: Path) -> list[str]:
+    return [row["prompt"] for row in read_prompts(file)]
 
 
 @asynccontextmanager

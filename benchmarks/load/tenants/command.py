@@ -2,50 +2,62 @@
 
 import argparse
 import asyncio
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.outputs import check_output, write_json
+from hf_smartspec.commands.common.models import read_prompts
 from hf_smartspec.commands.common.progress import track
 
-from ...kit.claims import Claim, exit_status, print_claims
+from ...kit.claims import Claim
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Column, Row, Rows, lines_of, print_lines
 
 _ALL = "all"
-_COLUMNS = ("requests", "p50 alone", "p99", "p50 attacked", "p99", "ratio")
+_KEYS = ("p50_alone", "p99_alone", "p50_attacked", "p99_attacked")
+_TITLES = ("p50 alone", "p99", "p50 attacked", "p99")
+_COLUMNS = (
+    Column("requests", "requests"),
+    *(Column(title, key, "{:.3f}") for title, key in zip(_TITLES, _KEYS)),
+    Column("ratio", "ratio", "{:.2f}"),
+)
 _CAPTION = "ratio: p99 beside the attacker by p99 without it; all: of the other tenants' requests together"
 _WARM_UP = 3  # requests of each tenant, beforehand
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json)
+    session = new_session(args)
     if args.tenants < 2:
         raise UsageError("--tenants: one attacks and the others are measured, so there must be at least 2")
     if missing := [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]:
         raise UsageError(f'{", ".join(missing)} not installed: pip install "hf-smartspec[serve]"')
     if args.model is None:
         demo_folder("--model")
-    found = asyncio.run(_measure(args))
-    console = make_console()
-    console.print(f"[bold]benchmarks tenants[/bold] {_about(args)}\n", highlight=False)
-    lines = table("Seconds per request", "tenant", *_COLUMNS)
-    for name, row in found["tenants"].items():
-        lines.add_row(name, f"{row['requests']}", *(f"{row[key]:.3f}" for key in _KEYS), f"{row['ratio']:.2f}")
-    console.print(lines)
-    console.print(_CAPTION, highlight=False)
-    console.print(f"Answers to the attacker by status: {found['statuses'] or 'none yet'}", highlight=False)
-    ratio, num_wrong = found["tenants"][_ALL]["ratio"], found["num_wrong"]
-    claims = [Claim(f"The others' p99 is at most {args.most:g} times that alone", ratio <= args.most, f"{ratio:.2f}")]
-    if args.dtype == "float32":
-        claims.append(Claim("Their answers are the same", not num_wrong, f"{num_wrong} differ"))
-    print_claims(claims, console)
-    if args.json:
-        write_json(args.json, {"command": command_of(args), **found})
-    return exit_status(claims)
+    if args.prompts:
+        read_prompts(args.prompts)  # refuses what cannot be read
+    case = Case("tenants", lambda: asyncio.run(_measure(args)))
+    section = Section("tenants", lambda: [case], show=_show, claims=partial(_claims, args), note=_CAPTION)
+    return session.run([section], print_head(session, "tenants", _about(args)))
+
+
+def _show(console: Console, rows: Rows) -> None:
+    for row in rows.values():
+        print_lines(console, lines_of("Seconds per request", "tenant", _COLUMNS, row["tenants"]))
+        console.print(f"Answers to the attacker by status: {row['statuses'] or 'none yet'}", highlight=False)
+
+
+def _claims(args: argparse.Namespace, rows: Rows) -> Iterator[Claim]:
+    for row in rows.values():
+        ratio, num_wrong = row["tenants"][_ALL]["ratio"], row["num_wrong"]
+        yield Claim(f"The others' p99 is at most {args.most:g} times that alone", ratio <= args.most, f"{ratio:.2f}")
+        if args.dtype == "float32":
+            yield Claim("Their answers are the same", not num_wrong, f"{num_wrong} differ")
 
 
 def _about(args: argparse.Namespace) -> str:
@@ -56,7 +68,7 @@ def _about(args: argparse.Namespace) -> str:
     )
 
 
-async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+async def _measure(args: argparse.Namespace) -> Row:
     from .clients import ask_all, attacked
     from .server import tenant_server
 
@@ -79,9 +91,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"tenants": rows, "statuses": found, "num_wrong": num_wrong}
 
 
-_KEYS = ("p50_alone", "p99_alone", "p50_attacked", "p99_attacked")
-
-
-def _row(alone: Any, attacked: Any) -> dict[str, Any]:
+def _row(alone: Any, attacked: Any) -> Row:
     quantiles = [float(value) for part in (alone, attacked) for value in np.quantile(part, [0.5, 0.99])]
     return {"requests": len(alone), **dict(zip(_KEYS, quantiles)), "ratio": quantiles[3] / quantiles[1]}

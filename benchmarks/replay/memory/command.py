@@ -2,24 +2,24 @@
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from rich.markup import escape
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.console import make_console, table
 from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.figures import draw, from_zero
-from hf_smartspec.commands.common.outputs import check_outputs, write_json
+from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.recordings import Fields, read_requests, tokenize, tokenizer_of
-from hf_smartspec.commands.common.timing import environment
 
+from ...kit.claims import Claim
+from ...kit.plots import Panel, plot_lines
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Column, Row, Rows, lines_of, print_lines
 from .runs import (
     BATCH_SIZE,
     HELD_OUT_LEN,
@@ -33,44 +33,93 @@ from .runs import (
 _MAX_PROMPT = 512
 _CHUNK = 1000  # texts tokenised at a time
 
-# Heading, key, format.
-_COLUMNS = (
-    ("insert", "insert_us_per_token", ".2f"),
-    ("bytes", "bytes_per_token", ".1f"),
-    ("draft", "draft_us", ".1f"),
-    ("drafted", "drafted", ".2f"),
-    ("draft, {} rows", "batch_draft_us", ".0f"),
-    ("per row", "batch_draft_us_per_row", ".2f"),
-    ("drafted", "batch_drafted", ".2f"),
-    ("remove", "remove_us_per_token", ".2f"),
-)
+_TREE, _EVICTION, _DATASTORE = "suffix tree", "eviction", "datastore"
 
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
+    session = new_session(args, free=["tokens"])
     stream = _stream(args)
-    console, report = make_console(), _empty_report(stream)
-    try:
-        probe = TreeProbe(stream)
-        for size in track(sorted(set(args.tokens)), desc="suffix tree"):
-            report["suffix_tree"].append(probe.measure(size))
-        report["eviction"] = measure_eviction(stream, args.max_bytes)
-        if args.datastore_tokens:
-            with tempfile.TemporaryDirectory() as folder, track(desc="building a datastore"):
-                report["datastore"] = measure_datastore(stream, args.datastore_tokens, Path(folder) / "datastore")
-    finally:  # interrupted, what was measured so far is still worth reading
-        _print(report, console)
-        if args.json:
-            write_json(args.json, report)
-        if args.plot and report["suffix_tree"]:
-            plot(report["suffix_tree"], len(stream.held_out), args.plot)
-    return 0 if report["eviction"]["holds"] else 1
-
-
-def _empty_report(stream: TextStream) -> dict[str, Any]:
-    system = environment(torch.device("cpu"), torch.float32)
     text = {"outputs": stream.num_outputs, "tokens": stream.num_tokens, "held_out": len(stream.held_out)}
-    return {"environment": system, "text": text, "suffix_tree": [], "eviction": None, "datastore": None}
+    session.report["text"] = text
+    num_rows, console = len(stream.held_out), print_head(session, "memory")
+    sections = [
+        Section(_TREE, partial(_sizes, stream, args.tokens), _columns(num_rows), show=partial(_show_tree, num_rows)),
+        Section(
+            _EVICTION, lambda: [Case(_EVICTION, partial(measure_eviction, stream, args.max_bytes))],
+            show=_show_eviction, claims=_claims,
+        ),
+    ]  # fmt: skip
+    if args.datastore_tokens:
+        case = Case(_DATASTORE, partial(_datastore, stream, args.datastore_tokens))
+        sections.append(Section(_DATASTORE, lambda: [case], show=partial(_show_datastore, num_rows)))
+    try:
+        return session.run(sections, console)
+    finally:
+        console.print(
+            f"[dim]{text['outputs']} real outputs of {text['tokens']:,} tokens, repeated with every tenth token "
+            "replaced. Insert and remove: per token of the newest and oldest outputs. Draft: median call after every "
+            f"token of {num_rows} held-out requests, up to {NUM_NODES} nodes per row, the last token taken in.[/dim]",
+            highlight=False,
+        )
+        if args.plot and session.rows(_TREE):
+            plot(list(session.rows(_TREE).values()), num_rows, args.plot)
+
+
+def _sizes(stream: TextStream, sizes: Iterable[int]) -> Iterator[Case]:
+    """One tree, which grows from case to case."""
+    probe = TreeProbe(stream)
+    for size in sorted(set(sizes)):
+        yield Case(f"{size:,}", partial(probe.measure, size))
+
+
+def _datastore(stream: TextStream, num_tokens: int) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_datastore(stream, num_tokens, Path(folder) / "datastore")
+
+
+def _columns(num_rows: int) -> list[Column]:
+    return [
+        Column("insert", "insert_us_per_token", "{:.2f}"),
+        Column("bytes", "bytes_per_token", "{:.1f}"),
+        Column("draft", "draft_us", "{:.1f}"),
+        Column("drafted", "drafted", "{:.2f}"),
+        Column(f"draft, {num_rows} rows", "batch_draft_us", "{:.0f}"),
+        Column("per row", "batch_draft_us_per_row", "{:.2f}"),
+        Column("drafted", "batch_drafted", "{:.2f}"),
+        Column("remove", "remove_us_per_token", "{:.2f}"),
+    ]
+
+
+def _show_tree(num_rows: int, console: Console, rows: Rows) -> None:
+    columns, found = _columns(num_rows), list(rows.values())
+    lines = lines_of("Suffix tree, in microseconds; bytes per token", "tokens", columns, rows)
+    ratios = [f"{found[-1][str(column.value)] / found[0][str(column.value)]:.2f}" for column in columns]
+    last = [["last / first", *ratios]] if len(found) > 1 else []
+    print_lines(console, lines._replace(rows=[*lines.rows, *last]))
+
+
+def _show_eviction(console: Console, rows: Rows) -> None:
+    for row in rows.values():
+        console.print(
+            f"Full at {row['max_bytes']:,} bytes ({row['tokens']:,} tokens): {row['replace_us_per_token']:.2f} "
+            f"microseconds to add a token and to forget another; the most in use were {row['largest_bytes']:,} bytes.",
+            highlight=False,
+        )
+
+
+def _claims(rows: Rows) -> list[Claim]:
+    return [Claim(f"the bound of {row['max_bytes']:,} bytes holds", row["holds"]) for row in rows.values()]
+
+
+def _show_datastore(num_rows: int, console: Console, rows: Rows) -> None:
+    for row in rows.values():
+        console.print(
+            f"Datastore of {row['tokens']:,} tokens: built in {row['build_seconds']:.1f} s, "
+            f"{row['bytes'] / 1e6:.1f} MB; microseconds per draft: {row['draft_us']:.1f} for one row, "
+            f"{row['batch_draft_us_per_row']:.2f} per row of {num_rows}.",
+            highlight=False,
+        )
 
 
 def _stream(args: argparse.Namespace) -> TextStream:
@@ -98,44 +147,6 @@ def _stream(args: argparse.Namespace) -> TextStream:
     return TextStream(rest, tokenize([requests[index] for index in sorted(held_out)], tokenizer, _MAX_PROMPT))
 
 
-def _print(report: dict[str, Any], console: Console) -> None:
-    text = report["text"]
-    if rows := report["suffix_tree"]:
-        lines = table(
-            "Suffix tree, in microseconds; bytes per token",
-            "tokens",
-            *(name.format(text["held_out"]) for name, _, _ in _COLUMNS),
-        )
-        for row in rows:
-            lines.add_row(f"{row['tokens']:,}", *(format(row[key], form) for _, key, form in _COLUMNS))
-        if len(rows) > 1:
-            ratios = {key: rows[-1][key] / rows[0][key] for _, key, _ in _COLUMNS}
-            lines.add_section()
-            lines.add_row("last / first", *(f"{ratio:.2f}" for ratio in ratios.values()))
-        console.print(lines)
-    if found := report["eviction"]:
-        console.print(
-            f"Full at {found['max_bytes']:,} bytes ({found['tokens']:,} tokens): {found['replace_us_per_token']:.2f} "
-            "microseconds to add a token and to forget another; the most in use were "
-            f"{found['largest_bytes']:,} bytes, so the bound {'holds' if found['holds'] else 'is BROKEN'}.",
-            highlight=False,
-        )
-    if found := report["datastore"]:
-        console.print(
-            f"Datastore of {found['tokens']:,} tokens: built in {found['build_seconds']:.1f} s, "
-            f"{found['bytes'] / 1e6:.1f} MB; microseconds per draft: {found['draft_us']:.1f} for one row, "
-            f"{found['batch_draft_us_per_row']:.2f} per row of {text['held_out']}.",
-            highlight=False,
-        )
-    console.print(
-        f"[dim]{text['outputs']} real outputs of {text['tokens']:,} tokens, repeated with every tenth token replaced. "
-        "Insert and remove: per token of the newest and oldest outputs. Draft: median call behind every token of "
-        f"{text['held_out']} held-out requests, up to {NUM_NODES} nodes per row, the last token taken in. "
-        f"{escape(str(report['environment']))}[/dim]",
-        highlight=False,
-    )
-
-
 def plot(rows: Sequence[dict[str, Any]], num_rows: int, path: Path) -> None:
     """Every cost against the number of tokens."""
     panels = {
@@ -146,13 +157,8 @@ def plot(rows: Sequence[dict[str, Any]], num_rows: int, path: Path) -> None:
         f"draft for {num_rows} rows, µs per row": "batch_draft_us_per_row",
     }
 
-    def paint(figure: Any, axes: list[Any]) -> None:
-        for axis, (label, key) in zip(axes, panels.items()):
-            axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], marker="o")
-            axis.set_xscale("log")
-            from_zero(axis)
-            axis.set_xlabel("tokens in the tree")
-            axis.set_ylabel(label)
-            axis.grid(alpha=0.3)
-
-    draw(path, len(panels), paint)
+    found = [
+        Panel("", "tokens in the tree", label, {label: {row["tokens"]: row[key] for row in rows}}, is_log=True)
+        for label, key in panels.items()
+    ]
+    plot_lines(path, found)

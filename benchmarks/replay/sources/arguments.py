@@ -3,13 +3,16 @@
 import argparse
 from pathlib import Path
 
-from hf_smartspec.commands.common.arguments import add_json_argument, positive
+from hf_smartspec.commands.common.arguments import positive
+
+from ...kit.arguments import add_session_arguments
 
 ABLATIONS = ("trees", "length", "size", "shift", "datastore", "hybrid")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
+    parser.set_defaults(needs_files=True)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
     parser.add_argument(
         "--only", nargs="+", choices=ABLATIONS, metavar="NAME", help=f"of {', '.join(ABLATIONS)} (default: all)"
     )
@@ -18,10 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--earlier", type=positive, default=1000, metavar="N",
         help="requests before them, whose outputs sources know (default: 1000)",
     )  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    parser.add_argument(
+        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
+        help="folder or hub id whose tokenizer is used (default: the demo's)",
+    )  # fmt: skip
     parser.add_argument(
         "--models", type=Path, metavar="FOLDER",
         help="with a target and a draft in it, for the hybrid (default: the demo's)",
     )  # fmt: skip
-    add_json_argument(parser)
+    add_session_arguments(parser)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw them, one .png file each")

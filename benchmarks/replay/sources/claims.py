@@ -11,7 +11,8 @@ from ...kit.claims import Claim
 
 Numbers: TypeAlias = dict[str, Any]  # as `Tally.summary` gives them
 Settings: TypeAlias = dict[str, Numbers]  # by setting
-Figures: TypeAlias = dict[str, dict[str, Settings]]  # by data set and series
+Series: TypeAlias = dict[str, Settings]
+Figures: TypeAlias = dict[str, Series]  # by data set
 
 _AS_GOOD = 0.97
 _STABLE = 1.25
@@ -39,7 +40,7 @@ def _of(count: int, total: int) -> str:
     return f"in {count} of {total} data set{'s' if total > 1 else ''}"
 
 
-def _by_data_set(figures: Figures, function: Callable[[dict[str, Settings]], Any]) -> dict[str, Any]:
+def _by_data_set(figures: Figures, function: Callable[[Series], Any]) -> dict[str, Any]:
     return {name: function(series) for name, series in figures.items()}
 
 
@@ -48,11 +49,11 @@ def _speed(numbers: Numbers) -> float:
 
 
 def tree_claims(figures: Figures) -> list[Claim]:
-    def gain(series: dict[str, Settings]) -> float:
+    def gain(series: Series) -> float:
         trees = series["trees"]
         return _speed(trees["both"]) / max(_speed(trees["global"]), _speed(trees["per request"]))
 
-    def is_global_better(series: dict[str, Settings]) -> bool:
+    def is_global_better(series: Series) -> bool:
         return _speed(series["trees"]["global"]) > _speed(series["trees"]["per request"])
 
     return [
@@ -67,12 +68,12 @@ def _curve(settings: Settings) -> list[Point]:
     return [Point(item["drafted_per_step"] or 0.0, item["accepted_per_step"] or 0.0) for item in settings.values()]
 
 
-def _at_equal_drafts(series: dict[str, Settings], name: str, other: str) -> float:
+def _at_equal_drafts(series: Series, name: str, other: str) -> float:
     return geometric_mean(ratios_at_equal_drafts(_curve(series[name]), _curve(series[other])))
 
 
 def length_claims(figures: Figures) -> list[Claim]:
-    def trades(series: dict[str, Settings]) -> bool:
+    def trades(series: Series) -> bool:
         alphas = list(series["alpha"].values())
         accepted = [item["accepted_per_step"] for item in alphas]
         rates = [item["acceptance_rate"] or 0.0 for item in alphas]
@@ -89,15 +90,15 @@ def length_claims(figures: Figures) -> list[Claim]:
 
 
 def size_claims(figures: Figures) -> list[Claim]:
-    def speeds(series: dict[str, Settings]) -> list[float]:
+    def speeds(series: Series) -> list[float]:
         return [_speed(numbers) for numbers in series["size"].values()]
 
-    def spread(series: dict[str, Settings]) -> float:
+    def spread(series: Series) -> float:
         rates = [numbers["acceptance_rate"] for size, numbers in series["size"].items() if size != "0"]
         rates = [rate for rate in rates if rate]
         return max(rates) / min(rates) if rates else np.nan
 
-    def cost(series: dict[str, Settings]) -> float:
+    def cost(series: Series) -> float:
         costs = [numbers["us_per_node"] for size, numbers in series["size"].items() if size != "0"]
         return costs[-1] / costs[0] if costs else np.nan
 
@@ -115,7 +116,7 @@ def size_claims(figures: Figures) -> list[Claim]:
 
 
 def shift_claims(figures: Figures) -> list[Claim]:
-    def ratio(name: str, other: str) -> Callable[[dict[str, Settings]], float]:
+    def ratio(name: str, other: str) -> Callable[[Series], float]:
         return lambda series: _speed(series["second half"][name]) / _speed(series["second half"][other])
 
     return [
@@ -127,11 +128,11 @@ def shift_claims(figures: Figures) -> list[Claim]:
 
 
 def datastore_claims(figures: Figures) -> list[Claim]:
-    def gain(series: dict[str, Settings]) -> float:
+    def gain(series: Series) -> float:
         sources = series["sources"]
         return _speed(sources["both"]) / max(_speed(sources["own text"]), _speed(sources["datastore"]))
 
-    def share(series: dict[str, Settings]) -> float:
+    def share(series: Series) -> float:
         own, store, both = (series["sources"][name]["accepted_per_step"] for name in ("own text", "datastore", "both"))
         return both / (own + store) if own + store else np.nan
 
@@ -144,18 +145,18 @@ def datastore_claims(figures: Figures) -> list[Claim]:
 
 
 def hybrid_claims(figures: Figures) -> list[Claim]:
-    def best(series: dict[str, Settings], key: str) -> str:
+    def best(series: Series, key: str) -> str:
         return max(series["tau"], key=lambda setting: series["tau"][setting][key])
 
-    def is_mixed(series: dict[str, Settings]) -> bool:
+    def is_mixed(series: Series) -> bool:
         return best(series, "speed_up") not in _PARTS
 
-    def gain(series: dict[str, Settings]) -> float:
+    def gain(series: Series) -> float:
         tau = series["tau"]
         hybrids = [_speed(numbers) for name, numbers in tau.items() if name not in _PARTS]
         return max(hybrids) / max(_speed(tau[name]) for name in _PARTS)
 
-    def learnt(series: dict[str, Settings]) -> float:
+    def learnt(series: Series) -> float:
         tau = series["tau"]
         return tau["learned"]["speed_up"] / tau[best(series, "speed_up")]["speed_up"]
 

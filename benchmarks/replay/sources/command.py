@@ -5,22 +5,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.console import make_console, table
 from hf_smartspec.commands.common.demo import find_demo
 from hf_smartspec.commands.common.figures import check_folder
-from hf_smartspec.commands.common.outputs import check_output, write_json
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.recordings import tokenizer_of
-from hf_smartspec.commands.common.timing import environment
 
-from ...kit.claims import Claim, exit_status, print_claims
+from ...kit.claims import Claim
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Lines, Rows, print_lines
 from . import claims, plots, runs, sources
 from .claims import Figures, Numbers
 
@@ -31,7 +28,7 @@ class Ablation(NamedTuple):
     """One comparison."""
 
     title: str
-    measure: Callable[[runs.Workload, Figures], None]
+    cases: Callable[[runs.Workload], Iterator[Case]]
     cells: Mapping[str, str]  # what the tables show: heading, and the format of one setting's numbers
     claims: Callable[[Figures], list[Claim]]
     plot: Callable[[Figures, Path], None]
@@ -65,7 +62,7 @@ ABLATIONS = {
     ),
     "shift": Ablation(
         "A sudden shift of the workload, from one data set to the next",
-        runs.measure_shifts,
+        runs.shifts,
         {"tokens per step": "{tokens_per_step:.2f}"},
         claims.shift_claims,
         plots.plot_shifts,
@@ -81,7 +78,7 @@ ABLATIONS = {
     ),
     "hybrid": Ablation(
         "Hybrid: a draft model speaks where suffix trees promise no more than tau tokens",
-        runs.measure_hybrids,
+        runs.hybrids,
         {"tokens per step": "{tokens_per_step:.2f}", "speed-up": "{speed_up:.2f}"},
         claims.hybrid_claims,
         plots.plot_hybrids,
@@ -92,28 +89,33 @@ ABLATIONS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json)
+    session = new_session(args, free=["only"])
     if args.plots:
         check_folder(args.plots)
     models = _models(args)
     names = _names(args, models)
     splits = sources.read_splits(args.files, args.limit, args.earlier, tokenizer_of(args.tokenizer))
-    report: dict[str, Any] = {
-        "environment": environment(torch.device("cpu"), torch.float32),
-        "data_sets": {split.name: {"earlier": len(split.earlier), "replayed": len(split.replayed)} for split in splits},
-        "ablations": {},
-    }
-    console = make_console()
-    found: list[Claim] = []
+    sizes = {split.name: {"earlier": len(split.earlier), "replayed": len(split.replayed)} for split in splits}
+    session.report["data_sets"] = sizes
+    workload = runs.Workload(splits, models)
     try:
-        for name in track(names, desc="ablations"):
-            report["ablations"][name], claims = _run(name, runs.Workload(splits, models), args.plots, console)
-            found += claims
-    finally:  # interrupted, the ablations that are done are still worth keeping
-        if args.json and report["ablations"]:
-            write_json(args.json, report)
-    console.print(f"[dim]{escape(str(report['environment']))}[/dim]", highlight=False)
-    return exit_status(found)
+        return session.run([_section(name, workload) for name in names], print_head(session, "sources"))
+    finally:
+        for name in names if args.plots else ():
+            if rows := session.rows(name):
+                ABLATIONS[name].plot(_figures(rows), args.plots / f"{name}.png")
+
+
+def _section(name: str, workload: runs.Workload) -> Section:
+    ablation = ABLATIONS[name]
+    return Section(
+        name, partial(ablation.cases, workload), claims=lambda rows: ablation.claims(_figures(rows)),
+        show=lambda console, rows: _show(name, _figures(rows), console), note=ablation.note,
+    )  # fmt: skip
+
+
+def _figures(rows: Rows) -> Figures:
+    return {name: row["figures"] for name, row in rows.items()}
 
 
 def _models(args: argparse.Namespace) -> Path | None:
@@ -140,32 +142,15 @@ def _names(args: argparse.Namespace, models: Path | None) -> list[str]:
     return list(dict.fromkeys(args.only)) if args.only else [name for name in ABLATIONS if name not in missing]
 
 
-def _run(
-    name: str, workload: runs.Workload, folder: Path | None, console: Console
-) -> tuple[dict[str, Any], list[Claim]]:
-    ablation = ABLATIONS[name]
-    figures: Figures = {}
-    ablation.measure(workload, figures)
-    found = ablation.claims(figures)
-    _print(name, figures, found, console)
-    if folder:
-        ablation.plot(figures, folder / f"{name}.png")
-    report = {"title": ablation.title, "claims": [claim._asdict() for claim in found], "figures": figures}
-    return report, found
-
-
-def _print(name: str, figures: Figures, found: list[Claim], console: Console) -> None:
+def _show(name: str, figures: Figures, console: Console) -> None:
     ablation = ABLATIONS[name]
     console.print(f"[bold]{name}: {escape(ablation.title)}[/bold]", highlight=False)
     for heading, form in ablation.cells.items():
         for series, settings in _series(figures, form):
-            lines = table(f"{series}: {heading}", "data set", *settings)
-            for data_set, groups in figures.items():
-                cells = (_cell(groups[series].get(setting), form) for setting in settings)
-                lines.add_row(escape(data_set), *cells)
-            console.print(lines)
-    print_claims(found, console)
-    console.print(f"[dim]{escape(ablation.note)}[/dim]\n", highlight=False)
+            cells = {name: [_cell(groups[series].get(setting), form) for setting in settings]
+                     for name, groups in figures.items()}  # fmt: skip
+            rows = [[name, *texts] for name, texts in cells.items()]
+            print_lines(console, Lines(f"{series}: {heading}", ["data set", *settings], rows))
 
 
 def _series(figures: Figures, form: str) -> Iterator[tuple[str, list[str]]]:

@@ -1,6 +1,6 @@
 """The measurements behind `benchmarks sources`: replays, a shift of the workload, and a hybrid with a model."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_smartspec.candidates import DraftModelCandidates, StagedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import encode, left_padded, load_draft, load_model, load_tokenizer
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.curves import moving_average
 from hf_smartspec.commands.replay.loop import Replayer, Tally
@@ -24,7 +23,8 @@ from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.compat import CACHE, cache_name
 
-from .claims import Figures, Numbers
+from ...kit.session import Case
+from .claims import Numbers, Series
 from .sources import Split, suffix_trees
 
 _WINDOW = 25  # requests
@@ -43,38 +43,43 @@ class Workload(NamedTuple):
     models: Path | None  # a folder with `target` and `draft`
 
 
-def replay_settings(settings: Callable[[Split], list[SourceSpec]], workload: Workload, figures: Figures) -> None:
-    """Replays every data set with all settings side by side."""
+def replay_settings(settings: Callable[[Split], list[SourceSpec]], workload: Workload) -> Iterator[Case]:
+    """Every data set is replayed with all settings side by side."""
     for split in workload.splits:
-        _replay(DataSet(split.name, split.replayed), settings(split), figures)
+        yield _case(split.name, partial(_replay, DataSet(split.name, split.replayed), settings(split)))
 
 
-def _replay(data: DataSet, specs: Sequence[SourceSpec], figures: Figures) -> None:
+def _case(name: str, measure: Callable[[], Series]) -> Case:
+    return Case(name, lambda: {"figures": measure()})
+
+
+def _replay(data: DataSet, specs: Sequence[SourceSpec]) -> Series:
     results: Results = {}
     replay([data], specs, results)
-    series = figures.setdefault(data.name, {})
+    series: Series = {}
     for spec, tally in results[data.name].items():
         numbers = tally.summary()
         median, drafted = numbers["propose_us_per_call_median"], numbers["drafted_per_step"]
         numbers["us_per_node"] = median / drafted if median and drafted else None  # the mean is that of a few stalls
         series.setdefault(spec.name, {})[spec.text] = numbers
+    return series
 
 
 # --- Shift of the workload (SuffixDecoding, appendix A.2) -------------------------------------------------------------
 
 
-def measure_shifts(workload: Workload, figures: Figures) -> None:
+def shifts(workload: Workload) -> Iterator[Case]:
     """
     From each data set to the next one. Trees that know the first one's earlier outputs serve its replayed requests,
     then those of the second: `kept` goes on learning, `frozen` keeps no outputs behind the shift, and `fresh` begins
     there, knowing nothing.
     """
-    for before, after in track(list(pairwise(workload.splits)), desc="shifts"):
+    for before, after in pairwise(workload.splits):
         requests = [*after.earlier, *after.replayed][-_REQUESTS_BEHIND_SHIFT * len(before.replayed) :]
-        figures[f"{before.name} > {after.name}"] = _shift(before, requests)
+        yield _case(f"{before.name} > {after.name}", partial(_shift, before, requests))
 
 
-def _shift(before: Split, requests: list[Recording]) -> dict[str, dict[str, Numbers]]:
+def _shift(before: Split, requests: list[Recording]) -> Series:
     sources = {"kept": suffix_trees(before.outputs), "frozen": suffix_trees(before.outputs), "fresh": suffix_trees()}
     half = len(requests) // 2
     series: dict[str, dict[str, Numbers]] = {name: {} for name in ("before", "first half", "second half", "means")}
@@ -105,7 +110,7 @@ def _run(source: SuffixTreeCandidates, recordings: Sequence[Recording]) -> Tally
 # --- Suffix trees and a draft model (SuffixDecoding, appendix B.1) ----------------------------------------------------
 
 
-def measure_hybrids(workload: Workload, figures: Figures) -> None:
+def hybrids(workload: Workload) -> Iterator[Case]:
     """
     A target answers some of the replayed prompts by itself; its answers are then replayed with suffix trees that begin
     empty, with its draft model, and with both at several thresholds. The draft model really runs. `speed_up` takes the
@@ -114,15 +119,21 @@ def measure_hybrids(workload: Workload, figures: Figures) -> None:
     if workload.models is None:
         return
     target, draft, tokenizer = load_pair(workload.models)
-    for split in track(workload.splits, desc="hybrids"):
-        recordings = _answers(target, tokenizer, split)
-        seconds = _step_seconds(target, recordings[0])
-        specs = _hybrid_settings(draft)
-        _replay(DataSet(split.name, recordings), specs, figures)
-        for numbers in figures[split.name]["tau"].values():
-            drafting = (numbers["propose_us_per_step"] or 0.0) / 1e6
-            numbers["target_us_per_step"] = seconds * 1e6
-            numbers["speed_up"] = numbers["tokens_per_step"] * seconds / (seconds + drafting)
+    for split in workload.splits:
+        yield _case(split.name, partial(_hybrid, target, draft, tokenizer, split))
+
+
+def _hybrid(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split
+) -> Series:
+    recordings = _answers(target, tokenizer, split)
+    seconds = _step_seconds(target, recordings[0])
+    series = _replay(DataSet(split.name, recordings), _hybrid_settings(draft))
+    for numbers in series["tau"].values():
+        drafting = (numbers["propose_us_per_step"] or 0.0) / 1e6
+        numbers["target_us_per_step"] = seconds * 1e6
+        numbers["speed_up"] = numbers["tokens_per_step"] * seconds / (seconds + drafting)
+    return series
 
 
 def load_pair(models: Path) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:

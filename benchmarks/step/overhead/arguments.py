@@ -3,13 +3,18 @@
 import argparse
 from pathlib import Path
 
-from hf_smartspec.commands.common.arguments import DTYPES, add_device_argument, add_json_argument, number, positive
+from hf_smartspec.commands.common.arguments import DTYPES, add_device_argument, number, positive
+
+from ...kit.arguments import add_session_arguments
 
 PARTS = ("host", "forward", "step", "none")
 QUANTIZED = "quantized"  # takes minutes, and is measured where it is asked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="MODEL", help="folder, hub id or .gguf file (default: random weights; quantized: the demo's)"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
     add_device_argument(parser)
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="CPU threads (default: 2)")
@@ -46,4 +51,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"
     )
-    add_json_argument(parser)
+    add_session_arguments(parser)

@@ -1,18 +1,16 @@
 """`python -m benchmarks overhead`: what the machinery costs, with speculation's gains left out."""
 
 import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from hf_smartspec.commands.common.console import make_console, table
-from hf_smartspec.commands.common.models import use_machine
-from hf_smartspec.commands.common.outputs import check_output, write_json
-from hf_smartspec.commands.common.progress import track
-from hf_smartspec.commands.common.timing import Stopwatch, environment, side_by_side
+from hf_smartspec.commands.common.models import load_model, use_machine
+from hf_smartspec.commands.common.timing import Stopwatch, side_by_side
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.config import SmartSpecConfig
@@ -20,51 +18,42 @@ from hf_smartspec.target_model.compat import cache_name
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward
 
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Column, Row
+from . import host, int8
 from .arguments import QUANTIZED
-from .host import host_time, print_host_time
-from .int8 import int8_speed, print_int8_speed
 from .stubs import llama_config
 
 CONTEXT = 256  # cached tokens per row before the measured forward
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json)
     use_machine(args)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    console = make_console()
-    results: dict[str, Any] = {"environment": environment(device, dtype), "context": CONTEXT}
-    try:
-        if "host" in args.parts:
-            results["host"] = host_time(args.host_steps)
-        if QUANTIZED in args.parts:
-            sizes = (args.num_prompts, args.max_new_tokens, args.repeats or 3)
-            results["quantized"] = []
-            for row in int8_speed(args.parameters, args.prompts, args.dtype, *sizes):
-                results["quantized"].append(row)
-        if set(args.parts) - {"host", QUANTIZED}:
-            _measure_model(args, results, device, dtype)
-    finally:  # interrupted, what was measured so far is still worth reading
-        _print(console, results)
-        if args.json:
-            write_json(args.json, results)
-    return int(any(row["is_met"] is False for row in results["host"])) if "host" in results else 0
+    session = new_session(args, device, dtype, free=["parts"], context=CONTEXT)
+    sections = [section for part, section in _sections(args).items() if part in args.parts]
+    return session.run(sections, print_head(session, "overhead"))
 
 
-def _measure_model(args: argparse.Namespace, results: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
-    """The parts that run a model."""
-    model = random_llama(num_layers=args.layers).to(device=device, dtype=dtype)  # type: ignore[call-arg]
-    results["parameters"] = model.num_parameters()
-    if "forward" in args.parts:
-        results["forward"] = forward_overhead(model, args.batch_sizes, args.widths, args.repeats or 7)
-    if "step" in args.parts:
-        draft = random_llama(num_layers=1).to(device=device, dtype=dtype)  # type: ignore[call-arg]
-        with track(desc="measuring steps of the engine"):
-            results["step"] = step_overhead(model, draft, batch_size=8, repeats=1)
-    if "none" in args.parts:
-        # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
-        with track(desc="measuring without speculation"):
-            results["no_speculation"] = no_speculation(model.float(), batch_size=8, new_tokens=32)
+def _sections(args: argparse.Namespace) -> dict[str, Section]:
+    """By part; those that run a model share it."""
+    sizes = (args.num_prompts, args.max_new_tokens, args.repeats or 3)
+    model = cache(partial(_model, args))
+    return {
+        "host": host.section(args.host_steps),
+        QUANTIZED: int8.section(args.model, args.parameters, args.prompts, args.dtype, *sizes),
+        "forward": _forward_section(model, args.batch_sizes, args.widths, args.repeats or 7),
+        "step": _step_section(model, batch_size=8, repeats=1),
+        "none": _none_section(model, batch_size=8, new_tokens=32),
+    }
+
+
+def _model(args: argparse.Namespace, num_layers: int | None = None) -> PreTrainedModel:
+    """The given model, or one of random weights: its cost is real, its text is not."""
+    if args.model and num_layers is None:
+        return load_model(args.model, args.dtype, args.device)
+    model = random_llama(num_layers or args.layers)
+    return model.to(device=args.device, dtype=getattr(torch, args.dtype))  # type: ignore[call-arg]
 
 
 def random_llama(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
@@ -75,20 +64,32 @@ def random_llama(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def _forward_section(
+    model: Callable[[], PreTrainedModel], batch_sizes: Sequence[int], widths: Sequence[int], repeats: int
+) -> Section:
+    columns = (
+        Column("plain ms", "plain", "{:.1f}", 1e3),
+        Column("packed ms", "packed", "{:.1f}", 1e3),
+        Column("packed / plain", "ratio", "{:.3f}"),
+    )
+
+    def measured(size: int, width: int) -> Row:
+        return forward_overhead(model(), size, width, repeats)
+
+    cases = [Case(f"{size}, {width}", partial(measured, size, width)) for size in batch_sizes for width in widths]
+    title = f"Packed against plain forward, context {CONTEXT}"
+    return Section("forward", lambda: cases, columns, title, "batch, tokens per row")
+
+
 @torch.no_grad()
-def forward_overhead(
-    model: PreTrainedModel, batch_sizes: list[int], widths: list[int], repeats: int
-) -> list[dict[str, float]]:
+def forward_overhead(model: PreTrainedModel, batch_size: int, width: int, repeats: int) -> Row:
     """Plain forward over `[batch, width]` tokens against the packed forward over the same tokens."""
-    settings = [(batch_size, width) for batch_size in batch_sizes for width in widths]
-    rows = []
-    for batch_size, width in track(settings, desc="forward"):
-        ids = torch.randint(3, model.config.vocab_size, (batch_size, CONTEXT + width), device=model.device)
-        functions = {"plain": _plain_forward(model, ids, width), "packed": _packed_forward(model, ids, width)}
-        seconds = side_by_side(functions, repeats, model.device)
-        ratio = seconds["packed"] / seconds["plain"]
-        rows.append({"batch_size": batch_size, "width": width, **seconds, "ratio": ratio})
-    return rows
+    ids = torch.randint(3, model.config.vocab_size, (batch_size, CONTEXT + width), device=model.device)
+    functions = {"plain": _plain_forward(model, ids, width), "packed": _packed_forward(model, ids, width)}
+    seconds = side_by_side(functions, repeats, model.device)
+    ratio = seconds["packed"] / seconds["plain"]
+    sizes = {"batch_size": batch_size, "width": width, "parameters": model.num_parameters()}
+    return {**sizes, **seconds, "ratio": ratio}
 
 
 def _plain_forward(model, ids, width):
@@ -119,27 +120,52 @@ def _packed_forward(model, ids, width):
     return forward
 
 
-def step_overhead(model: PreTrainedModel, draft: PreTrainedModel, batch_size: int, repeats: int = 3) -> dict[str, Any]:
-    """The share of generation time that is spent outside the two models' forwards, by source."""
+def _step_section(model: Callable[..., PreTrainedModel], batch_size: int, repeats: int) -> Section:
+    columns = (
+        Column("ms per step", lambda row, _: f"{row['total'] / row['steps'] * 1e3:.1f}"),
+        Column("outside the forwards", "outside_share", "{:.1%}"),
+    )
+
+    def cases() -> Iterator[Case]:
+        draft, sources = model(num_layers=1), {}
+        if draft.config.vocab_size == model().config.vocab_size:  # not of every model of one's own
+            sources["draft model, 4 nodes"] = SmartSpecConfig(draft, num_nodes=4)
+            sources["draft model, tree of 8"] = SmartSpecConfig(draft, num_nodes=8, width=3)
+        sources["prompt lookup, 4 nodes"] = SmartSpecConfig("prompt_lookup", num_nodes=4)
+        for name, config in sources.items():
+            yield Case(name, partial(step_overhead, model(), draft, config, batch_size, repeats))
+
+    return Section("step", cases, columns, f"A step of the engine at batch {batch_size}", "source")
+
+
+def step_overhead(
+    model: PreTrainedModel, draft: PreTrainedModel, config: SmartSpecConfig, batch_size: int, repeats: int = 3
+) -> Row:
+    """The share of generation time that is spent outside the two models' forwards."""
     ids = torch.randint(3, model.config.vocab_size, (batch_size, 64), device=model.device)
-    sources = {"draft model, 4 nodes": SmartSpecConfig(draft, num_nodes=4)}
-    sources["draft model, tree of 8"] = SmartSpecConfig(draft, num_nodes=8, width=3)
-    sources["prompt lookup, 4 nodes"] = SmartSpecConfig("prompt_lookup", num_nodes=4)
-    results = {}
-    for name, config in sources.items():
-        shares = []
-        for _ in range(repeats + 1):
-            target_watch, draft_watch = Stopwatch(), Stopwatch()
-            with enabled(model), target_watch.attached_to(model), draft_watch.attached_to(draft):
-                output = model.generate(
-                    ids, assistant=config, max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True
-                )
-            total = output.statistics.seconds_total
-            inside = target_watch.seconds + draft_watch.seconds
-            shares.append({"total": total, "inside": inside, "steps": output.statistics.forwards})
-        results[name] = sorted(shares[1:], key=lambda item: 1 - item["inside"] / item["total"])[len(shares[1:]) // 2]
-        results[name]["outside_share"] = 1 - results[name]["inside"] / results[name]["total"]
-    return results
+    runs = []
+    for _ in range(repeats + 1):  # the first one warms up
+        target_watch, draft_watch = Stopwatch(), Stopwatch()
+        with enabled(model), target_watch.attached_to(model), draft_watch.attached_to(draft):
+            output = model.generate(
+                ids, assistant=config, max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True
+            )
+        total, inside = output.statistics.seconds_total, target_watch.seconds + draft_watch.seconds
+        steps = output.statistics.forwards
+        runs.append({"total": total, "inside": inside, "steps": steps, "outside_share": 1 - inside / total})
+    return sorted(runs[1:], key=lambda row: row["outside_share"])[repeats // 2]
+
+
+def _none_section(model: Callable[[], PreTrainedModel], batch_size: int, new_tokens: int) -> Section:
+    names = ("plain_seconds", "plain_tokens", "engine_seconds", "engine_tokens", "speedup")
+    columns = [
+        Column(name.replace("_", " "), name, "{:.2f}" if name.endswith(("seconds", "speedup")) else "{}")
+        for name in names
+    ]
+    # In float32, where both decode the same tokens: in half precision near-ties let rows end at other lengths.
+    case = Case("ragged prompts and ends", lambda: no_speculation(model().float(), batch_size, new_tokens))
+    title = f"No speculation, float32, batch {batch_size}"
+    return Section("no_speculation", lambda: [case], columns, title)
 
 
 def no_speculation(model: PreTrainedModel, batch_size: int, new_tokens: int = 64, repeats: int = 3) -> dict[str, float]:
@@ -175,43 +201,3 @@ def _ends(sequences: torch.Tensor, prompt_length: int) -> list[int]:
     """Token ids that, taken as ends of sequence, stop the rows at lengths spread over the whole run."""
     generated = sequences[:, prompt_length:].tolist()
     return [line[(row + 1) * len(line) // len(generated) - 1] for row, line in enumerate(generated)]
-
-
-def _print(console: Console, results: dict[str, Any]) -> None:
-    """What has been measured."""
-    if "host" in results:
-        print_host_time(console, results["host"])
-    if "forward" in results:
-        _print_forward(console, results)
-    if "step" in results:
-        _print_step(console, results["step"])
-    if "no_speculation" in results:
-        _print_no_speculation(console, results["no_speculation"])
-    if results.get("quantized"):
-        print_int8_speed(console, results["quantized"], results["environment"]["dtype"])
-    console.print(f"[dim]{results['environment']}[/dim]", soft_wrap=True)
-
-
-def _print_forward(console: Console, results: dict[str, Any]) -> None:
-    title = f"Packed against plain forward, {results['parameters'] / 1e6:.0f} M parameters, context {CONTEXT}"
-    lines = table(title, "batch", "tokens per row", "plain ms", "packed ms", "packed / plain", num_text=0)
-    for row in results["forward"]:
-        values = (f"{row['plain'] * 1e3:.1f}", f"{row['packed'] * 1e3:.1f}", f"{row['ratio']:.3f}")
-        lines.add_row(str(row["batch_size"]), str(row["width"]), *values)
-    console.print(lines)
-    console.print(f"median packed / plain: {np.median([row['ratio'] for row in results['forward']]):.3f}")
-
-
-def _print_step(console: Console, results: dict[str, Any]) -> None:
-    lines = table("A step of the engine at batch 8", "source", "ms per step", "outside the forwards")
-    for name, row in results.items():
-        lines.add_row(name, f"{row['total'] / row['steps'] * 1e3:.1f}", f"{row['outside_share']:.1%}")
-    console.print(lines)
-
-
-def _print_no_speculation(console: Console, row: dict[str, float]) -> None:
-    console.print(
-        f"No speculation, float32, batch 8, ragged prompts and ends: plain {row['plain_seconds']:.2f} s "
-        f"({row['plain_tokens']} tokens), engine {row['engine_seconds']:.2f} s ({row['engine_tokens']} tokens), "
-        f"speed-up {row['speedup']:.2f}"
-    )

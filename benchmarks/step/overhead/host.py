@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from hf_smartspec.candidates.base import NoCandidates, TreeCandidateGenerator
 from hf_smartspec.candidates.text.suffix.source import SuffixTreeCandidates
-from hf_smartspec.commands.common.console import table
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.decoding.batch import DecodingBatch
 from hf_smartspec.decoding.call import DecodingCall, ModelLimits, Request
 from hf_smartspec.decoding.loop import DecodingLoop
@@ -28,6 +25,9 @@ from hf_smartspec.sampling.processors import TokenPicker
 from hf_smartspec.simulator.clock import EventClock
 from hf_smartspec.target_model.written import written_decoder
 
+from ...kit.claims import Claim
+from ...kit.session import Case, Section
+from ...kit.tables import Column, Row, Rows
 from . import stubs
 from .stubs import VOCAB_SIZE, DrawnTrees, StubForward, llama_config, repetitive_text
 
@@ -63,16 +63,40 @@ class Setting(NamedTuple):
         return self.forward.seconds + getattr(self.source, "seconds", 0.0)
 
 
-def host_time(num_steps: int, num_rows: Sequence[int] = ROWS) -> list[dict[str, Any]]:
+def section(num_steps: int, num_rows: Sequence[int] = ROWS) -> Section:
     """
     A step's milliseconds of one thread, its calls of Python functions and its nodes, by kind of drafts and number of
     rows. What other programs take shows in the median, and hardly in the least.
     """
     settings = [(drafts, num) for drafts in DRAFTS for num in num_rows]
+    cases = [Case(f"{drafts}, {num}", partial(_alone, drafts, num, num_steps)) for drafts, num in settings]
+    title = (
+        f"Host time of a step: no forward, one thread, vocabulary {VOCAB_SIZE}, contexts {CONTEXTS[0]}-{CONTEXTS[1]}"
+    )
+    return Section("host", lambda: cases, _COLUMNS, title, "drafts, rows", claims=_claims)
+
+
+_COLUMNS = (
+    Column("nodes per row", "nodes_per_row", "{:.1f}"),
+    Column("calls", "python_calls", "{:.0f}"),
+    Column("ms", "milliseconds", "{:.2f}"),
+    Column("least ms", "least_milliseconds", "{:.2f}"),
+    Column("limit", "limit", "{:g}"),
+    Column("", lambda row, _: {None: "", True: "met", False: "missed"}[row["is_met"]]),
+)
+
+
+def _claims(rows: Rows) -> list[Claim]:
+    missed = [f"{row['drafts']} at {row['rows']}" for row in rows.values() if row["is_met"] is False]
+    return [Claim("every limit is met", not missed, f"missed: {', '.join(missed)}" if missed else "")]
+
+
+def _alone(drafts: str, num_rows: int, num_steps: int) -> Row:
+    """With one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_measured(drafts, num, num_steps) for drafts, num in track(settings, desc="host time")]
+        return _measured(drafts, num_rows, num_steps)
     finally:
         torch.set_num_threads(threads)
 
@@ -173,19 +197,3 @@ def _call(row: int, prompt: np.ndarray, forward: StubForward, source: TreeCandid
     )
     picker = TokenPicker(LogitsProcessorList(), 1, len(prompt))
     return DecodingCall(forward, batch, picker, coupled_picks, source, source.most_nodes)
-
-
-def print_host_time(console: Console, results: list[dict[str, Any]]) -> None:
-    title = (
-        f"Host time of a step: no forward, one thread, vocabulary {VOCAB_SIZE}, contexts {CONTEXTS[0]}-{CONTEXTS[1]}"
-    )
-    lines = table(title, "drafts", "rows", "nodes per row", "calls", "ms", "least ms", "limit", "")
-    for row in results:
-        is_met = {None: "", True: "met", False: "missed"}[row["is_met"]]
-        limit = "" if row["limit"] is None else f"{row['limit']:g}"
-        sizes = (str(row["rows"]), f"{row['nodes_per_row']:.1f}", f"{row['python_calls']:.0f}")
-        times = (f"{row['milliseconds']:.2f}", f"{row['least_milliseconds']:.2f}")
-        lines.add_row(row["drafts"], *sizes, *times, limit, is_met)
-    console.print(lines)
-    missed = [f"{row['drafts']} at {row['rows']}" for row in results if row["is_met"] is False]
-    console.print(f"missed: {', '.join(missed)}" if missed else "every limit is met")

@@ -1,7 +1,6 @@
 """The length policies of the benches of load, by name."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation
@@ -19,10 +18,12 @@ class Policies:
     Args:
         cost (`CostModel`): What is known of the target's; every policy gets a copy to correct.
         table (`BatchLookupTable`, *optional*): For "table".
+        max_length (`int`): Of the drafts of "step" and "request".
     """
 
     cost: CostModel
     table: BatchLookupTable | None = None
+    max_length: int = 8
 
     def new(self, name: str, engine: SimulatedEngine | None = None) -> LengthPolicy:
         if name == NONE:
@@ -37,10 +38,10 @@ class Policies:
             assert engine is not None, "only simulated engines know what will come"
             is_table = isinstance(engine.first_stage.source, TableCandidates)
             return DraftOracle(cost, engine, engine.first_stage.cost) if is_table else Oracle(cost, engine.continuation)
-        kinds: dict[str, Callable[[CostModel], LengthPolicy]] = {
-            "step": StepGoodput, "request": RequestGoodput, AUCTION: GoodputAuction,
-        }  # fmt: skip
-        return kinds[name](cost)
+        if name == AUCTION:
+            return GoodputAuction(cost)
+        kinds: dict[str, type[StepGoodput | RequestGoodput]] = {"step": StepGoodput, "request": RequestGoodput}
+        return kinds[name](cost, self.max_length)
 
 
 def is_fixed(name: str) -> bool:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.decode.queue import command as queue_bench
+from benchmarks.kit import ways
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.runs import up_to_end
 from tests.folders import save_tiny_models
@@ -38,9 +38,9 @@ def test_all_methods_agree_in_float32(folder, tmp_path, capsys):
     sources = ["none", "draft", "prompt_lookup", "suffix"]
     asked = ["--draft", folder / "draft", "--assistant", *sources, "--repetitions", "1"]
     assert call(folder, *asked, "--json", tmp_path / "queue.json") == 0
-    methods = json.loads((tmp_path / "queue.json").read_text())["methods"]
+    methods = json.loads((tmp_path / "queue.json").read_text())["results"]["queue"]
     assert list(methods) == [STATIC, CONTINUOUS, *(f"engine, {name}" for name in sources)]
-    assert {row["same_outputs"] for row in methods.values()} == {8}
+    assert len({tuple(row["checksums"]) for row in methods.values()}) == 1
     (num_tokens,) = {row["tokens"] for row in methods.values()}
     assert 8 < num_tokens < 8 * 12, "some outputs end with an end-of-sequence token, and others are cut"
     for row in methods.values():
@@ -53,20 +53,21 @@ def test_recorded_responses_of_all_lengths(folder, tmp_path):
     """The target says what was recorded, or, in transformers' continuous batches, as much."""
     path = tmp_path / "queue.json"
     assert call(folder, "--replay", "--remember", "2", "--assistant", "none", "auto", "--json", path) == 0
-    methods = json.loads(path.read_text())["methods"]
+    methods = json.loads(path.read_text())["results"]["queue"]
     numbers = {name: row["tokens"] for name, row in methods.items()}
     assert len(set(numbers.values())) == 1 and numbers[STATIC] < 6 * 12
-    assert {row["same_outputs"] for name, row in methods.items() if name != CONTINUOUS} == {6}
+    checksums = {tuple(row["checksums"]) for name, row in methods.items() if name != CONTINUOUS}
+    assert len(checksums) == 1 and len(checksums.pop()) == 6
 
 
 def test_queues_are_served_in_the_order_of_the_seed(folder, tmp_path, monkeypatch):
     served = []
 
-    def noted(setup, name, queue):
+    def noted(name, setup, queue):
         served.append([prompt.tolist() for prompt in queue])
         return [[5]] * len(queue)
 
-    monkeypatch.setattr(queue_bench, "_engine", noted)
+    monkeypatch.setattr(ways, "_engine", noted)
     asked = ["--skip", "static", "continuous", "--assistant", "none"]
     for seed in ("1", "1", "2"):
         assert call(folder, *asked, "--seed", seed) == 0
@@ -77,7 +78,7 @@ def test_queues_are_served_in_the_order_of_the_seed(folder, tmp_path, monkeypatc
 def test_transformers_methods_can_be_left_out(folder, tmp_path):
     path = tmp_path / "queue.json"
     assert call(folder, "--skip", "static", "continuous", "--assistant", "none", "--json", path) == 0
-    assert list(json.loads(path.read_text())["methods"]) == ["engine, none"]
+    assert list(json.loads(path.read_text())["results"]["queue"]) == ["engine, none"]
 
 
 def test_outputs_end_with_the_first_of_several_ends():
@@ -114,7 +115,7 @@ def test_interrupted_shows_what_was_measured(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "generate_batch", interrupt)
     path = tmp_path / "queue.json"
     assert call(folder, "--assistant", "none", "--json", path) == cli.INTERRUPTED
-    assert list(json.loads(path.read_text())["methods"]) == [STATIC]
+    assert list(json.loads(path.read_text())["results"]["queue"]) == [STATIC]
 
 
 @pytest.mark.parametrize(

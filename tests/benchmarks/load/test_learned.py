@@ -59,7 +59,8 @@ def test_batch(folder, tmp_path):
     out = tmp_path / "batch.json"
     asked = ["--batch-sizes", "2", "--lengths", "0", "3", "--sources", folder / "medusa", "--json", out]
     assert call("batch", folder, *asked) == 0
-    assert {(row["source"], row["length"]) for row in json.loads(out.read_text())["results"]} == {
+    results = json.loads(out.read_text())["results"]
+    assert {(name, row["length"]) for name, rows in results.items() for row in rows.values()} == {
         ("medusa", 0),
         ("medusa", 3),
     }

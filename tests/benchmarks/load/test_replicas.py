@@ -12,8 +12,8 @@ def test_all_ways_are_compared(folder, tmp_path, capsys):
     options = ["--tokenizer", folder / "target", "--replicas", "1,2", "--requests", "12", "--tenants", "4"]
     assert helpers.bench("replicas", path, *options, "--system", "32", "--json", out) == 0
     found = json.loads(out.read_text())
-    assert found["is_simulated"] and set(found["replicas"]) == {"1", "2"}
-    two = found["replicas"]["2"]
+    assert found["is_simulated"] and set(found["results"]) == {"1 replicas", "2 replicas"}
+    two = found["results"]["2 replicas"]
     assert len(two) == 6 and all(row["requests"] == 24 for row in two.values())
     assert two["affinity"]["reused_share"] > two["round robin"]["reused_share"]
     shown = capsys.readouterr().out

@@ -1,8 +1,6 @@
 """`python -m benchmarks gpu`: all of it on a tiny model without a GPU, what is kept, and what is told of it."""
 
 import json
-import signal
-import time
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks.decode.gpu import bandwidth, correctness, serving, verification
-from benchmarks.decode.gpu.session import Case, OutOfTimeError, Section, Session
 from benchmarks.decode.gpu.shapes import Plan
 from tests.benchmarks.helpers import bench
 from tests.folders import save_tiny_models
@@ -81,7 +78,6 @@ def test_resuming_measures_only_what_is_missing(call, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(verification, "_measured", lambda *args: asked.append(args[2:4]) or {"times_limit": 1.0})
     monkeypatch.setattr(bandwidth, "_measured", lambda *_: pytest.fail("is measured already"))
-    monkeypatch.setattr(verification, "_texts", lambda *_: ["1"])
     status, second = call("--section", "verification", "--resume")
     assert status == 0 and asked == [(1, 16)]
     assert second["results"]["bandwidth"] == first["results"]["bandwidth"]
@@ -136,28 +132,6 @@ def test_what_there_was_no_time_for_is_named(call):
     status, report = call("--section", "bandwidth", "--resume")
     assert not any(name.startswith("bandwidth") for name in report["skipped"])
     assert len(report["results"]["bandwidth"]) == 3
-
-
-def test_measurements_are_kept_at_once_and_stopped_in_time(tmp_path):
-    path, handler = tmp_path / "gpu.json", signal.getsignal(signal.SIGALRM)
-    seen = []
-
-    def quick():
-        return {"value": 1}
-
-    def endless():
-        seen.append(json.loads(path.read_text())["results"])
-        while True:
-            time.sleep(0.01)
-
-    cases = [Case("quick", quick), Case("endless", endless), Case("late", quick)]
-    section = Section("part", 1.0, lambda: cases, ("value",), lambda row, _: ("1",), may_overrun=False)
-    Session(path, {}, 2.0).run([section], lambda *_: None)
-    assert seen[0]["part"]["quick"]["value"] == 1
-    report = json.loads(path.read_text())
-    assert list(report["results"]["part"]) == ["quick"]
-    assert "stopped" in report["skipped"]["part: endless"] and "was over" in report["skipped"]["part: late"]
-    assert signal.getsignal(signal.SIGALRM) == handler and not issubclass(OutOfTimeError, Exception)
 
 
 @pytest.mark.parametrize(

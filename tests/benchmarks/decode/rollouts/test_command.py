@@ -35,7 +35,7 @@ def problems(folder):
 def call(folder, problems, *arguments):
     names = ["--assistants", "suffix", f"online:{folder / 'draft'}"]
     return helpers.bench(
-        "rollouts", problems, "--model", folder / "target", "--prompts", "2", *SHORT, *names, *arguments
+        "rollouts", problems, "--model", folder / "target", "--num-prompts", "2", *SHORT, *names, *arguments
     )
 
 
@@ -43,10 +43,11 @@ def call(folder, problems, *arguments):
 def test_training_is_the_same_with_every_assistant(folder, problems, tmp_path, capsys, size):
     out = tmp_path / "results.json"
     assert call(folder, problems, "--parameters", size, "--json", out) == 0
-    rows = json.loads(out.read_text())["assistants"]
+    rows = json.loads(out.read_text())["results"]["rollouts"]
     assert list(rows) == ["none", "suffix", "draft, online"]
     for row in rows.values():
-        assert row["same_completions"] and row["same_training"] and row["losses"] == rows["none"]["losses"]
+        assert row["same_completions"] and row["digest"] == rows["none"]["digest"]
+        assert row["losses"] == rows["none"]["losses"]
         assert len(row["epochs"]) == 2 and len(row["losses"]) == 4 and min(row["ratio"], row["ratio_to_own"]) > 0
     assert rows["none"]["tokens_per_step"] == 1 and rows["draft, online"]["tokens_per_step"] > 1
     assert rows["draft, online"]["learning"]["draft"]["updates"] > 0

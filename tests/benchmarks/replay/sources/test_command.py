@@ -233,17 +233,18 @@ def test_every_ablation_is_measured_judged_and_drawn(bench, tmp_path):
     pytest.importorskip("matplotlib", reason="figures are optional")
     path, folder = tmp_path / "report.json", tmp_path / "plots"
     status, out, _ = bench("--models", tmp_path, "--json", path, "--plots", folder)
-    claims = [claim for item in json.loads(path.read_text())["ablations"].values() for claim in item["claims"]]
-    assert status == (0 if all(claim["holds"] for claim in claims) else 1) and len(claims) > 10
     report = json.loads(path.read_text())
-    assert list(report["ablations"]) == list(ablation.ABLATIONS)
+    assert list(report["results"]) == list(ablation.ABLATIONS) and not report["failures"]
     assert report["data_sets"]["table"] == {"earlier": 20, "replayed": 6}
-    for name, item in report["ablations"].items():
+    figures = {name: {key: row["figures"] for key, row in rows.items()} for name, rows in report["results"].items()}
+    claims = []
+    for name, item in ablation.ABLATIONS.items():
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert item["title"] in out
-        for claim in item["claims"]:
-            assert f"{'yes' if claim['holds'] else 'NO '} {claim['text']}: {claim['detail']}" in out
-    figures = {name: item["figures"] for name, item in report["ablations"].items()}
+        assert item.title in out
+        for claim in item.claims(figures[name]):
+            assert f"{'yes' if claim.holds else 'NO '} {claim.text}: {claim.detail}" in out
+            claims.append(claim.holds)
+    assert status == (0 if all(claims) else 1) and len(claims) > 10
     trees = figures["trees"]["table"]["trees"]
     assert trees["both"]["tokens_per_step"] > trees["per request"]["tokens_per_step"]
     assert trees["global"]["tokens_per_step"] > trees["neither"]["tokens_per_step"]
@@ -297,11 +298,11 @@ def test_a_missing_matplotlib_is_explained(bench, tmp_path, monkeypatch):
 
 
 def test_interrupted_what_is_done_is_written(bench, tmp_path, monkeypatch):
-    def interrupt(workload, figures):
+    def interrupt(workload):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(ablation.ABLATIONS, "size", ablation.ABLATIONS["size"]._replace(measure=interrupt))
+    monkeypatch.setitem(ablation.ABLATIONS, "size", ablation.ABLATIONS["size"]._replace(cases=interrupt))
     path = tmp_path / "report.json"
     status, out, _ = bench("--only", "trees", "size", "--json", path)
     assert status == cli.INTERRUPTED and "trees:" in out
-    assert list(json.loads(path.read_text())["ablations"]) == ["trees"]
+    assert list(json.loads(path.read_text())["results"]) == ["trees"]

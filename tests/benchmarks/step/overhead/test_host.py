@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
+from benchmarks.kit.session import Session
 from benchmarks.step.overhead import host
-from benchmarks.step.overhead.host import DRAFTS, host_time, make_setting, print_host_time
+from benchmarks.step.overhead.host import DRAFTS, make_setting
 from benchmarks.step.overhead.stubs import CALL, stub_config
 from hf_smartspec.target_model.layout.row_groups import call_columns
 
@@ -39,15 +40,15 @@ def test_trees_are_verified_to_their_last_node(monkeypatch):
 def test_every_setting_is_measured_and_held_against_its_limit(monkeypatch):
     monkeypatch.setattr(host, "WARMUP", 2)
     monkeypatch.setattr(host, "LIMITS", {("none", 1): 1e9, ("suffix", 2): 0.0})
-    results = host_time(2, (1, 2))
+    session, output = Session({}), io.StringIO()
+    assert session.run([host.section(2, (1, 2))], Console(file=output, width=200)) == 1
+    results = list(session.rows("host").values())
     assert [(row["drafts"], row["rows"]) for row in results] == [(name, num) for name in DRAFTS for num in (1, 2)]
     assert all(0 < row["least_milliseconds"] <= row["milliseconds"] for row in results)
     assert {(row["drafts"], row["rows"]): row["is_met"] for row in results if row["limit"] is not None} == {
         ("none", 1): True,
         ("suffix", 2): False,
     }
-    output = io.StringIO()
-    print_host_time(Console(file=output, width=200), results)
     assert "missed: suffix at 2" in output.getvalue()
 
 

@@ -1,0 +1,26 @@
+"""Arguments that benches have in common. Nothing heavy is imported."""
+
+import argparse
+from pathlib import Path
+
+from hf_smartspec.commands.common.arguments import positive_number
+
+
+def add_session_arguments(
+    parser: argparse.ArgumentParser, path: Path | None = None, seconds: float | None = None
+) -> None:
+    """Add what `kit.session.new_session` takes; `path` and `seconds` are the defaults of --json and --seconds."""
+    parser.add_argument(
+        "--json", type=Path, default=path, metavar="FILE",
+        help=f"written anew after every measurement (default: {path or 'none'})",
+    )  # fmt: skip
+    add_resume_arguments(parser, seconds)
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser, seconds: float | None = None) -> None:
+    """Add the same without --json."""
+    parser.add_argument("--resume", action="store_true", help="leave out what the file of --json holds already")
+    parser.add_argument(
+        "--seconds", type=positive_number, default=seconds, metavar="S",
+        help=f"for everything: what was not reached by then is named (default: {seconds or 'no limit'})",
+    )  # fmt: skip

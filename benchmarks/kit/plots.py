@@ -1,0 +1,57 @@
+"""The two plots of benches: lines in panels, and bars; matplotlib is optional."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_smartspec.commands.common.figures import draw, from_zero, saved_figure, shared_legend
+
+Series = Mapping[str, Mapping[float, float]]  # by label: y by x
+
+
+class Panel(NamedTuple):
+    """
+    Args:
+        title, x, y (`str`): Above, below and beside it.
+        series (mapping): By label, y by x.
+        is_log (`bool`): Whether x is.
+        starred (mapping): By label, an x whose point gets a star.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: Series
+    is_log: bool = False
+    starred: Mapping[str, float] = {}
+
+
+def plot_lines(path: Path, panels: Sequence[Panel], title: str = "", is_from_zero: bool = True) -> None:
+    """Draw a line per label in every panel, with one legend."""
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        for axis, panel in zip(axes, panels):
+            for label, values in panel.series.items():
+                (line,) = axis.plot(list(values), list(values.values()), marker="o", label=label)
+                if label in panel.starred:
+                    x = panel.starred[label]
+                    axis.plot(x, values[x], marker="*", markersize=12, color=line.get_color())
+            axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, xscale="log" if panel.is_log else "linear")
+            axis.grid(alpha=0.3)
+            if is_from_zero:
+                from_zero(axis)
+        if title:
+            figure.suptitle(title)
+        if any(len(panel.series) > 1 for panel in panels):
+            shared_legend(figure, axes)
+
+    draw(path, len(panels), paint)
+
+
+def plot_bars(path: Path, heights: Mapping[str, float], label: str) -> None:
+    """Draw a horizontal bar for every name."""
+    with saved_figure(path, 1, 1, (8, 1 + 0.5 * len(heights))) as (_, ((axis,),)):
+        axis.bar_label(axis.barh(list(heights), list(heights.values())), fmt="%.1f", padding=3)
+        axis.invert_yaxis()
+        axis.margins(x=0.1)
+        axis.set_xlabel(label)

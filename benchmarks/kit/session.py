@@ -1,0 +1,230 @@
+"""A bench's run: sections of cases, kept as they are measured, shown and judged when a section ends."""
+
+import argparse
+import gc
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from hf_smartspec.commands.common.arguments import UsageError, command_of
+from hf_smartspec.commands.common.console import make_console
+from hf_smartspec.commands.common.outputs import check_output, replace_json, resumed
+from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.timing import environment
+
+from .claims import Claim, exit_status, print_claims
+from .deadline import OutOfTimeError, stopping_after
+from .tables import Column, Row, Rows, lines_of, print_lines
+
+_GRACE = 10.0  # seconds that a measurement may take beyond its section's end
+_PARTS = ("results", "skipped", "failures")
+_FREE = ("json", "resume", "seconds", "plot", "plots", "markdown")  # arguments that change no measurement
+
+
+class Case(NamedTuple):
+    """One measurement, a row of its section's table."""
+
+    name: str
+    measure: Callable[[], Row]
+
+
+@dataclass(frozen=True)
+class Section:
+    """
+    Measurements that belong together.
+
+    Args:
+        name (`str`): Under which its results are kept.
+        cases (`Callable`): Makes them, in order; what they need is made when they are measured.
+        columns (sequence of `Column`): Of the table that shows them.
+        title, first (`str`): Of the table and of its column of names.
+        share (`float`): Of the time of all sections, in any unit; what one leaves is the next one's.
+        may_overrun (`bool`): Whether a measurement that has begun may end a little late.
+        turns (`int`): How often each case is measured, in turns, so that a change of the machine's load meets all.
+        summary (`Callable`): A case's row, from those of its turns.
+        claims (`Callable`): What is to hold in the rows.
+        show (`Callable`): Prints the rows in place of the table.
+        note (`str`): Below the table.
+    """
+
+    name: str
+    cases: Callable[[], Iterable[Case]]
+    columns: Sequence[Column] = ()
+    title: str = ""
+    first: str = ""
+    share: float = 1.0
+    may_overrun: bool = True
+    turns: int = 1
+    summary: Callable[[list[Row]], Row] = lambda runs: runs[-1]
+    claims: Callable[[Rows], Iterable[Claim]] = lambda rows: ()
+    show: Callable[[Console, Rows], None] | None = None
+    note: str = ""
+
+
+class Session:
+    """
+    Args:
+        report (`dict`): What is known already, and what will be: "results" by section and case, "skipped" and
+            "failures" by "section: case".
+        path (`Path`, *optional*): A JSON file that holds the report, written anew after every measurement.
+        seconds (`float`): For everything.
+    """
+
+    def __init__(self, report: dict[str, Any], path: Path | None = None, seconds: float = math.inf):
+        self.report, self.path, self.seconds = report, path, seconds
+        self.start = time.monotonic()
+        self._failed: set[str] = set()  # in this run: what failed in an earlier one is tried again
+        for name in _PARTS:
+            report.setdefault(name, {})
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def rows(self, section: str) -> Rows:
+        """Return what has been measured of a section."""
+        found: Rows = self.report["results"].get(section, {})
+        return found
+
+    def run(self, sections: Sequence[Section], console: Console) -> int:
+        """Measure, show and judge all sections in order; after Ctrl-C, what was measured of the last one too."""
+        whole, until = sum(section.share for section in sections), 0.0
+        claims: list[Claim] = []
+        gc.collect()
+        gc.freeze()  # what is there already is not gone through after every measurement
+        try:
+            with track(desc="measuring", unit=" cases") as progress:
+                for section in sections:
+                    until += self.seconds * section.share / whole
+                    try:
+                        self._run_section(section, until, progress)
+                    finally:
+                        claims += self._show(section, console)
+        finally:
+            gc.unfreeze()
+            self.write()
+            self._show_end(console)
+        return 1 if self.report["failures"] else exit_status(claims)
+
+    def _run_section(self, section: Section, until: float, progress: Any) -> None:
+        try:
+            cases = section.cases() if section.turns == 1 else list(section.cases())
+            for turn in range(section.turns):
+                for case in cases if turn % 2 == 0 else reversed(list(cases)):  # back and forth
+                    progress.set_postfix_str(f"{section.name}: {case.name}")
+                    self._run_case(section, case, until)
+                    progress.update()
+        except UsageError:
+            raise
+        except Exception:  # in making the cases; what was measured stays
+            self.report["failures"][section.name] = traceback.format_exc()
+            self.write()
+
+    def _run_case(self, section: Section, case: Case, until: float) -> None:
+        rows, key = self.report["results"].setdefault(section.name, {}), f"{section.name}: {case.name}"
+        runs = rows.get(case.name, {}).get("runs", [])
+        is_measured = case.name in rows if section.turns == 1 else len(runs) >= section.turns
+        if is_measured or key in self._failed:
+            return
+        for name in _PARTS[1:]:
+            self.report[name].pop(key, None)
+        begin = self.elapsed
+        if begin >= until:
+            self.report["skipped"][key] = f"the time of the section was over: {begin:.0f} of {until:.0f} s"
+        else:
+            try:
+                with stopping_after(until + _GRACE * section.may_overrun - begin):
+                    row = case.measure()
+                runs = [*runs, row]
+                row = section.summary(runs) | ({"runs": runs} if section.turns > 1 else {})
+                rows[case.name] = row | {"took": self.elapsed - begin}
+            except OutOfTimeError:
+                self.report["skipped"][key] = f"stopped after {self.elapsed - begin:.0f} s: no time was left"
+            except UsageError:
+                raise
+            except Exception:  # of one measurement, whatever it is; the next may fare better
+                self.report["failures"][key] = traceback.format_exc()
+                self._failed.add(key)
+            _free_memory()
+        self.write()
+
+    def _show(self, section: Section, console: Console) -> list[Claim]:
+        rows = self.rows(section.name)
+        if not rows:
+            return []
+        if section.show is None:
+            print_lines(console, lines_of(section.title or section.name, section.first, section.columns, rows))
+        else:
+            section.show(console, rows)
+        claims = list(section.claims(rows))
+        print_claims(claims, console)
+        if section.note:
+            console.print(f"[dim]{escape(section.note)}[/dim]\n", highlight=False)
+        return claims
+
+    def _show_end(self, console: Console) -> None:
+        for name, trace in self.report["failures"].items():
+            last = trace.strip().splitlines()[-1]
+            console.print(f"[red]failed[/red]: {escape(name)}: {escape(last)}", highlight=False)
+        if self.report["skipped"]:
+            where = f", named with reasons in {escape(str(self.path))}" if self.path else ""
+            console.print(f"skipped: {len(self.report['skipped'])}{where}", highlight=False)
+
+    def write(self) -> None:
+        self.report["elapsed"] = self.elapsed
+        if self.path:
+            replace_json(self.path, self.report)
+
+
+def new_session(
+    args: argparse.Namespace,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    about: Mapping[str, Any] | None = None,
+    free: Sequence[str] = (),
+    **known: Any,
+) -> Session:
+    """
+    Return the session of a command, which goes on with the file of --json where it is asked to.
+
+    Args:
+        args (`Namespace`): With what `add_session_arguments` has added.
+        about (mapping, *optional*): What the figures depend on besides.
+        free (sequence of `str`): Further arguments that only choose what is measured: a run may be resumed with others.
+        known: What else the report begins with.
+    """
+    check_output(args.json)
+    command = json.loads(json.dumps(command_of(args), default=str))  # as the file will have it
+    conditions = {name: value for name, value in command.items() if name not in (*_FREE, *free)}
+    system = environment(torch.device(device), dtype) | dict(about or {}) | {"conditions": conditions}
+    report = {"command": command, "environment": system, "is_smoke": getattr(args, "smoke", False)} | known
+    if args.resume and args.json is None:
+        raise UsageError("--resume goes with --json")
+    if args.resume and args.json.exists():
+        report = resumed(args.json, report)
+    return Session(report, args.json, args.seconds or math.inf)
+
+
+def print_head(session: Session, name: str, about: str = "") -> Console:
+    """Print what is measured, and on what; return the console."""
+    console, system = make_console(), session.report["environment"]
+    versions = ", ".join(f"{package} {system[package]}" for package in ("torch", "transformers"))
+    console.print(f"[bold]benchmarks {name}[/bold] {escape(about)}", highlight=False)
+    machine = f"{system['dtype']}, {system['threads']} threads on {system['device']}, {versions}"
+    console.print(f"[dim]{escape(machine)}[/dim]\n", highlight=False)
+    return console
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
