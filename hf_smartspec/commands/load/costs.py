@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...goodput import CostModel, DraftCost
+from ...goodput.estimates.decayed import DecayedMean
 from ..common.arguments import UsageError
+
+_ERROR = "_error"  # of a `CostModel`: no array, as what else it has learnt
 
 
 @dataclass
@@ -61,8 +64,9 @@ class Calibration:
     def as_dict(self) -> dict[str, Any]:
         """As JSON knows it, with what was learnt about the cost."""
         numbers = asdict(self)
-        arrays = {name: value.tolist() for name, value in numbers["cost"].items() if isinstance(value, np.ndarray)}
-        return numbers | {"cost": numbers["cost"] | arrays}
+        items = numbers["cost"].items()
+        cost = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in items}
+        return numbers | {"cost": cost | {_ERROR: vars(self.cost._error)}}
 
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> "Calibration":
@@ -70,7 +74,10 @@ class Calibration:
         Raises:
             TypeError, KeyError, ValueError: for anything that `as_dict` did not make.
         """
-        learnt = {name: np.array(value) for name, value in numbers["cost"].items() if name.startswith("_")}
+        learnt: dict[str, Any] = {
+            name: np.array(value) for name, value in numbers["cost"].items() if name.startswith("_") and name != _ERROR
+        }
+        learnt[_ERROR] = DecayedMean(**numbers["cost"][_ERROR])
         drafter = numbers["drafter"]
         return cls(
             **numbers
