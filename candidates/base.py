@@ -61,6 +61,12 @@ class TreeCandidateGenerator(CandidateGenerator):
     num_likeliest: int = 0
     label: str = ""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "start" in own and "begin" not in own and cls.begin is not TreeCandidateGenerator.begin:
+            raise TypeError(f"{cls.__name__} overrides `start`, which its parent does not call: override `begin`.")
+
     @property
     def name(self) -> str:
         """

@@ -100,9 +100,9 @@ class Faulty(SuffixTreeCandidates):
         if where == self.where and self.count % 5 == 4:
             raise ArithmeticError("of the source")
 
-    def start(self, request_id, prompt):
-        self._maybe("start")
-        super().start(request_id, prompt)
+    def begin(self, request):
+        self._maybe("begin")
+        super().begin(request)
 
     def propose(self, request_ids, max_nodes):
         self._maybe("propose")
@@ -120,7 +120,7 @@ class Faulty(SuffixTreeCandidates):
         self._maybe("stop")
 
 
-@pytest.mark.parametrize("where", ["start", "propose", "wild", "observe", "stop"])
+@pytest.mark.parametrize("where", ["begin", "propose", "wild", "observe", "stop"])
 def test_sources_that_fail(model, where):
     with Engine(model, Faulty(where), max_batch_size=4) as engine:
         check_all(engine, model, random_requests(12))

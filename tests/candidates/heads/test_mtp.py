@@ -72,9 +72,9 @@ class Spy(FeatureCandidates):
         self.num_reused = max(self.num_reused, num)
         return num
 
-    def start(self, request_id, prompt):
-        super().start(request_id, prompt)
-        self.texts[request_id] = len(prompt), *prompt[:4].tolist()
+    def begin(self, request):
+        super().begin(request)
+        self.texts[request.request_id] = len(request.prompt), *request.prompt[:4].tolist()
 
     def propose(self, request_ids, max_nodes, price=None):
         trees = super().propose(request_ids, max_nodes, price)

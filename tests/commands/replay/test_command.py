@@ -279,9 +279,9 @@ def test_figures_are_drawn(smartspec, tmp_path):
 class Interrupting(PromptLookupCandidates):
     """As if Ctrl-C were pressed in the second request."""
 
-    def start(self, request_id, prompt):
-        super().start(request_id, prompt)
-        if request_id == 1:
+    def begin(self, request):
+        super().begin(request)
+        if request.request_id == 1:
             raise KeyboardInterrupt
 
 

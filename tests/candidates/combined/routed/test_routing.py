@@ -17,6 +17,7 @@ from hf_smartspec import (
     TextClassifier,
 )
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.target_model.cache.kept_memory import forget
 
 from ....generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, set_special_tokens, tiny_llama, tiny_tokenizer
@@ -208,7 +209,8 @@ def test_drafters_of_one_kind_are_told_apart_and_are_still_themselves(model):
     """What is learnt of a source is kept under its name."""
     trees = {"tenant a": SuffixTreeCandidates(), "tenant b": SuffixTreeCandidates()}
     routed = RoutedCandidates(trees | {"list": StagedCandidates([PromptLookupCandidates(), SuffixTreeCandidates()])})
-    chosen = routed.choose([1, 2, 3], [np.arange(3, 9)] * 3, [*trees, "list"])
+    requests = [SourceRequest(tag, np.arange(3, 9), tag=tag) for tag in (*trees, "list")]
+    chosen = routed.choose(requests)
     stages = [stage for source in chosen for stage in source.stages]
     assert len({stage.name for stage in stages}) == len(stages) == 4
     assert [stage.origin for stage in stages[:2]] == list(trees.values())
