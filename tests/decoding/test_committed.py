@@ -213,7 +213,7 @@ def test_another_thread_that_runs_the_model_is_not_listened_to():
 
 @pytest.mark.parametrize("layers", [(3,), (-2,), (0, 7)])
 def test_layers_that_there_are_not_are_refused(layers):
-    with pytest.raises(ValueError, match=r"Watching needs hidden states of layers .* behind 0 to 2 layers"):
+    with pytest.raises(ValueError, match=r"Watching needs hidden states of layers .* after 0 to 2 layers"):
         decoded(shared_model("llama"), Watching(Empty(), layers))
 
 
