@@ -7,6 +7,7 @@ from .combined.routed.source import RoutedCandidates
 from .combined.staged import StagedCandidates
 from .combined.wrapped import WrappedCandidates
 from .committed import Committed
+from .forwarding import ForwardingSource
 from .heads.eagle import EagleHeads
 from .heads.feature_source import FeatureCandidates
 from .heads.medusa import MedusaHeads
@@ -18,6 +19,7 @@ from .models.draft_model import DraftModelCandidates
 from .models.early_exit import EarlyExitCandidates
 from .models.growing import GrowingCandidates
 from .models.translated.source import TranslatedDraftCandidates
+from .request import SourceRequest
 from .text.datastore.file import Datastore, build_datastore
 from .text.datastore.source import DatastoreCandidates
 from .text.prompt_lookup import PromptLookupCandidates
@@ -31,6 +33,7 @@ __all__ = [
     "EagleHeads",
     "EarlyExitCandidates",
     "FeatureCandidates",
+    "ForwardingSource",
     "FusedCandidates",
     "GrowingCandidates",
     "MLPSpeculator",
@@ -40,6 +43,7 @@ __all__ = [
     "MtpLayers",
     "PromptLookupCandidates",
     "RoutedCandidates",
+    "SourceRequest",
     "StagedCandidates",
     "SuffixTreeCandidates",
     "TextClassifier",

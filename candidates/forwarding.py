@@ -76,5 +76,8 @@ class ForwardingSource(TreeCandidateGenerator):
     def forget(self, request_id: Hashable) -> None:
         self.source.forget(request_id)
 
+    def weights_changed(self) -> None:
+        self.source.weights_changed()
+
     def num_bytes(self) -> int | None:
         return self.source.num_bytes()

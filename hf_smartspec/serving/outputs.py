@@ -12,9 +12,7 @@ from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus
 
-# A turn of a request brings at least one token for so many that are computed anew: prompts are read faster by about as
-# much, so that at most half of the time goes into that.
-_TOKENS_PER_RECOMPUTED = 8
+_RECOMPUTED_PER_TOKEN = 8  # tokens computed anew for a resumed request, for each that it generates before the next turn
 
 
 @dataclass
@@ -58,8 +56,8 @@ class Ticket:
         return self.call.requests[0]
 
     def spare_after(self, num_recomputed: int) -> None:
-        """Spare a request that goes on until it has generated a part of the tokens that are computed anew for it."""
-        self.num_spared = self.request.num_generated + num_recomputed // _TOKENS_PER_RECOMPUTED
+        """Spare a resumed request until it has generated an eighth of the tokens that are computed anew for it."""
+        self.num_spared = self.request.num_generated + num_recomputed // _RECOMPUTED_PER_TOKEN
 
     def note(self, now: float) -> None:
         """Its new tokens are there since `now`."""

@@ -214,6 +214,9 @@ class Scheduler(Generic[Item]):
             for entry in self._beyond(parts, may_yield):
                 self._suspend(entry)
                 suspend(entry.item)
+        order = self._in_order()
+        if not order:
+            return None
         holders = {
             group: [entry for entry in group.running if may_yield is None or may_yield(entry.item)]
             for group in self._namespaces.values()
@@ -221,7 +224,7 @@ class Scheduler(Generic[Item]):
         }
         offers, least = self._offers(holders), self.size(1)
         has_room = len(self.running) < self.max_batch_size and self.max_tokens - self.num_taken - num_held >= least
-        for group in self._in_order():
+        for group in order:
             entry = group.waiting[0]
             if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):
                 continue
