@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cost_fit import Measurements, fit_coefficients
-from .estimates.decayed import DecayedMean
 from .kernels.forwards import by_tokens
 
 _NUM_BINS = 21  # bins of the running correction, at 1, 2, 4, ... tokens per forward
@@ -96,9 +95,7 @@ class CostModel:
     _log_factors: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
     _doubt: np.ndarray = field(default_factory=_DOUBT.copy, repr=False, compare=False)  # covariance of the log factors
     _num_observed: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS), repr=False, compare=False)
-    _error: DecayedMean = field(  # absolute, of logarithms
-        default_factory=lambda: DecayedMean(_MEMORY, num=math.inf), repr=False, compare=False
-    )
+    _mean_error: float = field(default=0.0, repr=False, compare=False)  # absolute, of logarithms
     _is_corrected: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +142,7 @@ class CostModel:
         shared = (1 - share) * doubt[low] + share * doubt[low + 1]  # covariance of this size and each bin
         variance = float((1 - share) * shared[low] + share * shared[low + 1]) + _STEP**2
         error = math.log(seconds / predicted)
-        self._error.add(min(abs(error), 1.0))
+        self._mean_error += _MEMORY * (min(abs(error), 1.0) - self._mean_error)
         gain = shared / (variance * max(abs(error) / (_SURPRISE * math.sqrt(variance)), 1.0))
         self._log_factors += gain * error
         self._doubt = doubt - np.multiply.outer(gain, shared)
@@ -173,7 +170,7 @@ class CostModel:
         while steps of one size agree: then the profile was measured on a busy machine, say. A machine that is slower as
         a whole is no such sign, and on a machine that is busy now the question stays open.
         """
-        if self._error.mean > _STEADY:
+        if self._mean_error > _STEADY:
             return False
         proven = self._log_factors[self._num_observed >= _PROOF]
         return len(proven) > 1 and float(np.ptp(proven)) > math.log(_WRONG)

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...goodput import CostModel, DraftCost
-from ...goodput.estimates.decayed import DecayedMean
 from ..common.arguments import UsageError
-
-_ERROR = "_error"  # of a `CostModel`: no array, as what else it has learnt
 
 
 @dataclass
@@ -64,9 +61,8 @@ class Calibration:
     def as_dict(self) -> dict[str, Any]:
         """As JSON knows it, with what was learnt about the cost."""
         numbers = asdict(self)
-        items = numbers["cost"].items()
-        cost = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in items}
-        return numbers | {"cost": cost | {_ERROR: vars(self.cost._error)}}
+        arrays = {name: value.tolist() for name, value in numbers["cost"].items() if isinstance(value, np.ndarray)}
+        return numbers | {"cost": numbers["cost"] | arrays}
 
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> "Calibration":
@@ -74,10 +70,7 @@ class Calibration:
         Raises:
             TypeError, KeyError, ValueError: for anything that `as_dict` did not make.
         """
-        learnt: dict[str, Any] = {
-            name: np.array(value) for name, value in numbers["cost"].items() if name.startswith("_") and name != _ERROR
-        }
-        learnt[_ERROR] = DecayedMean(**numbers["cost"][_ERROR])
+        learnt = {name: np.array(value) for name, value in numbers["cost"].items() if name.startswith("_")}
         drafter = numbers["drafter"]
         return cls(
             **numbers
