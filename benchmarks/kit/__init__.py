@@ -1,1 +1,1 @@
-"""What the benches share."""
+"""Code that the benches share."""

@@ -119,7 +119,7 @@ def continuous(hint: str = "", **options: Any) -> Way:
 
 
 def assisted(name: str, **options: Any) -> Way:
-    """The same with an engine in its place, which drafts."""
+    """`generate_batch` of an enabled model, where an engine drafts."""
     return Way(name, partial(_assisted, name, options))
 
 

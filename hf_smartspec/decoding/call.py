@@ -221,11 +221,6 @@ class DecodingCall:
         """The tokens that the target's encoder has read; None where there are none."""
         return None if self._texts is None else self._texts[request.index]
 
-    def text_of(self, request: Request) -> np.ndarray:
-        """What the request is about: what the target's encoder has read, or its prompt."""
-        encoded = self.encoded_text(request)
-        return request.prompt if encoded is None else encoded
-
     def source_request_of(self, request: Request) -> SourceRequest:
         """
         Return the request as its sources get it, apart from its row. Answers often repeat what an encoder has read:

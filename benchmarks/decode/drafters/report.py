@@ -1,4 +1,4 @@
-"""What `python -m benchmarks drafters` found, as tables for the terminal or for a page."""
+"""Results of `python -m benchmarks drafters`, as tables for the terminal or for a page."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks rollouts` found: figures, tables and claims."""
+"""Results of `python -m benchmarks rollouts`: figures, tables and claims."""
 
 from collections.abc import Sequence
 from statistics import mean, median
@@ -45,7 +45,7 @@ def _figures(rollouts: Sequence[Rollout]) -> Row:
 
 
 def same_training(row: Row, rows: Rows) -> bool:
-    """Whether completions, losses and final weights are those of the run without speculation, to the last bit."""
+    """Return whether completions, losses and final weights equal those without speculation, to the last bit."""
     return bool(row["digest"] == next(iter(rows.values()))["digest"])
 
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks online` found, as tables and figures."""
+"""Results of `python -m benchmarks online`, as tables and figures."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -50,7 +50,7 @@ def _played(make: Callable[[World], Figure | Iterator[Figure]], world: World) ->
 
 
 def _figures(rows: Iterable[Row]) -> list[Figure]:
-    """What the rows hold, also where these were read from a file."""
+    """Return the figures of rows, which may have been read from a file."""
     return [Figure.of(item) for row in rows for item in row["figures"]]
 
 

@@ -1,4 +1,4 @@
-"""What the papers claim of their sources, checked against the figures of `python -m benchmarks sources`."""
+"""Claims of the papers about their sources, checked against the figures of `python -m benchmarks sources`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias

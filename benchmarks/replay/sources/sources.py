@@ -1,4 +1,4 @@
-"""What `python -m benchmarks sources` compares: recorded requests split in two, and sources with parts taken away."""
+"""Material of `python -m benchmarks sources`: recorded requests split in two, and sources with parts taken away."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial

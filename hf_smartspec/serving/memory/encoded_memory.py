@@ -78,7 +78,7 @@ class EncodedMemory(RequestMemory):
         """Tokens that a request may reach, the draft behind its last one included, and those that its encoder reads."""
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
-        return len(request.prompt) + request.max_new_tokens + call.draft_room, len(call.text_of(request))
+        return len(request.prompt) + request.max_new_tokens + call.draft_room, len(request.source_request.subject)
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Runs the encoder, and gives the request its slots."""
