@@ -25,10 +25,10 @@ def run(args: argparse.Namespace) -> int:
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
     """
-    The completions of a parser with all its commands.
+    Return the script that completes a parser with all its commands.
 
     Raises:
-        UsageError: where the package that writes them is missing, or knows no such shell.
+        UsageError: if shtab is not installed.
     """
     try:
         import shtab
@@ -39,7 +39,7 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _name_files(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None:
-    """Says which arguments are files and folders, by what stands for them in the help."""
+    """Mark the arguments that are files and folders, by their names in the help, for completion."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():

@@ -1,4 +1,4 @@
-"""`smartspec transformers`: transformers' own command, in which every model drafts."""
+"""`smartspec transformers`: transformers' own command, with speculation for every model."""
 
 import argparse
 from contextlib import ExitStack

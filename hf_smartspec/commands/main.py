@@ -77,7 +77,7 @@ SECTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 1 (the check failed), 2 (bad arguments) or 130 (Ctrl-C)."""
+    """Run one command and return its exit status: 0, 1 (the check failed), 2 (bad arguments) or 130 (Ctrl-C)."""
     return guarded("smartspec", _dispatch, list(sys.argv[1:] if argv is None else argv))
 
 
@@ -117,12 +117,12 @@ def full_parser() -> "Parser":
 
 
 def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
-    """The command that the first words name; None if they name none."""
+    """Return the command that the first words name, or None."""
     return next((path for path in COMMANDS if tuple(arguments[: len(path)]) == path), None)
 
 
 def _top_level(arguments: list[str]) -> int:
-    """Help, `--version`, and errors about words that name no command."""
+    """Print the help or the version, or refuse words that name no command."""
     parser = _tree(lambda path, parser: None)
     if message := _unknown_word(arguments):
         parser.fail(message)
@@ -137,7 +137,7 @@ def _top_level(arguments: list[str]) -> int:
 
 
 def _unknown_word(arguments: Sequence[str]) -> str:
-    """What is said of the first word that names no command, and what may have been meant; "" if there is none."""
+    """Return an error for the first word that names no command; "" if all words name commands."""
     known: tuple[str, ...] = ()
     for word in arguments:
         here = [path for path in COMMANDS if path[: len(known)] == known]
@@ -151,7 +151,7 @@ def _unknown_word(arguments: Sequence[str]) -> str:
 
 
 def _refusal(word: str, known: Mapping[str, tuple[str, ...]]) -> str:
-    """Name the command that the word may have meant, or where the bench of that name is."""
+    """Return an error with the command that the word may have meant, or the place of the bench of that name."""
     if word in IN_A_CHECKOUT:
         return f"the bench {word!r} is in the repository: python -m benchmarks {word}, in a checkout"
     calls = {name: f"python -m benchmarks {name}" for name in IN_A_CHECKOUT}
@@ -161,7 +161,7 @@ def _refusal(word: str, known: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _tree(fill: Callable[[tuple[str, ...], "Parser"], None]) -> "Parser":
-    """The parser of the first words; `fill` adds a command's arguments to its own."""
+    """Return the parser of the commands' names; `fill` adds a command's arguments to its subparser."""
     top = _TopParser(prog="smartspec", description="Lossless speculative decoding for HuggingFace transformers.")
     top.add_argument("--version", action="store_true", help="show the version and exit")
     commands = top.add_subparsers(metavar="COMMAND", title="commands", parser_class=Parser)
@@ -182,7 +182,7 @@ def _tree(fill: Callable[[tuple[str, ...], "Parser"], None]) -> "Parser":
 
 
 def overview() -> str:
-    """The commands as a newcomer meets them."""
+    """Return the help of `smartspec`: all commands, by section."""
     helps = {path[0]: GROUPS.get(path[0], command.help) for path, command in COMMANDS.items()}
     rest = [name for name in helps if not any(name in names for names in SECTIONS.values())]
     width = max(map(len, helps)) + 2
@@ -190,7 +190,7 @@ def overview() -> str:
     for number, (title, names) in enumerate(SECTIONS.items(), start=1):
         shown = [*names, *(rest if number == len(SECTIONS) else [])]
         lines += [f"{title}:", *(f"  {name:{width}}{helps[name]}" for name in shown if name in helps), ""]
-    return "\n".join([*lines, "smartspec COMMAND --help says what it takes; --version shows the version.", ""])
+    return "\n".join([*lines, "smartspec COMMAND --help shows its arguments; --version shows the version.", ""])
 
 
 def sentence(text: str) -> str:
@@ -199,7 +199,7 @@ def sentence(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line that ends with where to look, and that takes no abbreviated flags."""
+    """Parser whose errors are one line that ends with a reference to --help, and that takes no abbreviated options."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)

@@ -1,4 +1,4 @@
-"""Several engines as one service: who serves which request, and what replicas share of what they have learnt."""
+"""Several engines as one service: routing of requests, and sharing of outputs and learnt drafters."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["SharedCheckpoints", "SharedOutputs"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: whoever only routes requests loads neither torch nor models."""
+    """Import on first use: routing of requests needs neither torch nor models."""
     if name == "SharedOutputs":
         from .sharing.outputs import SharedOutputs
 

@@ -1,4 +1,4 @@
-"""Which of several replicas serves a request."""
+"""Routing: the choice of the replica that serves a request."""
 
 import hashlib
 from collections import OrderedDict
@@ -16,8 +16,10 @@ _BLOCK = 16  # tokens that are recognised together
 
 class ReplicaLoad(NamedTuple):
     """
+    Load of one replica.
+
     Args:
-        name (hashable): Stays a replica's own for as long as it lives.
+        name (hashable): Name of the replica, which does not change during its life.
         running, waiting (`int`): Its requests that run, and that wait for a place.
     """
 
@@ -32,41 +34,40 @@ class ReplicaLoad(NamedTuple):
 
 class Router(Protocol):
     """
-    Chooses among replicas, as they are at the moment; none may be missing a second time unless it is gone. Several
-    threads may ask at once.
+    Interface of routers. Several threads may call one router at once.
     """
 
     def choose(self, loads: Sequence[ReplicaLoad], prompt: np.ndarray, namespace: str = "") -> int:
         """
-        The place in `loads` of the replica that is to serve a request.
+        Return the place in `loads` of the replica that is to serve a request.
 
         Args:
-            loads (sequence of `ReplicaLoad`): All replicas; at least one.
+            loads (sequence of `ReplicaLoad`): All replicas, at least one.
             prompt (`np.ndarray` of shape `[prompt_len]`): Token ids.
-            namespace (`str`): Whose text the request's drafts come from.
+            namespace (`str`): Namespace of the texts that the request's drafts come from.
         """
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """Router that chooses the replicas in turn."""
 
     def __init__(self) -> None:
-        self._numbers = count()  # whose next one is one thread's alone
+        self._numbers = count()  # `next` on it is atomic
 
     def choose(self, loads: Sequence[ReplicaLoad], prompt: np.ndarray, namespace: str = "") -> int:
         return next(self._numbers) % len(loads)
 
 
 class LeastLoaded:
-    """The replica with the fewest requests; of several, the first."""
+    """Router that chooses the replica with the fewest requests; of several, the first."""
 
     def choose(self, loads: Sequence[ReplicaLoad], prompt: np.ndarray, namespace: str = "") -> int:
         return min(range(len(loads)), key=lambda place: loads[place].requests)
 
 
 class PowerOfTwo:
-    """The less loaded of two that are drawn at random (Mitzenmacher, 2001)."""
+    """Router that chooses the less loaded of two replicas drawn at random (Mitzenmacher, 2001)."""
 
     def __init__(self, seed: int = 0):
         self._rng = np.random.default_rng(seed)
@@ -78,20 +79,19 @@ class PowerOfTwo:
 
 class Affinity:
     """
-    Where the longest beginning of the prompt has been served before: its keys and values are there. Else where the
-    namespace is at home: its suffix trees are there. Replicas that have too much to do are left out of both, so that a
-    beginning or a namespace in demand spreads; without either, the least loaded serves.
+    Router that chooses the replica that has served the longest prefix of the prompt, and so holds its keys and values;
+    without such a replica, the home of the namespace, which holds its suffix trees; without a namespace, the replica
+    with the fewest requests. Overloaded replicas are left out, so that a prefix or a namespace in demand spreads.
 
     Args:
-        min_share (`float`): Of the prompt, that must be known for it to count.
-        max_imbalance (`float`): A replica has too much to do if it has more than so many times as many requests as the
-            mean of all,
-        max_extra (`int`): and more than so many more.
-        max_blocks (`int`): Blocks of 16 tokens that are remembered of all replicas' prompts; those that were unused
-            for longest are forgotten first.
+        min_share (`float`): Share of the prompt that a replica must have served to be chosen for it.
+        max_imbalance (`float`), max_extra (`int`): A replica is overloaded if it has more than `max_imbalance` times
+            the mean number of requests of all replicas, and more than `max_extra` above it.
+        max_blocks (`int`): Bound on the blocks of 16 tokens that are kept of all replicas' prompts; the least recently
+            used are dropped first.
 
     Raises:
-        ValueError: for arguments that no replica could fulfil.
+        ValueError: for arguments out of range.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class Affinity:
         return place
 
     def _free(self, loads: Sequence[ReplicaLoad]) -> list[int]:
-        """Replicas that may be given more."""
+        """Return the replicas that are not overloaded."""
         mean = sum(item.requests for item in loads) / len(loads)
         most = max(self.max_imbalance * mean, mean + self.max_extra)
-        return [place for place, item in enumerate(loads) if item.requests <= most]  # some are not above the mean
+        return [place for place, item in enumerate(loads) if item.requests <= most]  # at least one is below the mean
 
     def _by_prompt(self, loads: Sequence[ReplicaLoad], blocks: Sequence[bytes], free: Sequence[int]) -> int | None:
         known, knowing = dict.fromkeys(free, 0), list(free)
@@ -144,13 +144,13 @@ class Affinity:
     def _remember(self, blocks: Sequence[bytes], name: Hashable) -> None:
         for block in blocks:
             self._served.setdefault(block, set()).add(name)
-        for block in reversed(blocks):  # beginnings outlive what stands behind them
+        for block in reversed(blocks):  # a prefix is dropped after its continuations
             self._served.move_to_end(block)
         while len(self._served) > self.max_blocks:
             self._served.popitem(last=False)
 
     def forget(self, name: Hashable) -> None:
-        """A replica is gone."""
+        """Drop a replica that has ended."""
         with self._lock:
             for served in self._served.values():
                 served.discard(name)
@@ -167,19 +167,19 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 def _at_home(loads: Sequence[ReplicaLoad], namespace: str, free: Sequence[int]) -> int:
     """
-    The free replica that comes first in an order of the namespace's own (rendezvous hashing): it stays while others
-    come and go.
+    Return the first free replica in an order that depends on the namespace (rendezvous hashing): it does not change
+    when other replicas come and go.
     """
     return max(free, key=lambda place: hashlib.blake2b(_encoded(f"{namespace}\0{loads[place].name}")).digest())
 
 
 def _encoded(name: str) -> bytes:
-    """Of any string that JSON may hold."""
+    """Return the bytes of any string in JSON, lone surrogates included."""
     return name.encode(errors="surrogatepass")
 
 
 def _blocks(prompt: np.ndarray, namespace: str) -> list[bytes]:
-    """Of each whole block, a hash of the namespace and of all tokens up to its end."""
+    """Return for each whole block a hash of the namespace and of all tokens up to its end."""
     digest = hashlib.blake2b(_encoded(namespace), digest_size=12)
     tokens, found = np.ascontiguousarray(prompt, np.int64), []
     for start in range(0, len(tokens) - _BLOCK + 1, _BLOCK):

@@ -2,9 +2,7 @@
 
 import argparse
 
-from ..common.answering.arguments import (
-    sampling_of,
-)
+from ..common.answering.arguments import sampling_of
 from ..common.answering.speaker import load_speaker
 from ..common.outputs import check_output, write_json
 from .conversation import Conversation
@@ -31,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(session: Session) -> None:
-    """Turn by turn, until somebody leaves."""
+    """Answer turn by turn, until the user leaves."""
     was_interrupted = False
     while True:
         try:

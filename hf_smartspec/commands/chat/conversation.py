@@ -1,4 +1,4 @@
-"""What has been said, and how the model reads it."""
+"""The turns of a chat, and their token ids."""
 
 from dataclasses import dataclass, field
 
@@ -12,9 +12,11 @@ _USER, _ASSISTANT = "User:", "Assistant:"
 @dataclass
 class Conversation:
     """
+    The turns of a chat.
+
     Args:
-        system (`str`, *optional*): What the model is told first.
-        messages (list of messages): The turns, the last one the user's where the model is to answer.
+        system (`str`, *optional*): System prompt.
+        messages (list of messages): The turns; before an answer, the last one is the user's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -31,7 +33,7 @@ class Conversation:
 
     @property
     def stop_strings(self) -> list[str]:
-        """Without a template, the model would go on for both."""
+        """Strings that end an answer; without a template, the model would write the user's next turn too."""
         return [] if self.has_template else [f"\n{_USER}"]
 
     def say(self, text: str) -> None:
@@ -41,13 +43,15 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
-        """Forgets the user's last turn, which has got no answer."""
+        """Remove the user's last turn, which was not answered."""
         self.messages.pop()
 
     def token_ids(self) -> list[int]:
         """
+        Return the token ids of all turns.
+
         Raises:
-            ValueError: where the chat template refuses it.
+            ValueError: if the chat template refuses the turns.
         """
         if self.has_template:
             return Prompter(self.tokenizer, self.system).token_ids(self.messages)

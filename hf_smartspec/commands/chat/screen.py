@@ -1,4 +1,4 @@
-"""The terminal of a chat; nothing but answers where there is none."""
+"""The terminal of a chat. Where output is piped, answers only."""
 
 import contextlib
 import sys
@@ -18,9 +18,11 @@ _NOTE = Style(dim=True)
 
 class Screen:
     """
+    Input and output of a chat.
+
     Args:
-        is_interactive (`bool`, *optional*): Whether a person sits there: asked for input, with colours and notes. By
-            default, whether input and output are a terminal.
+        is_interactive (`bool`, *optional*): Whether to prompt for input and to print colours and notes. By default,
+            whether input and output are a terminal.
     """
 
     def __init__(self, is_interactive: bool | None = None):
@@ -30,7 +32,7 @@ class Screen:
 
     def read(self) -> str:
         """
-        What is said next; a line that ends with a backslash goes on in the next one.
+        Return the user's next turn; a backslash at the end of a line continues it in the next line.
 
         Raises:
             EOFError: at the end of the input.
@@ -53,7 +55,7 @@ class Screen:
         return line.removesuffix("\n")
 
     def complete(self, words: Sequence[str]) -> None:
-        """Arrow keys bring back what was said; the tab key completes these words."""
+        """Let the arrow keys recall earlier lines, and the tab key complete these words."""
         if not self.is_interactive:
             return
         with contextlib.suppress(ImportError):  # Windows has none
@@ -68,7 +70,7 @@ class Screen:
             readline.parse_and_bind("tab: complete")
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """The next of an answer."""
+        """Print further pieces of an answer."""
         if self.is_interactive:
             text = Text.assemble(*((printable(piece.text), ACCEPTED if piece.source else "") for piece in pieces))
             self._console.print(text, end="")
@@ -77,18 +79,18 @@ class Screen:
         sys.stdout.flush()
 
     def end_answer(self, text: str) -> None:
-        """Behind an answer, which was `text`."""
+        """End the line of an answer, unless its `text` has done so."""
         if not text.endswith("\n"):
             sys.stdout.write("\n")
         sys.stdout.flush()
 
     def note(self, text: str | Text) -> None:
-        """Something that no model said: on a terminal only."""
+        """Print a remark, on a terminal only."""
         if self.is_interactive:
             self._console.print(text, style=_NOTE)
 
-    def tell(self, text: str) -> None:
-        """What was asked for, or went wrong; beside the answers, where these are piped on."""
+    def report(self, text: str) -> None:
+        """Print the result of a command or an error, on stderr where answers are piped."""
         if self.is_interactive:
             self._console.print(text, markup=False)
         else:

@@ -1,4 +1,4 @@
-"""A chat: turns, answers that grow, and what can be changed between them."""
+"""A chat session: turns, streamed answers, and settings that may change between them."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,11 @@ from .screen import ACCEPTED, Screen
 
 class Session:
     """
+    A chat with one model.
+
     Args:
-        max_new_tokens (`int`): Of an answer.
-        seed (`int`, *optional*): Gives the same conversation again; otherwise every answer has a new one.
+        max_new_tokens (`int`): Tokens of an answer at most.
+        seed (`int`, *optional*): Repeats a conversation; without it, every answer has a new seed.
     """
 
     def __init__(
@@ -40,13 +42,15 @@ class Session:
         self._engine: Engine = speaker.new_engine()
 
     def stop(self) -> None:
-        """Ends what still runs."""
+        """Stop the engine and the answer that may still be generated."""
         self._engine.stop(drain=False)
 
     def use_assistant(self, assistant: Any) -> None:
         """
+        Replace the assistant.
+
         Raises:
-            UsageError: if it cannot draft for the model; the former one stays.
+            UsageError: if it cannot draft for the model; the former one is then kept.
         """
         speaker = replace(self.speaker, assistant=assistant)
         engine = speaker.new_engine()
@@ -54,7 +58,7 @@ class Session:
         self._engine, self.speaker = engine, speaker
 
     def answer(self, text: str) -> None:
-        """Says `text` and shows what the model answers; Ctrl-C ends the answer."""
+        """Add the user's turn `text` and print the model's answer; Ctrl-C ends the answer."""
         self.conversation.say(text)
         try:
             try:
@@ -72,10 +76,11 @@ class Session:
         self.conversation.answer(growing.text)
         self.last = output.statistics
         self.total = self.total + output.statistics
-        self._say_how_it_ended(output)
+        ends = {"cancelled": "stopped; ", "length": f"cut after {len(output.generated_tokens)} tokens; "}
+        self.screen.note(f"{ends.get(output.finish_reason or '', '')}{summary(output.statistics)}\n")
 
     def _ask(self) -> str:
-        """The name of the request."""
+        """Send the conversation to the engine; return the name of the request."""
         ids = self.conversation.token_ids()
         room = self.speaker.room(len(ids), self.max_new_tokens)
         if room < 1:
@@ -89,13 +94,13 @@ class Session:
         return self._engine.add_request(ids, max_new_tokens=room, streaming=True, seed=seed, **arguments)
 
     def _followed(self, request_id: str) -> tuple[EngineOutput, GrowingText]:
-        """The last output of a request, and its text, which has been shown."""
+        """Print an answer as it grows; return its last output and its text."""
         growing = GrowingText(self.speaker.tokenizer, self.conversation.stop_strings)
         try:
             output = self._follow(request_id, growing)
         except KeyboardInterrupt:
             self._engine.cancel_request(request_id)
-            if not self.screen.is_interactive:  # nobody sits there to go on
+            if not self.screen.is_interactive:  # no user who could go on
                 raise
             output = self._follow(request_id, growing)
         self.screen.write(growing.end())
@@ -109,17 +114,13 @@ class Session:
         assert output is not None, "a request has at least its last output"
         return output
 
-    def _say_how_it_ended(self, output: EngineOutput) -> None:
-        ends = {"cancelled": "stopped; ", "length": f"cut after {len(output.generated_tokens)} tokens; "}
-        self.screen.note(f"{ends.get(output.finish_reason or '', '')}{summary(output.statistics)}\n")
-
     def _fail(self, reason: str) -> None:
         self.conversation.take_back()
         self.num_failed += 1
-        self.screen.tell(f"error: {reason}")
+        self.screen.report(f"error: {reason}")
 
     def report(self) -> dict[str, Any]:
-        """The conversation as JSON knows it."""
+        """Return the conversation for JSON."""
         system = [{"role": "system", "content": self.conversation.system}] if self.conversation.system else []
         return {
             "model": self.speaker.name,
@@ -129,13 +130,11 @@ class Session:
         }
 
     def greet(self) -> None:
-        """What is there, once."""
+        """Print the model, the assistant and the meaning of colours."""
         self.screen.note(f"{self.speaker.name}, assistant {shown(self.speaker.assistant)}")
-        line = Text("Green", ACCEPTED).append(
-            " was drafted and accepted. /help tells more, Ctrl-D leaves.\n", "default"
-        )
-        self.screen.note(line)
+        green = Text("Green", ACCEPTED)
+        self.screen.note(green.append(" was drafted and accepted. /help lists commands, Ctrl-D leaves.\n", "default"))
         if not self.conversation.has_template:
-            self.screen.tell(
+            self.screen.report(
                 "The model has no chat template: it continues a text of lines that begin with User: and Assistant:."
             )

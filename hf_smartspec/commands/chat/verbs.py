@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does."""
+"""Commands of a chat: lines that begin with a slash."""
 
 import argparse
 import difflib
@@ -15,7 +15,7 @@ _WIDTH = 18  # of the first column of the help
 
 
 class Verb(NamedTuple):
-    """`run(session, words)` raises `UsageError` or `ArgumentTypeError` for words that it cannot use."""
+    """A command; `run(session, words)` raises `UsageError` or `ArgumentTypeError` for words that it cannot use."""
 
     argument: str
     help: str
@@ -24,7 +24,7 @@ class Verb(NamedTuple):
 
 def obey(session: Session, line: str) -> None:
     """
-    Runs a line that begins with a slash.
+    Run a line that begins with a slash.
 
     Raises:
         EOFError: to end the chat.
@@ -32,18 +32,18 @@ def obey(session: Session, line: str) -> None:
     name, _, words = line.strip().partition(" ")
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
-        session.screen.tell(f"no such command: {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
+        session.screen.report(f"no such command: {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
         return
     try:
         VERBS[name].run(session, words.strip())
     except (UsageError, argparse.ArgumentTypeError) as error:
-        session.screen.tell(f"error: {name}: {error}")
+        session.screen.report(f"error: {name}: {error}")
 
 
 def _help(session: Session, words: str) -> None:
     rows = [(f"{name} {verb.argument}", verb.help) for name, verb in VERBS.items()]
     rows += [("Ctrl-C", "stops an answer; twice, or Ctrl-D, leaves"), ("\\", "at the end of a line: it goes on")]
-    session.screen.tell("".join(f"  {name:<{_WIDTH}}{text}\n" for name, text in rows))
+    session.screen.report("".join(f"  {name:<{_WIDTH}}{text}\n" for name, text in rows))
 
 
 def _stats(session: Session, words: str) -> None:
@@ -69,7 +69,7 @@ def _reset(session: Session, words: str) -> None:
 
 def _system(session: Session, words: str) -> None:
     session.conversation.system = words or None
-    session.screen.note("The model is told so from now on.\n" if words else "The model is told nothing first.\n")
+    session.screen.note("A new system prompt, from now on.\n" if words else "No system prompt.\n")
 
 
 def _assistant(session: Session, words: str) -> None:
@@ -95,7 +95,7 @@ def _exit(session: Session, words: str) -> None:
 VERBS = {
     "/stats": Verb("", "what speculation did, in the last answer and in all", _stats),
     "/reset": Verb("", "begin a new conversation", _reset),
-    "/system": Verb("TEXT", "what the model is told first; alone: nothing", _system),
+    "/system": Verb("TEXT", "the system prompt; alone: none", _system),
     "/assistant": Verb("NAME", "what drafts: auto, prompt_lookup, none, a folder, ...", _assistant),
     "/seed": Verb("N", "the same conversation again; alone: a new seed always", _seed),
     "/temperature": Verb("X", "0: always the likeliest token; alone: the model's own", _temperature),

@@ -1,4 +1,4 @@
-"""Where commands listen."""
+"""Addresses and ports to listen at."""
 
 import argparse
 import socket
@@ -9,14 +9,14 @@ _LAST_PORT = 65535
 
 
 def host(text: str) -> str:
-    """For argparse; sockets take no name at all for every address of the machine."""
+    """Return an address from the command line; an empty one is refused, since sockets take it for all addresses."""
     if not text:
         raise argparse.ArgumentTypeError("must name an address; 0.0.0.0 is all of this machine's")
     return text
 
 
 def port(text: str) -> int:
-    """For argparse."""
+    """Return a port number from the command line."""
     value = not_negative(text)
     if value > _LAST_PORT:
         raise argparse.ArgumentTypeError(f"must be at most {_LAST_PORT}, got {value}")
@@ -25,10 +25,10 @@ def port(text: str) -> int:
 
 def listen_at(host: str, port: int) -> socket.socket:
     """
-    A socket, bound before anything is loaded. Port 0 takes a free one.
+    Return a listening socket, to be made before anything is loaded. Port 0 takes a free one.
 
     Raises:
-        UsageError: if the address is in use, or none.
+        UsageError: if the address is in use, or is no address.
     """
     from ...serving.server.running import listen  # needs a server's packages
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and what they accept."""
+"""Arguments that several commands have, and the types of their values."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ PARAMETERS = 200e6  # of the demo target, enlarged
 
 
 class UsageError(Exception):
-    """A command cannot do what it was asked to; its message is shown as one line, and the exit status is 2."""
+    """Error of a command's arguments or files; its message is printed as one line, and the exit status is 2."""
 
 
 def positive(text: str) -> int:
@@ -65,7 +65,7 @@ def not_negative_number(text: str) -> float:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Target, draft, prompts and outputs, the same for all benches of the engine."""
+    """Add the arguments of benches of the engine: target, draft, prompts and outputs."""
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE",
         help=".jsonl or .jsonl.gz with prompts, where they are replayed with responses too; one is one data set "
@@ -88,20 +88,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the target answers, and what has been answered before."""
+    """Add --replay and --remember: the responses of the target, and those of earlier requests."""
     parser.add_argument(
         "--replay", action="store_true",
         help="the target runs at its cost, but picks the recorded responses, so that drafts meet real text",
     )  # fmt: skip
     parser.add_argument(
         "--remember", type=not_negative, default=0, metavar="N",
-        help="the first N requests of every FILE are not asked: suffix trees know them and their responses already, as "
-        "those of a service do that has been running for a while (default: 0)",
+        help="the first N requests of every FILE are not sent: suffix trees hold them and their responses from the "
+        "beginning, as those of a service that has run for a while (default: 0)",
     )  # fmt: skip
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `load_target` takes."""
+    """Add the arguments of `load_target`."""
     parser.add_argument("--model", metavar="MODEL", help="target: folder or hub id (default: the demo's)")
     parser.add_argument(
         "--parameters", type=number, metavar="N",
@@ -121,7 +121,7 @@ def add_dtype_argument(parser: argparse._ActionsContainer, note: str = "") -> No
 
 
 def add_machine_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add what `use_machine` takes."""
+    """Add the arguments of `use_machine`."""
     add_device_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 
@@ -140,7 +140,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def command_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as JSON knows them."""
+    """Return the arguments with paths as text, for JSON."""
     return {
         key: str(value) if isinstance(value, Path) else [str(item) for item in value] if key == "files" else value
         for key, value in vars(args).items()

@@ -14,7 +14,7 @@ _WIDTH_STEP, _NEURON_STEP = 64, 16  # sizes are multiples of these, which matrix
 
 
 class Sizes(NamedTuple):
-    """What Llamas differ in, under the names of `LlamaConfig`."""
+    """Sizes of a Llama, under the names of `LlamaConfig`."""
 
     hidden_size: int
     intermediate_size: int
@@ -26,9 +26,9 @@ class Sizes(NamedTuple):
 
 def enlarge(model: PreTrainedModel, num_parameters: float = 200e6, seed: int = 0) -> PreTrainedModel:
     """
-    A model of about `num_parameters` parameters that computes what `model` computes: real text at the cost of a
-    real model of that size, in weights read, matrix products, attention and key-value cache (docs/design.md,
-    "Cost-matched models").
+    Return a model of about `num_parameters` parameters with the output of `model`: real text at the cost of a real
+    model of that size, in weights read, matrix products, attention and key-value cache (docs/design.md, "Cost-matched
+    models").
 
     Layers, heads and neurons are added whose output projections are zero; their other weights are random. The residual
     stream gets further dimensions, which stay zero. RMSNorm averages over them too, so its weights shrink by
@@ -63,7 +63,7 @@ def enlarge(model: PreTrainedModel, num_parameters: float = 200e6, seed: int = 0
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, large: PreTrainedModel) -> None:
-    """Once `model` has learnt something: the model that was enlarged from it computes again what it computes."""
+    """Copy the weights of `model` into the model that was enlarged from it, so that both have the same output."""
     scale = math.sqrt(model.config.hidden_size / large.config.hidden_size)
     places = dict(large.named_parameters())
     for name, parameter in model.named_parameters():
@@ -73,9 +73,9 @@ def copy_weights(model: PreTrainedModel, large: PreTrainedModel) -> None:
 
 def find_sizes(model: PreTrainedModel, num_parameters: float) -> Sizes:
     """
-    Sizes of a Llama of `num_parameters` parameters with the vocabulary of `model`, its size of heads and its number of
-    queries per key-value head. Depth grows with width as from TinyLlama (2048 wide, 22 layers) to Llama 2 7B (4096,
-    32), that is sqrt(width) / 2; among all widths, the one whose MLP comes closest to 8 / 3 of it.
+    Return the sizes of a Llama of `num_parameters` parameters with the vocabulary of `model`, its size of heads and its
+    number of queries per key-value head. Depth grows with width as from TinyLlama (2048 wide, 22 layers) to Llama 2 7B
+    (4096, 32), that is sqrt(width) / 2; of all widths, the one whose MLP comes closest to 8 / 3 of it is taken.
     """
     own = _own_sizes(model)
     if not model.num_parameters() <= num_parameters < math.inf:
@@ -111,14 +111,14 @@ def _wider(own: Sizes, added: int) -> Sizes:
 
 
 def _with_neurons(model: PreTrainedModel, shape: Sizes, num_parameters: float) -> Sizes:
-    """The shape with the intermediate size that comes closest to the number of parameters."""
+    """Return the shape with the intermediate size that comes closest to the number of parameters."""
     rest = num_parameters - _count(model, shape._replace(intermediate_size=0))
     neurons = rest / (3 * shape.hidden_size * shape.num_hidden_layers)
     return shape._replace(intermediate_size=round(neurons / _NEURON_STEP) * _NEURON_STEP)
 
 
 def _count(model: PreTrainedModel, sizes: Sizes) -> int:
-    """Parameters of a Llama of these sizes with the vocabulary of `model`."""
+    """Return the number of parameters of a Llama of these sizes with the vocabulary of `model`."""
     width, neurons, num_layers, heads, key_value_heads, head_dim = sizes
     attention = 2 * width * head_dim * (heads + key_value_heads)
     layer = attention + 3 * width * neurons + 2 * width

@@ -1,4 +1,4 @@
-"""What the benches of the target ask: requests with their recorded responses, and a past that suffix trees remember."""
+"""Data sets of benches: requests with recorded responses, and earlier requests that suffix trees remember."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,10 +21,10 @@ class DataSet(NamedTuple):
     Prompts and their recorded responses as token ids, in the order in which they arrive.
 
     Args:
-        name (`str`): Shown in tables.
-        prompts (list of lists of `int`): Different ones.
-        responses (list of `np.ndarray` of shape `[n]`, int64): As much of each as is generated.
-        past (sequence of `Recording`): Earlier requests, which are not asked any more.
+        name (`str`): Name in tables.
+        prompts (list of lists of `int`): Distinct prompts.
+        responses (list of `np.ndarray` of shape `[n]`, int64): The first tokens of each, as many as are generated.
+        past (sequence of `Recording`): Earlier requests, which are not sent again.
     """
 
     name: str
@@ -44,10 +44,10 @@ class DataSet(NamedTuple):
         max_new_tokens: int,
     ) -> "DataSet":
         """
-        The first `num_past` texts as the past, and the first `limit` different prompts behind them.
+        Return a data set with the first `num_past` texts as its past, and the next `limit` distinct prompts.
 
         Raises:
-            UsageError: if nothing is left to ask.
+            UsageError: if no prompt is left.
         """
         past = list(_tokenized(texts[:num_past], tokenizer, max_prompt, max_new_tokens))
         asked: dict[bytes, Recording] = {}
@@ -66,7 +66,7 @@ class DataSet(NamedTuple):
 def _tokenized(
     texts: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_prompt: int, max_new_tokens: int
 ) -> Iterator[Recording]:
-    """Conversations are one user's turn; of responses, as much as is generated; there may be none."""
+    """Yield the texts as token ids: a conversation as one user's turn, a response up to `max_new_tokens`, or empty."""
     for item in texts:
         prompts = encode(["\n".join(item.context)], tokenizer, max_prompt)
         response = tokenizer(item.response, add_special_tokens=False, verbose=False).input_ids[:max_new_tokens]
@@ -82,7 +82,7 @@ def answered(
     max_new_tokens: int,
     desc: str = "answering what is remembered",
 ) -> list[Recording]:
-    """The same requests with what the target answers, decoded greedily in batches."""
+    """Return the requests with the target's own answers, decoded greedily in batches."""
     pad_id, ends, result = model.generation_config.pad_token_id, set(eos_ids(model)), []
     with track(total=len(past), desc=desc) as progress:
         for first in range(0, len(past), batch_size):
@@ -100,8 +100,8 @@ def answered(
 
 def remember(source: TreeCandidateGenerator, past: Sequence[Recording], namespace: str = "") -> None:
     """
-    Has the suffix trees of a source go through earlier requests, as if it had drafted for them: their outputs are kept,
-    and it is learnt which drafts come true. Other sources remember nothing.
+    Run the suffix trees of a source through earlier requests, as if it had drafted for them: the trees keep their
+    outputs and learn which drafts are accepted. Other sources are left as they are.
     """
     for trees in (source, *getattr(source, "sources", ())):
         if isinstance(trees, SuffixTreeCandidates):
@@ -110,7 +110,7 @@ def remember(source: TreeCandidateGenerator, past: Sequence[Recording], namespac
 
 
 def _decode(trees: SuffixTreeCandidates, item: Recording, namespace: str) -> None:
-    """One request, as a target would decode it that verifies all that is drafted."""
+    """Replay one request to the trees; all nodes that they draft are verified."""
     name, rest = object(), item.response
     trees.begin(SourceRequest(name, item.prompt, namespace=namespace))
     while len(rest):

@@ -1,4 +1,4 @@
-"""The demo's models and prompts, which commands run on by default: a checkout has them, a wheel has not."""
+"""The demo's models and prompts, the default of many commands. A checkout has them, the installed package has not."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ _PARTS = ("models/target/tokenizer.json", "models/target/config.json", "models/d
 
 
 def find_demo() -> Path | None:
-    """The folder with the demo's models and prompts, here or in the repository; None where there is none."""
+    """Return the folder with the demo's models and prompts, in the working folder or the repository, or None."""
     for folder in (_DEMOS, Path(__file__).parents[3] / _DEMOS):
         if all((folder / part).is_file() for part in _PARTS):
             return folder
@@ -18,13 +18,13 @@ def find_demo() -> Path | None:
 
 def demo_folder(*needed: str) -> Path:
     """
-    The same, in place of arguments that were not given.
+    Return the folder of `find_demo`, which replaces arguments that were not given.
 
     Args:
-        needed (`str`): The arguments that name what is taken from it; none, if nothing can take its place.
+        needed (`str`): These arguments; none, where no argument could name other files.
 
     Raises:
-        UsageError: where there is none; says which arguments to give.
+        UsageError: if there is no such folder; the message names the arguments to give.
     """
     folder = find_demo()
     if folder is None:

@@ -1,4 +1,4 @@
-"""Drafters by name: for a target as it is, and for the same target enlarged."""
+"""Drafters by name, for a target as it is or enlarged."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,10 +21,12 @@ _MODEL_FREE = {"suffix": SuffixTreeCandidates, "prompt_lookup": PromptLookupCand
 
 class Drafter(NamedTuple):
     """
+    A loaded drafter.
+
     Args:
-        name (`str`): Shown in tables.
-        assistant: What `assistant=` is.
-        num_parameters (`int`): Its own, beside those that it shares with the target.
+        name (`str`): Name in tables.
+        assistant: Passed as `assistant=`.
+        num_parameters (`int`): Parameters that it does not share with the target.
     """
 
     name: str
@@ -34,12 +36,12 @@ class Drafter(NamedTuple):
 
 class DrafterFiles:
     """
-    Loads each folder or hub id once.
+    Drafters of a target; each folder or hub id is loaded once.
 
     Args:
-        target (`PreTrainedModel`): What learned drafters were trained for.
-        larger (`PreTrainedModel`, *optional*): The same enlarged, where they are to draft for that.
-        option (`str`): Of the command, for errors.
+        target (`PreTrainedModel`): The target that learned drafters were trained for.
+        larger (`PreTrainedModel`, *optional*): The target enlarged, where they are to draft for that.
+        option (`str`): Option of the command, for error messages.
     """
 
     def __init__(self, target: PreTrainedModel, larger: PreTrainedModel | None = None, option: str = "--drafters"):
@@ -48,10 +50,10 @@ class DrafterFiles:
 
     def named(self, name: str) -> Drafter:
         """
-        One drafter, or a list joined by plus signs.
+        Return one drafter, or a list of drafters whose names are joined by plus signs.
 
         Raises:
-            UsageError: for a name that means nothing, or a drafter of another target.
+            UsageError: for an unknown name, or a drafter of another target.
         """
         items = parts_of(name)
         assistants = [self._assistant(item) for item in items]
@@ -63,7 +65,7 @@ class DrafterFiles:
         return Drafter(shown(name), assistant, sum(_num_own(self._known.get(item), self.target) for item in items))
 
     def new_source(self, name: str) -> TreeCandidateGenerator:
-        """The same as a source that has learnt nothing yet."""
+        """Return the drafter as a new source, without anything learnt."""
         sources = [self._source(item) for item in parts_of(name)]
         return resolve(sources, self.larger or self.target).source if len(sources) > 1 else sources[0]
 
@@ -85,7 +87,7 @@ class DrafterFiles:
         return source if self.larger is None else NarrowedCandidates(source, size)
 
     def loaded(self, item: str) -> PreTrainedModel | LearnedDrafter:
-        """The model or learned drafter of one folder or hub id."""
+        """Return the model or learned drafter of one folder or hub id."""
         if item not in self._known:
             try:
                 drafter = load(item, self.target)
@@ -101,6 +103,6 @@ def load_drafters(names: Sequence[str], files: DrafterFiles) -> list[Drafter]:
 
 
 def _num_own(drafter: nn.Module | None, target: PreTrainedModel) -> int:
-    """Parameters beside those of the target."""
+    """Return the number of parameters that are not the target's."""
     shared = {item.data_ptr() for item in target.parameters()}
     return sum(item.numel() for item in drafter.parameters() if item.data_ptr() not in shared) if drafter else 0

@@ -1,4 +1,4 @@
-"""Is what speculation returns what plain `generate` returns: tokens, scores and logits."""
+"""Differences between the tokens of speculation and those of plain `generate`."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import torch
 @dataclass(frozen=True)
 class Difference:
     """
-    The first token of a row that is not plain decoding's.
+    The first token of a row that differs from plain decoding's.
 
-    `plain_gap` says by how much plain decoding prefers its own token, `own_gap` by how much speculation prefers its
-    own (in processed scores, noise included; inf where the other token was filtered away; NaN where unknown).
-    `logit_error` is the largest difference of the two logits vectors at that position.
+    `plain_gap` is the score of plain decoding's token above that of speculation's, both by plain decoding; `own_gap` is
+    the reverse, by speculation (in processed scores, noise included; inf where the other token was filtered away; NaN
+    where unknown). `logit_error` is the largest difference of the two logits vectors at that position.
     """
 
     row: int
@@ -29,8 +29,8 @@ class Difference:
     @property
     def is_tie(self) -> bool:
         """
-        Whether rounding alone explains it: nearly equal scores, or a token at the very edge of top-k or top-p. Each
-        side must have picked by its own scores, or it is no tie but a wrong pick.
+        Return whether rounding alone explains the difference: nearly equal scores, or a token at the very edge of top-k
+        or top-p. Each side must have picked by its own scores; otherwise the pick is wrong, not tied.
         """
         gaps = (self.plain_gap, self.own_gap)
         if any(math.isnan(gap) or gap < -self.tolerance for gap in gaps):
@@ -40,8 +40,8 @@ class Difference:
 
 def without_padding(tokens: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     """
-    Replace with -1 what follows the first of the end-of-sequence ids `ends` in every row of `[rows, new]`: there is
-    more or less of it, where another row of the batch ends elsewhere.
+    Replace all tokens after the first of the end-of-sequence ids `ends` with -1 in every row of `[rows, new]`. Their
+    number depends on the other rows of the batch.
     """
     is_end = torch.isin(tokens, torch.tensor(list(ends), dtype=tokens.dtype, device=tokens.device))
     return tokens.masked_fill(is_end.cumsum(1) > is_end, -1)

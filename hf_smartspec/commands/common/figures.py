@@ -15,7 +15,7 @@ _SIZE = (5.0, 3.4)  # inches of one panel
 
 
 def check_matplotlib(path: Path | None = None) -> None:
-    """A figure that cannot be drawn, or not into a file of this kind, is refused before any work."""
+    """Raise `UsageError`, before any work, where matplotlib is missing or cannot write files of this kind."""
     try:
         importlib.import_module("matplotlib")
         backends = importlib.import_module("matplotlib.backend_bases")
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
 @contextmanager
 def saved_figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, np.ndarray]]:
     """
-    Figure and axes `[rows, columns]`, `size` inches wide and high, to paint on; written behind the block.
+    Yield a figure and its axes `[rows, columns]`, `size` inches wide and high; the figure is written after the block.
 
     Raises:
         UsageError: if the file cannot be written.
@@ -64,7 +64,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw(path: Path, num_panels: int, paint: Callable[[Any, list[Any]], None], num_columns: int = 3) -> None:
-    """A figure of so many panels, which `paint(figure, axes)` draws."""
+    """Write a figure of `num_panels` panels, which `paint(figure, axes)` draws."""
     columns = min(num_columns, num_panels)
     rows = math.ceil(num_panels / columns)
     with saved_figure(path, rows, columns, (_SIZE[0] * columns, _SIZE[1] * rows)) as (figure, grid):
@@ -75,7 +75,7 @@ def draw(path: Path, num_panels: int, paint: Callable[[Any, list[Any]], None], n
 
 
 def shared_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
-    """One legend below all panels, of all labels that occur in them."""
+    """Draw one legend of all labels below the panels."""
     lines = dict(zip(*reversed(axes[0].get_legend_handles_labels())))
     for axis in axes[1:]:
         handles, labels = axis.get_legend_handles_labels()
@@ -86,5 +86,5 @@ def shared_legend(figure: Any, axes: Sequence[Any], title: str | None = None) ->
 
 
 def from_zero(axis: Any) -> None:
-    """The vertical axis begins at 0 and ends above the largest value, markers included."""
+    """Let the vertical axis begin at 0 and end above the largest marker."""
     axis.set_ylim(0, 1.1 * axis.dataLim.y1)

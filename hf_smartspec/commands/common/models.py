@@ -1,4 +1,4 @@
-"""What a command names: models, tokenizers and prompts, loaded with errors of one clear line."""
+"""Models, tokenizers and prompts that a command line names; errors are one line."""
 
 import argparse
 import json
@@ -55,7 +55,7 @@ def default_device() -> str:
 
 def use_machine(args: argparse.Namespace) -> None:
     """
-    Use the threads and the device of `add_machine_arguments`; the device's default is filled in.
+    Set the threads of `add_machine_arguments`, and check its device or fill in the default.
 
     Raises:
         UsageError: for a device that cannot be used.
@@ -75,11 +75,11 @@ def load_model(
     name: str, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False, is_draft: bool = False
 ) -> PreTrainedModel:
     """
-    A causal or sequence-to-sequence language model from a local folder, a .gguf file or the hub, ready for inference.
+    Return a causal or sequence-to-sequence language model from a folder, a .gguf file or the hub, in evaluation mode.
 
     Args:
         dtype (`str`): One of `DTYPES`, or "auto": that of its files.
-        trust_remote_code (`bool`): Whether Python code that lies beside it is run.
+        trust_remote_code (`bool`): Whether Python code among its files is run.
         is_draft (`bool`): Whether files that lack weights are refused.
     """
     check_folder(name)
@@ -102,10 +102,10 @@ def load_model(
 
 def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
     """
-    What `--quantize` asks for, if anything.
+    Quantize the model, if `--quantize` was given.
 
     Raises:
-        UsageError: for a model that cannot run in it.
+        UsageError: for a model that cannot be quantized.
     """
     if kind:
         try:
@@ -115,7 +115,7 @@ def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
 
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:
-    """A model that can draft for the target, on its device."""
+    """Return a draft model on the target's device; raises `UsageError` if it cannot draft for the target."""
     draft = load_model(name, dtype, str(target.device), is_draft=True)
     try:
         check_draft_model(draft, target)
@@ -125,7 +125,7 @@ def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> Pr
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside the model; None if there is none."""
+    """Return the model's tokenizer, or None."""
     folder = Path(name)
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         return None  # transformers would make up an empty one from the model's type
@@ -137,10 +137,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def check_folder(name: str) -> None:
-    """
-    Raises:
-        UsageError: for the name of a folder or .gguf file that is not there, or holds no model.
-    """
+    """Raise `UsageError` for the name of a folder or .gguf file that does not exist or holds no model."""
     if Path(name).is_file() and name.endswith(_GGUF):
         if find_spec("gguf") is None:
             raise UsageError(f'{name!r} is read by a package that is not installed: pip install "hf-smartspec[gguf]"')
@@ -154,7 +151,7 @@ def check_folder(name: str) -> None:
 
 
 def _place_of(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return what `from_pretrained` takes for a folder, hub id or .gguf file."""
+    """Return name and options of `from_pretrained` for a folder, hub id or .gguf file."""
     path = Path(name)
     return (
         (str(path.parent), options | {"gguf_file": path.name})
@@ -169,7 +166,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_prompts(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a .jsonl file that have a "prompt", or the lines of any other text file as such rows."""
+    """Return the rows of a .jsonl file, which have a "prompt", or the lines of any other text file as such rows."""
     path = Path(path)
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -193,7 +190,7 @@ def _prompt_row(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: int) -> list[list[int]]:
-    """Token ids of each prompt, as a user's turn where the tokenizer knows chats; of long prompts, the end."""
+    """Return the last `max_len` token ids of each prompt, a user's turn where there is a chat template."""
     rows = []
     for text in texts:
         if tokenizer.chat_template:
@@ -207,7 +204,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: in
 
 
 def random_prompts(num_prompts: int, vocab_size: int, max_len: int, seed: int) -> list[list[int]]:
-    """Ragged rows of random token ids, each with a phrase that comes back, for models without a tokenizer."""
+    """Return rows of random token ids, each with a repeated phrase, for models without a tokenizer."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(num_prompts):
@@ -220,7 +217,7 @@ def random_prompts(num_prompts: int, vocab_size: int, max_len: int, seed: int) -
 def left_padded(
     prompts: Sequence[Sequence[int] | np.ndarray], pad_id: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` of shape `[rows, longest]`, as `generate` wants them."""
+    """Return `input_ids` and `attention_mask` of shape `[rows, longest]`, for `generate`."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad_id)
     mask = torch.zeros_like(ids)

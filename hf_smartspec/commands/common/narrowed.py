@@ -12,11 +12,11 @@ from ...candidates.forwarding import ForwardingSource
 
 class NarrowedCandidates(ForwardingSource):
     """
-    Shows a source the first numbers of each hidden state: those of a target that was enlarged
-    (`cost_matched.enlarge`) are the small one's, with zeros after them.
+    A source of a small target that drafts for the enlarged one: it gets the first `size` numbers of each hidden state,
+    which are the small target's (`cost_matched.enlarge` adds zeros after them).
 
     Args:
-        source (`TreeCandidateGenerator`): Drafts for the small target.
+        source (`TreeCandidateGenerator`): The source of the small target.
         size (`int`): The small target's hidden size.
     """
 

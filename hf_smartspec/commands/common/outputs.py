@@ -1,4 +1,4 @@
-"""Files that commands write beside what they print."""
+"""Files that commands write in addition to their printed output."""
 
 import argparse
 import json
@@ -12,13 +12,13 @@ from .figures import check_matplotlib
 
 
 def check_output(path: Path | None) -> None:
-    """A file that cannot be written is refused before any work."""
+    """Raise `UsageError` for a file that cannot be written, before any work."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise UsageError(f"cannot write {str(path)!r}: {'it is a folder' if path.is_dir() else 'no such folder'}")
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """What cannot be written is refused before any work."""
+    """Check --json and --plot before any work."""
     check_output(args.json)
     check_output(args.plot)
     if args.plot:
@@ -26,7 +26,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they become null and text."""
+    """Return the value with NaN as None and infinity as text, which JSON does not have."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -38,7 +38,7 @@ def json_safe(value: Any) -> Any:
 
 def write_json(path: Path, report: Any) -> None:
     """
-    Writes what was found, NaN as null.
+    Write a report as JSON, NaN as null.
 
     Raises:
         UsageError: if the file cannot be written.
@@ -50,7 +50,7 @@ def write_json(path: Path, report: Any) -> None:
 
 
 def replace_json(path: Path, report: Any) -> None:
-    """The same, whole or not at all: a run that is killed leaves the file as it was."""
+    """Write a report as JSON in one step: a run that is killed leaves the earlier file as it was."""
     part = path.with_name(path.name + ".part")
     write_json(part, report)
     os.replace(part, path)
@@ -58,13 +58,13 @@ def replace_json(path: Path, report: Any) -> None:
 
 def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """
-    What the file holds, for more to be added.
+    Return the report in a file, to which more is added.
 
     Args:
-        report (`dict`): A new one; its "environment" and "is_smoke" must be those of the file, its "command" counts.
+        report (`dict`): The new report; its "environment" and "is_smoke" must equal the file's, its "command" is kept.
 
     Raises:
-        UsageError: if it cannot be read, or was measured on something else.
+        UsageError: if the file cannot be read, or was measured under other conditions.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())

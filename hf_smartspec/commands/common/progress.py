@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, a line now and then where there is none."""
+"""Progress of a command: a bar on a terminal, otherwise a line now and then."""
 
 import sys
 import time
@@ -13,14 +13,14 @@ _FIRST, _LONGEST = 5.0, 60.0  # seconds up to the first line, and between two of
 
 def track(iterable: Iterable[Any] | None = None, *, desc: str, total: int | None = None, unit: str = "") -> Any:
     """
-    What `tqdm` is, as far as commands need it: an iterator, or a context manager with `update(n)` and
-    `set_postfix_str(text)`. Written to stderr.
+    Return a progress display on stderr with the methods of `tqdm` that commands need: an iterator, or a context manager
+    with `update(n)` and `set_postfix_str(text)`.
 
     Args:
-        iterable (*optional*): What is gone through.
-        desc (`str`): What is being done.
-        total (`int`, *optional*): Steps in all, where there is no iterable that knows.
-        unit (`str`): Of the steps.
+        iterable (*optional*): The items to iterate over.
+        desc (`str`): The activity.
+        total (`int`, *optional*): Number of steps, where the iterable has no length.
+        unit (`str`): Unit of the steps.
     """
     if sys.stderr.isatty():
         return tqdm(iterable, desc=desc, total=total, unit=unit or "it", disable=None, leave=False)
@@ -29,8 +29,8 @@ def track(iterable: Iterable[Any] | None = None, *, desc: str, total: int | None
 
 class ProgressLines:
     """
-    Says on stderr what is being done, also while a single step takes long: "serving 3 of 40, auction, 25 s". What
-    begins within it joins its lines.
+    Progress as lines on stderr, such as "serving 3 of 40, auction, 25 s", even while a single step takes long. A
+    display that is opened within another one shares its lines.
     """
 
     _open: ClassVar[list["ProgressLines"]] = []

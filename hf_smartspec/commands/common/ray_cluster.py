@@ -21,7 +21,7 @@ def add_cluster_arguments(parser: argparse._ArgumentGroup, replicas_help: str) -
 
 
 def check_ray() -> None:
-    """Raises `UsageError` where Ray, with all that its libraries need, is not installed."""
+    """Raise `UsageError` if Ray, or a package that its libraries need, is not installed."""
     if any(find_spec(name) is None for name in ("ray", "grpc", "pyarrow")):
         raise UsageError('--replicas: Ray is not installed: pip install "hf-smartspec[ray]"')
 
@@ -37,12 +37,12 @@ _PRIVATE = {
 
 
 def is_own(address: str | None) -> bool:
-    """Whether Ray is to be started here, since no cluster is named."""
+    """Return whether Ray is to be started on this machine, since no cluster is named."""
     return not (address or os.environ.get("RAY_ADDRESS"))
 
 
 def keep_private(address: str | None) -> None:
-    """Set the environment of a Ray that is started here. To be called before Ray is imported, which reads it then."""
+    """Set the environment of a Ray that is started here. Call this before Ray is imported, which then reads it."""
     if is_own(address):
         for name, value in _PRIVATE.items():
             os.environ.setdefault(name, value)
@@ -54,14 +54,14 @@ def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
     Connect to a cluster, or start Ray on this machine, on loopback, until the end of the context.
 
     Args:
-        address (`str`, *optional*): Of the cluster; by default what `RAY_ADDRESS` says.
-        num_cpus (`float`): That are to be used: of this machine, so many are given out even if it has fewer.
+        address (`str`, *optional*): Address of the cluster; by default that of `RAY_ADDRESS`.
+        num_cpus (`float`): CPUs that will be used; a Ray that is started here offers as many, even if there are fewer.
 
     Returns:
         `bool`: Whether it was started here.
 
     Raises:
-        UsageError: if there is none at the address.
+        UsageError: if there is no cluster at the address, or Ray cannot be started.
     """
     keep_private(address)
     import ray
@@ -71,7 +71,7 @@ def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
         own = {"num_cpus": max(os.cpu_count() or 1, int(num_cpus) + 1), "include_dashboard": False}
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
-    except Exception as error:  # of many kinds: nobody there, another version, a machine that is too slow
+    except Exception as error:  # of many kinds: no answer, another version, a machine that is too slow
         where = "Ray cannot be started" if own else "--ray-address"
         raise UsageError(f"{where}: {last_line(error)}") from error
     try:
@@ -81,5 +81,5 @@ def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
 
 
 def last_line(error: Exception) -> str:
-    """What has gone wrong, at the end of what Ray makes of it."""
+    """Return the last line of an error, where Ray puts its cause."""
     return (str(error).strip().splitlines() or [repr(error)])[-1]

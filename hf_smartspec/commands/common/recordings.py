@@ -17,7 +17,7 @@ from .progress import track
 
 
 class Fields(NamedTuple):
-    """Where a row's texts stand."""
+    """Keys of a row's texts."""
 
     prompt: str = "prompt"
     response: str = "response"
@@ -39,7 +39,7 @@ class Recording(NamedTuple):
 
 
 def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of that folder or hub id, or else the demo's."""
+    """Return the tokenizer of a folder or hub id, by default the demo's."""
     name = name or str(demo_folder("--tokenizer") / "models" / "target")
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
@@ -49,8 +49,8 @@ def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
 
 def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses: bool = True) -> list[Texts]:
     """
-    The first `limit` requests of a .jsonl or .jsonl.gz file, in its order; where responses are needed, those without
-    one are left out.
+    Return the first `limit` requests of a .jsonl or .jsonl.gz file; where responses are needed, requests without one
+    are left out.
 
     Raises:
         UsageError: if the file cannot be read, or holds no request.
@@ -68,7 +68,7 @@ def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses
 
 def read_rows(path: Path) -> Iterator[Any]:
     """
-    The rows of a .jsonl or .jsonl.gz file.
+    Yield the rows of a .jsonl or .jsonl.gz file.
 
     Raises:
         UsageError: if it cannot be read.
@@ -100,7 +100,7 @@ def _requests(row: Any, fields: Fields, place: str, needs_responses: bool) -> li
 
 
 def _turns(turns: Any, place: str) -> list[Texts]:
-    """Every assistant turn, with the conversation before it."""
+    """Return every assistant turn, with the conversation before it."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
         raise UsageError(f'{place}: "turns" must be a list of objects with "role" and "content"')
     texts = [_turn_text(turn) for turn in turns]
@@ -109,7 +109,7 @@ def _turns(turns: Any, place: str) -> list[Texts]:
 
 
 def _turn_text(turn: dict[str, Any]) -> str:
-    """What was said, and the tools that were called: the model wrote both."""
+    """Return the text of a turn followed by its tool calls: the model generated both."""
     calls = turn.get("tool_calls") or ""
     parts = (turn.get("content") or "", calls if isinstance(calls, str) else json.dumps(calls))
     return "\n".join(part for part in parts if part)
@@ -117,10 +117,10 @@ def _turn_text(turn: dict[str, Any]) -> str:
 
 def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_prompt: int) -> list[Recording]:
     """
-    Token ids of every request; of long contexts, the last `max_prompt` tokens. Turns stand on lines of their own and
-    no chat template is used: its fixed tokens are in no response, and every model has another.
+    Return the token ids of every request, of its context at most the last `max_prompt`. Turns are lines, without a chat
+    template, whose fixed tokens are in no response and differ from model to model.
     """
-    known: dict[str, np.ndarray] = {}  # turns come again in every later context of their conversation
+    known: dict[str, np.ndarray] = {}  # a turn is repeated in every later context of its conversation
 
     def encode(text: str) -> np.ndarray:
         if text not in known:
@@ -135,5 +135,5 @@ def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_
 
 
 def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
-    """Length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
+    """Return the length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
     return len(tree.path_along(truth))

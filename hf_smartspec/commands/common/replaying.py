@@ -1,4 +1,4 @@
-"""Replaying recorded responses through a model: it runs at its own cost, and picks the tokens that were recorded."""
+"""Replay of recorded responses through a model, which computes all its forwards, but picks the recorded tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,11 +22,11 @@ _HIGHEST = 1e6  # above any logit; the others stay finite, since prompt lookup o
 
 class RecordedText(LogitsProcessor):
     """
-    Gives the recorded token of every row the highest score; behind the end of the response, the end of sequence. Rows
-    are known by their prompts: two of one prompt replay the first one's response.
+    Processor that gives the recorded token of every row the highest score and, after the end of the response, the
+    end-of-sequence token. Rows are found by their prompts: rows of the same prompt replay the first one's response.
 
     Args:
-        prompts (`torch.Tensor` of shape `[rows, length]`): As passed to `generate`.
+        prompts (`torch.Tensor` of shape `[rows, length]`): The prompts that are passed to `generate`.
         responses (sequence of `np.ndarray` of shape `[n]`): Recorded token ids of each row.
         end_id (`int`): The end-of-sequence token.
     """
@@ -55,8 +55,8 @@ class RecordedText(LogitsProcessor):
     @contextmanager
     def replaying(self, model: PreTrainedModel, draft: PreTrainedModel | None = None) -> Iterator[None]:
         """
-        Inside, only the target's own scores are changed: transformers applies the target's processors to its draft
-        model (`draft`) too, which would then draft what was recorded. Without one, nothing is hooked.
+        Within the context, change the target's scores only: transformers applies the target's processors to its draft
+        model (`draft`) too, which would then draft the recorded text. Without a draft model, no hook is needed.
         """
         with ExitStack() as stack:
             if draft is not None:
@@ -70,11 +70,11 @@ class RecordedText(LogitsProcessor):
 
 class RecordedForward(PackedForward):
     """
-    A target that runs at its cost, arg max included, and picks the tokens of known texts. Drafts that leave a text are
-    right nowhere behind that; nobody asks.
+    Forward of a target that computes all logits and their arg max, but picks the tokens of recorded texts. Picks after
+    a wrong draft node are wrong too, and never used.
 
     Args:
-        end_id (`int`): The token behind the end of every text.
+        end_id (`int`): The token after the end of every text.
     """
 
     def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int, end_id: int):
@@ -85,7 +85,7 @@ class RecordedForward(PackedForward):
         self._picks: list[int] = []
 
     def set_text(self, row: CacheRow, text: np.ndarray) -> None:
-        """What the row's request will say, from its prompt on, int64 `[length]`."""
+        """Set the text of a row's request, from its prompt on, int64 `[length]`."""
         self._texts[row] = np.append(text, self._end_id)
 
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
@@ -102,11 +102,11 @@ class RecordedForward(PackedForward):
         return self._picks
 
     def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> None:
-        """Nothing: the tokens are not those of the logits."""
+        """Do nothing: the picks are not those of the logits."""
 
 
 class _RecordedMemory(EngineMemory):
-    """An engine's memory that tells the forward what its rows will say."""
+    """Memory of an engine that passes the recorded texts of its rows to the forward."""
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None, engine: "ReplayEngine"):
         super().__init__(model, max_batch_size, Budget(max_bytes))
@@ -122,13 +122,13 @@ class _RecordedMemory(EngineMemory):
 
 class ReplayEngine(Engine):
     """
-    An engine whose target runs at its cost but picks recorded responses.
+    Engine whose target computes all its forwards, but picks recorded responses.
 
     Args:
-        model, assistant, max_batch_size: As `Engine` takes them.
-        prompts, responses (sequences of `np.ndarray`, int64): All requests that will be added: prompts `[prompt_len]`,
-            each another one, and responses `[n]`.
-        end_id (`int`): The end-of-sequence token, which stands behind every response.
+        model, assistant, max_batch_size: Arguments of `Engine`.
+        prompts, responses (sequences of `np.ndarray`, int64): All requests that will be added: distinct prompts
+            `[prompt_len]`, and responses `[n]`.
+        end_id (`int`): The end-of-sequence token, which follows every response.
     """
 
     def __init__(

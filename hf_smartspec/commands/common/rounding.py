@@ -1,4 +1,4 @@
-"""How far two correct computations of the same logits lie apart, measured on the very model."""
+"""Rounding: the difference between two correct computations of the same logits, measured on the model itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ _LEVEL = 1 / 127
 @dataclass(frozen=True)
 class Rounding:
     """
+    Measured rounding of a model.
+
     Args:
-        dtype (`str`): The model's; "int8" where `hf_smartspec.quantize` has changed it.
+        dtype (`str`): The model's dtype; "int8" where `hf_smartspec.quantize` has changed it.
         measured (`float`): Largest difference between the logits of plain decoding and those of one forward over the
             same text, relative to the largest logit of the position.
     """
@@ -29,7 +31,7 @@ class Rounding:
     measured: float
 
     def tolerance(self, largest: float) -> float:
-        """The difference that rounding explains between two logits of magnitude `largest`: twice what was measured."""
+        """Return the difference of two logits of magnitude `largest` that rounding explains: twice the measured one."""
         unit = _LEVEL if self.dtype == "int8" else torch.finfo(getattr(torch, self.dtype)).eps
         low, high = (units * unit for units in _BOUNDS[self.dtype])
         return min(max(2 * self.measured, low), high) * max(largest, 1.0)
@@ -40,10 +42,12 @@ def measure_rounding(
     model: PreTrainedModel, prompts: Sequence[list[int]], tokens: torch.Tensor, logits: torch.Tensor
 ) -> Rounding:
     """
+    Compare the logits of plain decoding with those of one forward over each whole text.
+
     Args:
         prompts: Token ids, without padding.
-        tokens (`torch.Tensor` of shape `[rows, new]`): What plain decoding generated from them, in one batch.
-        logits (`torch.Tensor` of shape `[rows, new, vocab_size]`): From which it picked them.
+        tokens (`torch.Tensor` of shape `[rows, new]`): Tokens that plain decoding generated from them, in one batch.
+        logits (`torch.Tensor` of shape `[rows, new, vocab_size]`): Logits from which it picked them.
     """
     measured = 0.0
     for prompt, row, expected in zip(prompts, tokens, logits):

@@ -1,4 +1,4 @@
-"""The `generate` calls that are compared: plain, and with an assistant, with everything that they return."""
+"""`generate` calls to compare: plain ones and those with an assistant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ...sampling.noise import SeededGumbelLogitsProcessor
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the target picks its tokens: greedily, or sampled with a seed."""
+    """Decoding of the target: greedy, or sampled with a seed."""
 
     seed: int | None = None
     temperature: float = 0.8
@@ -27,7 +27,7 @@ class Decoding:
         return "greedy" if self.seed is None else "sampled"
 
     def filters(self) -> list[LogitsProcessor]:
-        """What changes scores before a token is sampled."""
+        """Return the processors that change scores before a token is sampled."""
         if self.seed is None:
             return []
         return [
@@ -37,7 +37,7 @@ class Decoding:
         ]
 
     def plain_processors(self, recorder: LogitsProcessor | None = None) -> LogitsProcessorList:
-        """What makes plain greedy `generate` pick the tokens that sampling with this library's seed picks."""
+        """Return processors by which plain greedy `generate` picks the tokens of sampling with this library's seed."""
         noise = [] if self.seed is None else [SeededGumbelLogitsProcessor(self.seed)]
         recorders = [recorder] if recorder is not None else []
         return LogitsProcessorList([*self.filters(), *recorders, *noise])
@@ -50,7 +50,7 @@ class Decoding:
 
 
 class Recorder(LogitsProcessor):
-    """Remembers the scores `[rows, vocab_size]` that pass through, one per step."""
+    """Processor that records the scores `[rows, vocab_size]` of every step."""
 
     def __init__(self) -> None:
         self.scores: list[torch.Tensor] = []
@@ -61,7 +61,7 @@ class Recorder(LogitsProcessor):
 
 
 class Run(NamedTuple):
-    """What one `generate` call returned, on the CPU."""
+    """Result of one `generate` call, on the CPU."""
 
     tokens: torch.Tensor  # [rows, new], without the prompt
     logits: torch.Tensor | None  # [rows, new, vocab_size] float32
@@ -76,7 +76,7 @@ def decode_plainly(
     max_new_tokens: int,
     records: bool = False,
 ) -> Run:
-    """transformers' own `generate`, without an assistant."""
+    """Run transformers' own `generate`, without an assistant."""
     recorder = Recorder() if records else None
     output = model.generate(
         **inputs,
@@ -98,7 +98,7 @@ def decode_speculatively(
     assistant: Any,
     records: bool = False,
 ) -> Run:
-    """`generate` with `assistant=`."""
+    """Run `generate` with `assistant=`."""
     with enabled(model):
         output = model.generate(
             **inputs,
@@ -110,7 +110,7 @@ def decode_speculatively(
             output_scores=records,
         )
     tokens = _new_tokens(model, inputs, output.sequences)
-    # Models that cannot speculate are decoded plainly, and return transformers' own output.
+    # Models that cannot speculate are decoded without speculation, and return transformers' own output.
     statistics = getattr(output, "statistics", None) or GenerationStatistics()
     return Run(tokens, _stacked(output.logits), _stacked(output.scores), statistics)
 
@@ -122,7 +122,7 @@ def tokens_by_default(
     max_new_tokens: int,
     assistant: Any,
 ) -> torch.Tensor:
-    """New tokens of `generate` with `assistant=` where nothing but tokens is asked for: rows are freed as they end."""
+    """Return the new tokens of `generate` with `assistant=` and no other output: rows are then freed as they end."""
     with enabled(model):
         arguments = decoding.own_arguments()
         sequences = model.generate(**inputs, **arguments, assistant=assistant, max_new_tokens=max_new_tokens)
@@ -144,6 +144,6 @@ def eos_ids(model: PreTrainedModel) -> list[int]:
 
 
 def up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """The tokens with the first that ends a sequence."""
+    """Return the tokens up to and with the first that ends a sequence."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]

@@ -1,4 +1,4 @@
-"""What the benches of load have in common: the target with its prompts, and what may draft for it."""
+"""Setup of benches: the target, its prompts and its draft sources."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -31,18 +31,19 @@ NewSources = dict[str, Callable[[], TreeCandidateGenerator]]  # by the names tha
 @dataclass
 class Setup:
     """
+    A target with one data set.
+
     Args:
         model (`PreTrainedModel`): The target.
-        draft (`PreTrainedModel`, *optional*): Drafts for it.
-        prompts (list of `np.ndarray` of shape `[prompt_len]`, int64): Different requests.
-        max_new_tokens, max_batch_size, seed (`int`): As the command's arguments.
-        name (`str`): Of the data set.
-        responses (list of `np.ndarray` of shape `[n]`, int64, *optional*): What the target answers to the prompts, as
-            far as that is known.
+        draft (`PreTrainedModel`, *optional*): Its draft model.
+        prompts (list of `np.ndarray` of shape `[prompt_len]`, int64): Distinct requests.
+        max_new_tokens, max_batch_size, seed (`int`): The command's arguments.
+        name (`str`): Name of the data set.
+        responses (list of `np.ndarray` of shape `[n]`, int64, *optional*): Responses to the prompts, where known.
         replays (`bool`): Whether the responses are recorded ones, which the target is made to pick.
         past (list of `Recording`): Earlier requests, which suffix trees remember.
-        drafts (`dict`): By text, what the draft model proposes for it, once that has been asked for.
-        learned (`dict`): Learned drafters' sources, by the names that are shown: each makes one that is new.
+        drafts (`dict`): By text, the draft model's proposals for it, as far as they were computed.
+        learned (`dict`): By name in tables, a function that makes a new source of a learned drafter.
     """
 
     model: PreTrainedModel
@@ -60,15 +61,15 @@ class Setup:
 
     @property
     def end_id(self) -> int:
-        """The end-of-sequence token; one that is no token where there is none."""
+        """The end-of-sequence token; -1 where there is none."""
         return next(iter(eos_ids(self.model)), -1)
 
     def new_source(self, name: str, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
         """
-        A source that has learnt nothing yet but what is remembered.
+        Return a new source, whose suffix trees hold the past.
 
         Args:
-            drafter (`TreeCandidateGenerator`, *optional*): Takes the draft model's place.
+            drafter (`TreeCandidateGenerator`, *optional*): Replaces the draft model.
         """
         if name in self.learned:
             source = self.learned[name]()
@@ -83,7 +84,7 @@ class Setup:
 
     @property
     def wrong_token(self) -> int:
-        """The last token that is in none of the texts, as far as these are known; else the rarest."""
+        """The last token that is in none of the known texts; if there is none, the rarest."""
         vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         ends = [np.array(eos_ids(self.model), np.int64)]
         counts = np.bincount(np.concatenate([*self.prompts, *(self.responses or ()), *ends]), minlength=vocab_size)
@@ -97,7 +98,7 @@ class Setup:
         return ReplayEngine(self.model, config, self.max_batch_size, self.prompts, self.responses, self.end_id)
 
     def shuffled(self) -> "Setup":
-        """The same with its prompts in random order, by the seed."""
+        """Return the setup with its prompts in random order, by the seed."""
         order = np.random.default_rng(self.seed).permutation(len(self.prompts)).tolist()
         responses = self.responses
         return replace(
@@ -107,7 +108,7 @@ class Setup:
         )
 
     def sample(self, num_prompts: int) -> "Setup":
-        """The same with some of the prompts, from all parts of the data set."""
+        """Return the setup with `num_prompts` of its prompts at most, evenly spread."""
         part = slice(0, None, -(-len(self.prompts) // num_prompts))
         return replace(
             self, prompts=self.prompts[part], responses=None if self.responses is None else self.responses[part]
@@ -116,7 +117,7 @@ class Setup:
 
 def load_setups(args: argparse.Namespace) -> list[Setup]:
     """
-    One for every file.
+    Return a setup for every file.
 
     Raises:
         UsageError: for models, files or prompts that cannot be used.
@@ -146,10 +147,10 @@ def learned_sources(
     args: argparse.Namespace, model: PreTrainedModel
 ) -> dict[str, Callable[[], TreeCandidateGenerator]]:
     """
-    Of the drafters among `args.sources`, by the names that are shown.
+    Return functions that make new sources of the learned drafters among `args.sources`, by their names in tables.
 
     Args:
-        model (`PreTrainedModel`): The target, which may have been enlarged: they were trained for what it was before.
+        model (`PreTrainedModel`): The target, perhaps enlarged. Drafters are loaded for the target as it was before.
     """
     names = [name for name in getattr(args, "sources", ()) if name not in SOURCES]
     if not names:
@@ -163,12 +164,12 @@ def learned_sources(
 
 
 def load_setup(args: argparse.Namespace) -> Setup:
-    """`load_setups` as one."""
+    """Return the setups of all files, merged into one."""
     return merged(load_setups(args))
 
 
 def merged(setups: Sequence[Setup]) -> Setup:
-    """All data sets as one; of equal prompts, the first counts."""
+    """Return one setup of all data sets; of equal prompts, the first is kept."""
     prompts = [prompt for setup in setups for prompt in setup.prompts]
     responses = [response for setup in setups for response in setup.responses or ()]
     first = {prompt.tobytes(): place for place, prompt in reversed(list(enumerate(prompts)))}
@@ -189,7 +190,7 @@ def check_replay(args: argparse.Namespace, model: PreTrainedModel) -> None:
 
 
 def missing_arguments(args: argparse.Namespace) -> list[str]:
-    """What the demo has to stand in for."""
+    """Return the arguments that were not given and are taken from the demo."""
     return [name for name, value in (("FILE", args.files), ("--model", args.model)) if not value]
 
 
@@ -224,12 +225,12 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
 
 
 def num_parameters(args: argparse.Namespace) -> float:
-    """What the target is enlarged to; 0 where it stays as it is."""
+    """Return the size to which the target is enlarged; 0 where it is not."""
     return (0 if args.model else PARAMETERS) if args.parameters is None else args.parameters
 
 
 def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:
-    """Tokens of a prompt that leave room for the new ones."""
+    """Return the longest length of a prompt that leaves room for the new tokens."""
     positions = getattr(model.config, "max_position_embeddings", None) or 2**31
     max_len: int = min(args.max_prompt, positions - args.max_new_tokens)
     if max_len < 1:
@@ -238,7 +239,7 @@ def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:
 
 
 def check_sources(args: argparse.Namespace, setup: Setup) -> None:
-    """Sources that draft with a model need one."""
+    """Raise `UsageError` for sources that need a draft model where there is none."""
     missing = [name for name in args.sources if name in WITH_DRAFT_MODEL]
     if missing and setup.draft is None:
         raise UsageError(f"--sources: {missing[0]} needs --draft, a draft model")

@@ -1,4 +1,4 @@
-"""The candidate sources of the benches of load, by name."""
+"""Candidate sources of benches, by name."""
 
 from collections.abc import Hashable, Sequence
 
@@ -18,7 +18,7 @@ from .names import SOURCES
 
 
 def check_simulated(names: Sequence[str], is_simulated: bool) -> None:
-    """Raises `UsageError` where something is to be simulated with drafters that may need a target's hidden states."""
+    """Raise `UsageError` for learned drafters in simulations, which have no hidden states."""
     learned = [name for name in names if name not in SOURCES]
     if learned and is_simulated:
         raise UsageError(
@@ -31,14 +31,14 @@ def new_source(
     name: str, target: PreTrainedModel, drafter: TreeCandidateGenerator | None, wrong_token: int
 ) -> TreeCandidateGenerator:
     """
-    A source that has learnt nothing yet.
+    Return a new source, without anything learnt.
 
     Args:
-        name (`str`): One of `SOURCES`: "auto" is what `assistant="auto"` is, "hybrid" suffix trees and the draft model
-            as a list, "wrong" a source whose drafts never come true.
-        target (`PreTrainedModel`): What it drafts for.
-        drafter (`TreeCandidateGenerator`, *optional*): For "draft" and "hybrid".
-        wrong_token (`int`): One that the target will not say, for "wrong".
+        name (`str`): One of `SOURCES`: "auto" is the source of `assistant="auto"`, "hybrid" suffix trees and the draft
+            model as a list, "wrong" a source whose drafts are never accepted.
+        target (`PreTrainedModel`): The target.
+        drafter (`TreeCandidateGenerator`, *optional*): The source of "draft", and a part of "hybrid".
+        wrong_token (`int`): A token that the target will not pick, for "wrong".
     """
     if name == "wrong":
         return WrongCandidates(wrong_token)
@@ -48,7 +48,7 @@ def new_source(
         return SuffixTreeCandidates()
     if name == "auto":
         source = resolve("auto", target).source
-        if isinstance(source, SuffixTreeCandidates):  # one for all that the model serves
+        if isinstance(source, SuffixTreeCandidates):  # one object for all calls of the model
             source.remove_namespace("")
         return source
     assert drafter is not None, "asked for where there is a draft only"
@@ -60,11 +60,11 @@ def new_source(
 
 class WrongCandidates(TreeCandidateGenerator):
     """
-    Always wrong, and sure of itself: even then, nothing may get slower.
+    Source whose drafts are always wrong, with high probabilities: policies must not get slower even by such a source.
 
     Args:
-        token (`int`): Is proposed always, and never comes true.
-        probability (`float`): That it claims for every node.
+        token (`int`): The token of every node, which the target never picks.
+        probability (`float`): The probability of every node.
     """
 
     default_num_nodes = 8

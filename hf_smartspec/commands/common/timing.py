@@ -1,4 +1,4 @@
-"""Side-by-side timing: alternate, warm up, take medians."""
+"""Timing of functions side by side, and of a model's forwards."""
 
 import platform
 import time
@@ -23,7 +23,7 @@ def synchronize(device: torch.device) -> None:
 def side_by_side(
     functions: dict[str, Callable[[], object]], repeats: int, device: torch.device, warmup: int = 2
 ) -> dict[str, float]:
-    """Median seconds of each function. They take turns, so that a change in the machine's load meets all of them."""
+    """Return median seconds of each function. They take turns, so that changes of the machine's load meet all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
         for name, function in functions.items():
@@ -37,7 +37,7 @@ def side_by_side(
 
 
 class Stopwatch:
-    """Seconds spent computing a model's forwards while attached to it, written out or not."""
+    """Seconds that a model's forwards take while the stopwatch is attached to it, written out or not."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -50,7 +50,7 @@ class Stopwatch:
 
     @contextmanager
     def _wrapped(self, decoder: WrittenDecoder, device: torch.device) -> Iterator[None]:
-        """A hook on its model would keep a written-out decoder from being used."""
+        """Time the calls of a written-out decoder, which would not be used if its model had a hook."""
         compute = WrittenDecoder.__call__
 
         def timed(called: WrittenDecoder, *args: Any) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Stopwatch:
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
-    """What a figure depends on, to be printed beside it."""
+    """Return the machine and the versions that a measurement depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "device": name,

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_documents(paths: list[Path], fields: list[str]) -> Iterator[Document]:
-    """All documents of all files; raises `UsageError` for a file that cannot be read or holds none."""
+    """Yield the documents of all files; raises `UsageError` for a file that cannot be read or holds none."""
     for path in paths:
         is_empty = True
         for document in _read(path, fields):

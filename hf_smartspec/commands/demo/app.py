@@ -1,4 +1,4 @@
-"""The page: three tabs, and what their buttons do."""
+"""The page: three tabs, and the actions of their buttons."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ _MONOSPACED = ("ui-monospace", "SF Mono", "Consolas", "DejaVu Sans Mono", "monos
 
 @dataclass
 class Runs:
-    """What runs on whose behalf, so that it can be stopped: by browser tab, and tab of the page."""
+    """Events that stop the running work, by browser tab and tab of the page."""
 
     events: dict[tuple[str, str], threading.Event] = field(default_factory=dict)
 
     def begin(self, kind: str, request: gr.Request) -> None:
-        """Before it waits for its turn, so that it can be stopped even then."""
+        """Stop earlier work of the tab and make an event for the next, which can so be stopped while it still waits."""
         self.stop(kind, request)
         self.events[request.session_hash or "", kind] = threading.Event()
 
@@ -45,13 +45,13 @@ class Runs:
             event.set()
 
     def leave(self, request: gr.Request) -> None:
-        """A browser tab is closed: nobody looks any more."""
+        """Stop the work of a browser tab that was closed."""
         for key in [key for key in self.events if key[0] == request.session_hash]:
             self.events.pop(key).set()
 
 
 def build_app(world: World) -> gr.Blocks:
-    """The page; `launch_app` serves it."""
+    """Return the page, for `launch_app`."""
     runs = Runs()
     with gr.Blocks(title="hf-smartspec", analytics_enabled=False) as app:
         gr.HTML(_title(world))
@@ -68,8 +68,8 @@ def build_app(world: World) -> gr.Blocks:
 
 def launch_app(app: gr.Blocks, host: str = "127.0.0.1", port: int | None = None) -> str:
     """
-    Serves the page in threads of its own, and returns its address. Nothing is fetched from, or sent, elsewhere; where
-    only this machine can reach it, it is known under this machine's names alone.
+    Serve the page in threads of its own, and return its address. The page loads nothing from other servers; where only
+    this machine can reach it, requests under other host names than this machine's are refused.
     """
     hosts = local_hosts(host)
     theme = gr.themes.Base(
@@ -105,12 +105,12 @@ def connect(
     outputs: list[Any],
 ) -> None:
     """
-    Start and stop buttons of a tab.
+    Connect the start and stop buttons of a tab.
 
     Args:
         buttons: Start, stop.
-        work (`Callable`): From the values of `inputs` and an event that stops it to values of `outputs`, of which the
-            first is HTML.
+        work (`Callable`): Takes the values of `inputs` and an event that stops it; yields values of `outputs`, of which
+            the first is HTML.
     """
     start, stop = buttons
     others = [gr.skip()] * (len(outputs) - 1)

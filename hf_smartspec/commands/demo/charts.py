@@ -11,9 +11,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 12, 34
 @dataclass(frozen=True)
 class Series:
     """
+    A line or a cloud of points.
+
     Args:
         label (`str`), kind (`str`): Its name, and the class by which the style sheet colours it.
-        points (sequence of pairs of `float`): From left to right.
+        points (sequence of pairs of `float`): Points from left to right.
         is_dots (`bool`): Whether points are not joined.
     """
 
@@ -32,11 +34,11 @@ def chart_html(
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """
-    A chart with its title and legend.
+    Return a chart with its title and legend.
 
     Args:
-        x_most (`float`): End of the axis. Both begin at 0; the other ends where there is room for all.
-        marks (sequence of pairs): Upright lines at some x, and their kind.
+        x_most (`float`): End of the x axis. Both axes begin at 0; the y axis ends above the highest point.
+        marks (sequence of pairs): Positions and kinds of upright lines.
     """
     highest = max([y for item in series for _, y in item.points], default=0.0)
     top = _round_up(highest)
@@ -78,7 +80,7 @@ def charts(*items: str) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10, ... times a power of ten."""
+    """Return the next larger of 1, 2, 2.5, 5, 10, ... times a power of ten."""
     if value <= 0:
         return 1.0
     power = 1.0

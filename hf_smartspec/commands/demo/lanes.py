@@ -1,4 +1,4 @@
-"""One lane of a race: an answer, when each of its tokens came, and who wrote it."""
+"""One lane of a race: an answer, with the time and the source of each of its tokens."""
 
 import queue
 import threading
@@ -19,23 +19,25 @@ from ..common.runs import Decoding
 from ..common.timing import synchronize
 from .world import World
 
-_SIGN_OF_LIFE = 0.5  # seconds between two looks at what is being computed, which cost it time
+_SIGN_OF_LIFE = 0.5  # seconds between two looks at a computation, which slow it down
 T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """Somebody pressed stop."""
+    """Raised in a lane after the stop button was pressed."""
 
 
 @dataclass
 class Lane:
     """
+    One answer.
+
     Args:
-        tokens (list of `int`), times (list of `float`): What was generated, and seconds since the call.
-        sources (list): Who drafted each token; None: the target itself.
-        steps (list of `TracedStep`): The draft trees.
-        seconds (`float`): Of the call.
-        was_stopped (`bool`): Before its end.
+        tokens (list of `int`), times (list of `float`): The generated tokens, and seconds from the call to each.
+        sources (list): Label of the source that drafted each token; None for the target's own.
+        steps (list of `TracedStep`): The steps, with their draft trees.
+        seconds (`float`): Duration of the call.
+        was_stopped (`bool`): Whether the call was stopped before its end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Lane:
 
     @property
     def labels(self) -> list[str]:
-        """Of all sources that drafted, which have one colour wherever they are shown."""
+        """Labels of all sources that drafted, which give each source its colour."""
         return sorted({label for step in self.steps for label in step.sources})
 
     @property
@@ -58,7 +60,7 @@ class Lane:
 
 
 class _Clock(BaseStreamer):
-    """Notes when tokens come."""
+    """Streamer that records tokens and their times."""
 
     def __init__(self, lane: Lane, start: float, stop: threading.Event):
         self.lane, self.start, self.stop = lane, start, stop
@@ -87,10 +89,10 @@ def run_lane(
     lane: Lane,
 ) -> None:
     """
-    Generates one answer and fills in the lane.
+    Generate one answer and fill in the lane.
 
     Args:
-        assistant (`SmartSpecConfig`, *optional*): None for transformers' own `generate`, without one.
+        assistant (`SmartSpecConfig`, *optional*): None for transformers' own `generate`.
     """
     model: Any = world.model
     inputs = torch.tensor([ids], device=model.device)
@@ -115,7 +117,7 @@ def run_lane(
 
 
 def watched(world: World, work: Callable[[], T], look: Callable[[], Any] = lambda: None) -> Iterator[Any]:
-    """Has `work` done in the one thread that computes, and looks at it now and then; the last value is its result."""
+    """Do `work` in the thread that computes; yield `look()` now and then, and finally the result of `work`."""
     done: queue.SimpleQueue[None] = queue.SimpleQueue()
     future: Future[T] = world.worker.submit(work)
     future.add_done_callback(lambda _: done.put(None))

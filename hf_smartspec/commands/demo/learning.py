@@ -29,13 +29,14 @@ _MEAN_OF = 6  # requests
 @dataclass(frozen=True)
 class LearningSettings:
     """
+    Settings of the tab.
+
     Args:
         draft (`str`): A draft model, one of `World.draft_models`.
-        begins (`str`): `RANDOM` or `TRAINED`.
+        begins (`str`): Its weights at the beginning, `RANDOM` or `TRAINED`.
         categories (sequence of `str`): Kinds of prompts.
-        num_requests, interval, max_new_tokens (`int`): Requests, how many there are from update to update, and tokens
-            of each.
-        learning_rate (`float`): Of the optimizer.
+        num_requests, interval, max_new_tokens (`int`): Number of requests, requests per update, and tokens of each.
+        learning_rate (`float`): Learning rate of the optimizer.
     """
 
     draft: str
@@ -50,10 +51,12 @@ class LearningSettings:
 @dataclass
 class Learnt:
     """
+    Progress of learning.
+
     Args:
-        rates (list of `float`): The acceptance rate of each request, by shares of what was drafted.
-        lengths (list of `float`): Tokens per forward.
-        updates (list of pairs): Behind which request one came, and whether it was taken over.
+        rates (list of `float`): The share of drafted tokens that was accepted, by request.
+        lengths (list of `float`): Tokens per forward, by request.
+        updates (list of pairs): Number of requests before each update, and whether it was "taken" or "dropped".
     """
 
     settings: LearningSettings
@@ -66,10 +69,10 @@ class Learnt:
 
 def run_learning(world: World, settings: LearningSettings, stop: threading.Event) -> Iterator[tuple[str, Learnt]]:
     """
-    What is being done, and what has been learnt so far.
+    Yield the current activity and what has been learnt so far.
 
     Raises:
-        RefusedError: where nothing can learn.
+        RefusedError: if there is no draft model that can learn.
     """
     if settings.draft not in world.draft_models():
         raise RefusedError("Only draft models learn on this page, and there is none: start it with --draft FOLDER.")
@@ -138,7 +141,7 @@ def learning_html(doing: str, learnt: Learnt) -> str:
             marks,
         )
         for title, unit, values in (
-            ("Acceptance rate", "share of drafted tokens that came true", learnt.rates),
+            ("Acceptance rate", "share of drafted tokens that were accepted", learnt.rates),
             ("Tokens per forward", f"{_NODES + 1} at most, 1 without drafts", learnt.lengths),
         )
     ]

@@ -23,21 +23,23 @@ from .texts import TIMES, card, cards, notice
 from .world import NONE, RefusedError, World
 
 _LOOK = 0.25  # seconds between two looks at the engine
-_SHOW = 1.0  # between two pictures
-_BUCKET = 1.0  # seconds that are one point of a line
+_SHOW = 1.0  # seconds between two pictures
+_BUCKET = 1.0  # seconds per point of a line
 _TOKENS = 3  # the column of `LoadRun.buckets`
-_PATIENCE = 4.0  # times the seconds of arrivals until a run is cut
+_PATIENCE = 4.0  # a run is cut after so many times the seconds of arrivals
 _MOST_REQUESTS = 400
 
 
 @dataclass(frozen=True)
 class LoadSettings:
     """
+    Settings of the tab.
+
     Args:
         source (`str`): One of `World.names`.
         categories (sequence of `str`): Kinds of prompts.
         rate (`float`): Requests per second.
-        seconds (`float`): Of arrivals.
+        seconds (`float`): Duration of arrivals.
         max_new_tokens, max_batch_size, seed (`int`): Of the requests, of the engine, of the arrivals.
     """
 
@@ -51,7 +53,7 @@ class LoadSettings:
 
 
 class WatchedPolicy(LoggedPolicy):
-    """Also notes when each step was, and its rows, drafted nodes and tokens."""
+    """Policy that also records the time of each step, and its rows, drafted nodes and tokens."""
 
     def __init__(self, policy: LengthPolicy):
         super().__init__(policy, getattr(policy, "cost", None))
@@ -68,11 +70,13 @@ class WatchedPolicy(LoggedPolicy):
 @dataclass
 class LoadRun:
     """
+    One load on one engine.
+
     Args:
-        name (`str`): How it is shown.
-        start (`float`), seconds (`float`): On the clock of `time.perf_counter`, and until the last answer.
+        name (`str`): Name in tables.
+        start (`float`), seconds (`float`): Start, by `time.perf_counter`, and duration until the last answer.
         steps (list): See `WatchedPolicy`.
-        outputs (list of `EngineOutput`): What was answered.
+        outputs (list of `EngineOutput`): The answers.
         was_cut (`bool`): Whether requests were left unanswered.
     """
 
@@ -101,7 +105,7 @@ class LoadRun:
         return [item.lifespan[1] - item.created_time for item in self.outputs if item.finish_reason != "cancelled"]
 
     def buckets(self) -> list[tuple[float, float, float, float]]:
-        """By time: mean batch size, drafted nodes per row, tokens per second."""
+        """Return time, mean batch size, drafted nodes per row and tokens per second, second by second."""
         if not self.steps:
             return []
         times = np.array([step[0] for step in self.steps]) - self.start
@@ -118,10 +122,10 @@ class LoadRun:
 
 def run_load(world: World, settings: LoadSettings, stop: threading.Event) -> Iterator[tuple[str, list[LoadRun]]]:
     """
-    What is being done, and the runs so far.
+    Yield the current activity and the runs so far.
 
     Raises:
-        RefusedError: for settings that make no load.
+        RefusedError: for too many requests, or no prompts.
     """
     prompts = world.encoded(settings.categories, settings.max_new_tokens)
     num = max(round(settings.rate * settings.seconds), 1)
@@ -161,7 +165,7 @@ def _served(
     run: LoadRun,
     stop: threading.Event,
 ) -> Iterator[None]:
-    """Sends requests as they arrive, and fills in the run; yields now and then."""
+    """Send requests as they arrive, and fill in the run; yield now and then."""
     waiting = list(zip(times, islice(cycle(prompts), len(times))))[::-1]
     engine.start()
     run.start = shown = time.perf_counter()
@@ -174,7 +178,7 @@ def _served(
             output = engine.get_result(timeout=_next_look(waiting, run.start))
             if output is not None:
                 run.outputs.append(output)
-            elif run.num_sent == len(run.outputs):  # nobody is waited for, so that the engine says so at once
+            elif run.num_sent == len(run.outputs):  # without open requests, `get_result` returns at once
                 time.sleep(_next_look(waiting, run.start))
             run.seconds = time.perf_counter() - run.start
             if stop.is_set() or run.seconds > _PATIENCE * settings.seconds:
@@ -190,13 +194,13 @@ def _served(
 
 
 def _next_look(waiting: Sequence[tuple[float, Any]], start: float) -> float:
-    """Seconds until the next arrival, or until there may be something to see."""
+    """Return the seconds to the next arrival, `_LOOK` at most."""
     until = waiting[-1][0] - (time.perf_counter() - start) if waiting else _LOOK
     return min(max(until, 0.001), _LOOK)
 
 
 def load_html(doing: str, settings: LoadSettings, runs: Sequence[LoadRun]) -> str:
-    """Figures and charts of the runs so far."""
+    """Return figures and charts of the runs so far."""
     head = f'<p class="ss-doing" role="status">{escape(doing)} …</p>' if doing else ""
     if not any(run.steps for run in runs):
         return f'<div class="ss-panel">{head}</div>' if doing else notice("Stopped before anything was served.")
@@ -213,7 +217,7 @@ def load_html(doing: str, settings: LoadSettings, runs: Sequence[LoadRun]) -> st
     details = ""
     if not doing and len(runs) == 2:
         details = (
-            '<details class="ss-details"><summary>What the engine says about it (engine.report())</summary><pre>'
+            '<details class="ss-details"><summary>Report of the engine (engine.report())</summary><pre>'
             f"{escape(runs[-1].report)}</pre></details>"
         )
     body = f"{head}{_figures(runs, not doing)}{charts(*pictures)}{_note(settings, runs)}{details}"
@@ -221,7 +225,7 @@ def load_html(doing: str, settings: LoadSettings, runs: Sequence[LoadRun]) -> st
 
 
 def _series(run: LoadRun, points: Sequence[tuple[float, ...]], column: int) -> Series:
-    # Where a second had no step, nothing can be said of its rows.
+    # A second without a step has no batch size and no drafts to show.
     shown = [point for point in points if column == _TOKENS or point[1]]
     return Series(run.name, run.kind, [(point[0], point[column]) for point in shown])
 

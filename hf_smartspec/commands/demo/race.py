@@ -1,4 +1,4 @@
-"""The race: the same prompt decoded plainly and speculatively, one after the other, and shown on one clock."""
+"""The race: one prompt decoded without speculation and with it, one after the other, and replayed on one clock."""
 
 import threading
 from collections.abc import Iterator
@@ -20,14 +20,16 @@ _WARM_UP = 4  # tokens
 @dataclass(frozen=True)
 class RaceSettings:
     """
+    Settings of the tab.
+
     Args:
-        prompt (`str`): What both lanes answer.
+        prompt (`str`): The prompt of both lanes.
         source (`str`): One of `World.names`.
-        baseline (`str`): `GENERATE` or `ENGINE`: how the plain lane is decoded.
+        baseline (`str`): Decoder of the plain lane, `GENERATE` or `ENGINE`.
         decoding (`Decoding`): Greedy, or sampled with a seed.
-        max_new_tokens (`int`): Of each lane.
-        remembers (`bool`): Whether suffix trees know the answers of earlier races.
-        num_nodes (`int`, *optional*): Draft nodes at every step; goodput decides where not given.
+        max_new_tokens (`int`): Tokens of each lane at most.
+        remembers (`bool`): Whether suffix trees keep the answers of earlier races.
+        num_nodes (`int`, *optional*): Draft nodes at every step; where not given, the auction decides.
     """
 
     prompt: str
@@ -41,7 +43,7 @@ class RaceSettings:
 
 @dataclass
 class Race:
-    """Two lanes, as far as they have come."""
+    """Two lanes, complete or still running."""
 
     settings: RaceSettings
     plain: Lane = field(default_factory=Lane)
@@ -58,7 +60,7 @@ class Race:
 
     @property
     def first_difference(self) -> int | None:
-        """The first token in which the lanes differ; None where they are the same."""
+        """The first token in which the lanes differ, or None."""
         pairs = zip(self.plain.tokens, self.drafted.tokens)
         place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
         if place is None and len(self.plain.tokens) != len(self.drafted.tokens):
@@ -68,7 +70,7 @@ class Race:
 
 def run_race(world: World, settings: RaceSettings, stop: threading.Event) -> Iterator[tuple[str, Race]]:
     """
-    Both lanes, one after the other: what is being done, and the race so far.
+    Run both lanes, one after the other; yield the current activity and the race so far.
 
     Raises:
         RefusedError: for a prompt that cannot be answered.
@@ -112,7 +114,7 @@ def _share(lane: Lane, most: int) -> int:
 
 
 def race_html(world: World, race: Race) -> str:
-    """Both lanes with all their tokens, which the page's script shows at the time at which they came."""
+    """Return both lanes with all their tokens and times, which the page's script replays."""
     if not race.is_complete:
         return notice("Stopped: a race is shown once both lanes have been timed.")
     labels = race.drafted.labels
@@ -178,7 +180,7 @@ def _verdict_html(world: World, race: Race) -> str:
     facts = (
         f"{counts.steps} forwards for {len(race.drafted.tokens)} tokens "
         f"({counts.mean_accepted_length:.2f} a forward); {counts.accepted_tokens} of {counts.drafted_tokens} verified "
-        f"drafts came true."
+        f"drafts were accepted."
     )
     if not counts.drafted_tokens and race.settings.source != NONE:
         facts = (
@@ -189,12 +191,12 @@ def _verdict_html(world: World, race: Race) -> str:
 
 
 def usual_baseline(world: World) -> str:
-    """Return the plain lane unless readers choose: in half precision the own forward, whose rounding drafts share."""
+    """Return the default of the plain lane: in half precision our own forward, which rounds as with drafts."""
     return GENERATE if world.is_exact else ENGINE
 
 
 def why_baseline(world: World) -> str:
-    """Return what readers are told about the choice of the plain lane."""
+    """Return the text beside the choice of the plain lane."""
     if world.is_exact:
         return "Against our own forward, the ratio is the gain of speculation alone."
     return (

@@ -94,13 +94,13 @@ def _tree_updates(world: World, race: Race) -> tuple[Any, str]:
 
 
 def choices(world: World) -> list[tuple[str, str]]:
-    """What may draft, as readers see it and by name."""
+    """Return the sources to choose among, as pairs of label and name."""
     known = {AUTO: "auto: suffix trees of the text so far", NONE: "none: no drafts"}
     return [(known.get(name, name), name) for name in world.names]
 
 
 def most_telling(world: World) -> str:
-    """What drafts unless readers choose: with a draft model, where there is one."""
+    """Return the default source: one with a draft model, where there is one."""
     return next((name for name in world.names if JOINT in name), AUTO)
 
 

@@ -10,7 +10,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 def pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds to the text; of characters that span several tokens, the last one has all."""
+    """Return the text that each token adds; a character of several tokens belongs to the last of them."""
     found: list[str] = []
     shown = ""
     for end in range(1, len(tokens) + 1):
@@ -24,25 +24,25 @@ def pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[st
 
 
 def visible(text: str, most: int = 14) -> str:
-    """A token in a small box: blanks are seen, long ones are cut."""
+    """Return a token's text for a small box: with visible blanks, cut where it is long."""
     text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def slug(label: str | None, known: Sequence[str]) -> str:
-    """The class by which the style sheet colours a source; "target" for None."""
+    """Return the class by which the style sheet colours a source; "target" for None."""
     if label is None:
         return "target"
     return f"source-{known.index(label) % 6}" if label in known else "source-0"
 
 
 def notice(text: str, kind: str = "") -> str:
-    """A message in place of a result."""
+    """Return a message in place of a result."""
     return f'<div class="ss-notice {kind}" role="status">{escape(text)}</div>'
 
 
 def card(value: str, caption: str, emphasis: bool = False) -> str:
-    """A figure and what it is."""
+    """Return a figure with its caption."""
     strong = " strong" if emphasis else ""
     return f'<div class="ss-card{strong}"><b>{escape(value)}</b><span>{escape(caption)}</span></div>'
 

@@ -15,7 +15,7 @@ _HEIGHT = 40
 
 
 def best_step(steps: Sequence[TracedStep]) -> int:
-    """The one worth looking at first: of those with most accepted nodes, the one with the largest tree."""
+    """Return the step to show first: of those with most accepted nodes, the one with the largest tree."""
     if not steps:
         return 0
     return max(range(len(steps)), key=lambda place: (len(steps[place].accepted), len(steps[place].tokens)))
@@ -23,10 +23,10 @@ def best_step(steps: Sequence[TracedStep]) -> int:
 
 def tree_html(lane: Lane, place: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """
-    One step: what was written before it, the tree, and what came of it.
+    Return one step: the text before it, its tree, and the outcome.
 
     Args:
-        place (`int`): Of the step, from 0 on.
+        place (`int`): Number of the step, from 0 on.
     """
     steps, tokens, labels = lane.steps, lane.tokens, lane.labels
     step = steps[place]
@@ -51,7 +51,7 @@ def tree_html(lane: Lane, place: int, tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def tree_svg(step: TracedStep, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str]) -> str:
-    """Levels from left to right; under each token, how probable it was held that the text runs through it."""
+    """Return the tree, its levels from left to right, with the path probability under each token."""
     shown = _shown(step)
     depths, rows = _layout(step, shown)
     width = (max(depths.values()) + 1) * (_BOX + _GAP_X) - _GAP_X + 4
@@ -81,7 +81,7 @@ def tree_svg(step: TracedStep, tokenizer: PreTrainedTokenizerBase, labels: Seque
 
 
 def _shown(step: TracedStep) -> list[int]:
-    """The accepted path and the most probable nodes; every node's parent is shown too."""
+    """Return the nodes to draw: the accepted path and the most probable nodes, with all their ancestors."""
     order = sorted(range(len(step.tokens)), key=lambda node: (node not in step.accepted, -step.path_probs[node], node))
     shown: set[int] = set()
     for node in order:
@@ -95,7 +95,7 @@ def _shown(step: TracedStep) -> list[int]:
 
 
 def _layout(step: TracedStep, shown: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
-    """Level and line of each node: leaves one below the other, the likeliest first, parents at their first child."""
+    """Return level and line of each node: the likeliest leaf first, parents in the line of their first child."""
     children: dict[int, list[int]] = {}
     for node in shown:
         children.setdefault(step.parents[node], []).append(node)

@@ -1,4 +1,4 @@
-"""What the page runs on: the target, what may draft for it, and prompts."""
+"""The models and prompts of the page."""
 
 import argparse
 import copy
@@ -28,19 +28,21 @@ _CATEGORIES = "category"
 
 
 class RefusedError(Exception):
-    """What was asked for on the page cannot be done; readers are shown the message."""
+    """Error of the settings on the page, whose message the page shows."""
 
 
 @dataclass
 class World:
     """
+    The target with its drafters and prompts.
+
     Args:
-        model (`PreTrainedModel`): The target, as it is raced.
-        small (`PreTrainedModel`): The same as it was trained, before it was enlarged.
-        tokenizer (`PreTrainedTokenizerBase`): Theirs.
-        drafters (`DrafterFiles`): Loads what drafts.
-        names (dict of `str`): What may draft: what readers choose among, and what `DrafterFiles` calls it.
-        prompts (dict of lists of `str`): By category.
+        model (`PreTrainedModel`): The target of races and loads.
+        small (`PreTrainedModel`): The target as it was trained, before it was enlarged.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        drafters (`DrafterFiles`): Loader of drafters.
+        names (dict of `str`): Sources to choose among: by name on the page, the name in `DrafterFiles`.
+        prompts (dict of lists of `str`): Prompts by category.
         worker (`ThreadPoolExecutor`): The one thread that computes: two at once would disturb one another's times.
     """
 
@@ -59,10 +61,10 @@ class World:
 
     def new_source(self, name: str, remembers: bool = False) -> TreeCandidateGenerator:
         """
-        What drafts, by one of `names`.
+        Return the source of one of `names`.
 
         Args:
-            remembers (`bool`): The same object as last time, which has seen earlier answers; else a new one.
+            remembers (`bool`): Whether to return the same object as last time, which has drafted for earlier answers.
         """
         if remembers:
             if name not in self._remembering:
@@ -73,12 +75,12 @@ class World:
         return SuffixTreeCandidates() if name == AUTO else self.drafters.new_source(self.names[name])
 
     def draft_models(self) -> list[str]:
-        """Those of `names` that are draft models, which can learn on this page."""
+        """Return those of `names` that are draft models: only these can learn on the page."""
         single = [name for name, value in self.names.items() if name not in (AUTO, LOOKUP, NONE) and JOINT not in value]
         return [name for name in single if isinstance(self.drafters.loaded(self.names[name]), PreTrainedModel)]
 
     def new_draft(self, name: str, is_random: bool, seed: int = 0) -> PreTrainedModel:
-        """A draft model of its own, which may learn: as it was trained, or with random weights."""
+        """Return a copy of a draft model, which may learn: with its trained weights, or with random ones."""
         draft: Any = self.drafters.loaded(self.names[name])
         if not is_random:
             return copy.deepcopy(draft)
@@ -90,6 +92,8 @@ class World:
 
     def encode(self, prompt: str, max_new_tokens: int) -> list[int]:
         """
+        Return the token ids of a prompt.
+
         Raises:
             RefusedError: for a prompt that is empty, or leaves no room for the answer.
         """
@@ -106,10 +110,10 @@ class World:
 
     def encoded(self, categories: Sequence[str], max_new_tokens: int) -> list[np.ndarray]:
         """
-        The prompts of some categories, by turns.
+        Return the token ids of the prompts of some categories, in turns.
 
         Raises:
-            RefusedError: where there are none.
+            RefusedError: if there are none.
         """
         columns = [self.prompts[name] for name in categories if name in self.prompts]
         longest = max(map(len, columns), default=0)
@@ -124,7 +128,7 @@ class World:
         return getattr(self.model.config, "max_position_embeddings", None) or 2**31
 
     def describe(self) -> str:
-        """One line on what runs here."""
+        """Return one line about model and machine."""
         system = environment(self.model.device, self.model.dtype)
         name = Path(self.small.name_or_path or "").name or type(self.small).__name__
         size = f"{_millions(self.model)} parameters"
@@ -142,7 +146,7 @@ class World:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts must be identical, to the last token."""
+        """Return whether texts must be identical to the last token."""
         return self.model.dtype == torch.float32
 
 
@@ -151,7 +155,7 @@ def _millions(model: PreTrainedModel) -> str:
 
 
 def default_dtype(device: str) -> str:
-    """bfloat16 where the machine multiplies in it; it would be slower than float32 elsewhere."""
+    """Return bfloat16 where the machine multiplies in it; elsewhere, float32 is faster."""
     kind = torch.device(device).type
     if kind == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
@@ -163,6 +167,8 @@ def default_dtype(device: str) -> str:
 
 def load_world(args: argparse.Namespace) -> World:
     """
+    Load the models and prompts of a command line.
+
     Raises:
         UsageError: for models, files or a device that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Who answers the rows of a dataset: an engine of this process, or those of several, by Ray Data."""
+"""Engines that answer the rows of a dataset: one in this process, or several on Ray Data."""
 
 import argparse
 import json
@@ -23,17 +23,19 @@ from .rows import checked_rows
 
 def prompter_of(args: argparse.Namespace, speaker: Speaker) -> Prompter:
     """
+    Return the prompter of a command line.
+
     Raises:
-        UsageError: for a system prompt that nobody would read.
+        UsageError: for a system prompt without a chat template.
     """
     is_raw = args.raw or not speaker.tokenizer.chat_template
     if args.system and is_raw:
-        raise UsageError("--system: nobody reads it without a chat template")
+        raise UsageError("--system: has no effect without a chat template")
     return Prompter(speaker.tokenizer, args.system, is_raw)
 
 
 class OneEngine:
-    """An engine of this process, until the end of the context."""
+    """An engine in this process, which is stopped at the end of the context."""
 
     def __init__(self, args: argparse.Namespace, speaker: Speaker, answers: RowAnswers):
         self._answers = answers
@@ -54,7 +56,7 @@ class OneEngine:
 
 
 class RowWorker:
-    """What an actor of Ray Data runs: an engine of its own, for batches of rows."""
+    """Actor of Ray Data with an engine of its own, which answers batches of rows."""
 
     def __init__(self, args: argparse.Namespace, seed: int):
         speaker = load_speaker(args)
@@ -69,7 +71,7 @@ class RowWorker:
 
 
 class Replicas:
-    """Several engines, on this machine or a cluster's, until the end of the context. A worker that dies is replaced."""
+    """Several engines, on this machine or a cluster, until the end of the context. A worker that dies is replaced."""
 
     def __init__(self, args: argparse.Namespace, seed: int):
         self._args, self._seed = args, seed
@@ -89,7 +91,7 @@ class Replicas:
 
     def rows(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """
-        In their order: whoever writes them can go on behind the last one.
+        Yield the answered rows in order, so that an interrupted command can go on after the last one.
 
         Raises:
             UsageError: if a worker cannot be made, or an engine fails.
@@ -122,5 +124,5 @@ class Replicas:
 
     @property
     def statistics(self) -> GenerationStatistics:
-        """Of the workers that answered to the end."""
+        """Statistics of the batches that were answered."""
         return sum(self._statistics.values(), GenerationStatistics())

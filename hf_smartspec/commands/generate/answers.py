@@ -1,4 +1,4 @@
-"""Answers to a few prompts, shown while they grow."""
+"""Answers to a few prompts, printed while they are generated."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ _SHOWN = 60  # characters of a prompt above its answer
 
 
 class Answers:
-    """The prompts of one command line: all of them run at once, and are shown in their order."""
+    """Answers to the prompts of one command line, which run at once and are printed in order."""
 
     def __init__(self, args: argparse.Namespace, speaker: Speaker, prompter: Prompter):
         self._args, self._speaker, self._prompter = args, speaker, prompter
@@ -37,7 +37,7 @@ class Answers:
         self._comparison: dict[str, Any] | None = None
 
     def run(self, prompts: Sequence[str]) -> int:
-        """Exit status: 1 if one could not be answered."""
+        """Answer the prompts; return the exit status, 1 if one could not be answered."""
         ids = [self._token_ids(prompt) for prompt in prompts]
         rows: list[dict[str, Any]] = []
         engine = self._new_engine(self._speaker)
@@ -57,13 +57,13 @@ class Answers:
         return 1 if any(row["error"] for row in rows) else 0
 
     def _new_engine(self, speaker: Speaker) -> Engine:
-        if self._args.compare:  # what is done once, as compiling, is neither's time
+        if self._args.compare:  # compiling and the like happens once, and counts for neither side
             with speaker.new_engine() as engine:
                 engine.generate([[0]], max_new_tokens=2)
         return speaker.new_engine(max_batch_size=self._args.max_batch_size)
 
     def _compared(self, ids: Sequence[list[int]], rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-        """The same prompts once more, without speculation."""
+        """Answer the prompts once more, without speculation; return times and whether the tokens are the same."""
         engine = self._new_engine(replace(self._speaker, assistant="none"))
         try:
             started = perf_counter()

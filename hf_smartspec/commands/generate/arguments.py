@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch-size", type=positive, default=_MAX_BATCH_SIZE, metavar="N",
         help="prompts that are answered at once (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--stats", action="store_true", help="say what speculation did, on standard error")
+    group.add_argument("--stats", action="store_true", help="print statistics of speculation on standard error")
     group.add_argument(
-        "--compare", action="store_true", help="answer once more without speculation, and say what that takes"
+        "--compare", action="store_true", help="answer once more without speculation, and print both times"
     )
     group.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the answers to this file; -: to standard output instead"
@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "datasets", "in place of PROMPT; called again, the same command goes on where it was interrupted"
+        "datasets", "in place of PROMPT; a command that was interrupted goes on when it is called again"
     )
     group.add_argument("--dataset", metavar="DATASET", help=".jsonl, .csv, .parquet or .txt, a folder, or a hub id")
     group.add_argument("--config", metavar="NAME", help="of a dataset of the hub that has several")
     group.add_argument("--split", metavar="NAME", default="train", help="such as train or test[:100] (default: train)")
     group.add_argument(
         "--column", metavar="NAME", default="prompt",
-        help="with texts, or with chats: lists of messages, whose last answer is left out (default: prompt)",
+        help="of texts or chats; chats are lists of messages, whose last answer is left out (default: prompt)",
     )  # fmt: skip
     group.add_argument("--output", type=Path, metavar="FILE", help=".jsonl; one line for every row, in their order")
     group.add_argument("--keep", action="append", metavar="NAME", help="a column that is written too (default: COLUMN)")
@@ -65,5 +65,5 @@ def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard", type=Shard.of, metavar="I/N",
         help="part I of N, from 0, into FILE-0000I-of-0000N (default: a part for each process of accelerate launch)",
     )  # fmt: skip
-    add_cluster_arguments(group, "answer with so many engines, by Ray Data")
-    group.add_argument("--overwrite", action="store_true", help="throw away what is in the output")
+    add_cluster_arguments(group, "answer with N engines, on Ray Data")
+    group.add_argument("--overwrite", action="store_true", help="replace an earlier output")

@@ -4,9 +4,7 @@ import argparse
 import os
 import sys
 
-from ..common.answering.arguments import (
-    sampling_of,
-)
+from ..common.answering.arguments import sampling_of
 from ..common.answering.speaker import load_speaker
 from ..common.arguments import UsageError
 from ..common.models import default_device
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer_dataset(args: argparse.Namespace) -> int:
     if args.prompts or args.file:
-        raise UsageError("--dataset stands in place of prompts")
+        raise UsageError("--dataset takes the place of prompts")
     if args.compare:
         raise UsageError("--compare is for prompts: `smartspec bench generate` measures datasets")
     if args.output is None:

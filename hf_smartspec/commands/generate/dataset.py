@@ -1,4 +1,4 @@
-"""Answers to every row of a dataset, each once, however often the command is killed and called again."""
+"""Answers to the rows of a dataset, each once, even if the command is killed and called again."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from .shard import launched_shard
 
 
 class DatasetAnswers:
-    """The dataset of one command line, or a part of it."""
+    """Answers to the dataset of one command line, or to a shard of it."""
 
     def __init__(self, args: argparse.Namespace, rows: Any, speaker: Speaker, prompter: Prompter):
         self._args, self._rows, self._speaker, self._prompter = args, rows, speaker, prompter
@@ -31,7 +31,10 @@ class DatasetAnswers:
         self._columns = kept_columns(args)
 
     def run(self) -> int:
-        """Exit status: 1 if a row could not be answered; not for launchers, which would end the other processes."""
+        """
+        Answer the rows; return the exit status, 1 if one could not be answered. Under a launcher, which would end the
+        other processes, always 0.
+        """
         path = self._shard.named(self._args.output)
         with RowFile(path, self._settings(), self._args.overwrite) as file:
             self._check(file)
@@ -61,7 +64,7 @@ class DatasetAnswers:
         return OneEngine(self._args, self._speaker, answers)
 
     def _settings(self) -> dict[str, Any]:
-        """All that rows depend on: what drafts does not belong to it."""
+        """Return everything that the answers depend on; the assistant is not part of it."""
         args, speaker = self._args, self._speaker
         names = (
             "dataset",
@@ -86,7 +89,7 @@ class DatasetAnswers:
         }
 
     def _check(self, file: RowFile) -> None:
-        """What is there must be the dataset's first rows, in their order."""
+        """Raise `UsageError` if the file's rows are not the first rows of the dataset, in order."""
         for place, row in enumerate(file.rows):
             if place >= len(self._indices) or not self._is_of(row, self._indices[place]):
                 raise UsageError(
@@ -100,7 +103,7 @@ class DatasetAnswers:
         return isinstance(found, dict) and all(found.get(name) == value for name, value in as_json(want).items())
 
     def _answer(self, rows: Iterator[dict[str, Any]], file: RowFile) -> int:
-        """Writes the rows that are missing and returns how many of them have no answer."""
+        """Write the missing rows; return the number of those without an answer."""
         num_errors = 0
         with track(desc="answering", total=len(self._indices), unit=" rows") as bar:
             bar.update(len(file.rows))

@@ -1,4 +1,4 @@
-"""Where prompts come from: arguments, files, standard input."""
+"""Prompts from arguments, files and standard input."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ _STDIN = "-"
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
     """
-    All prompts, in their order; those of files behind the others.
+    Return all prompts in order, those of files last.
 
     Raises:
-        UsageError: where there is none, one is empty, or a file cannot be read.
+        UsageError: if there is no prompt, one is empty, or a file cannot be read.
     """
     if not texts and not files:
         if stdin.isatty():

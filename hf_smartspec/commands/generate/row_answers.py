@@ -1,4 +1,4 @@
-"""Answers to rows of a dataset, in their order."""
+"""Answers to rows of a dataset, in order."""
 
 import argparse
 from collections import deque
@@ -15,17 +15,17 @@ from ..common.answering.text import GrowingText
 from ..common.arguments import UsageError
 from .rows import kept_columns
 
-AHEAD = 4  # batches of requests that are under way: one runs, and long ones do not keep the others waiting
+AHEAD = 4  # batches of requests that the engine holds: one runs, others wait, so that a long answer stalls none
 
 
 class RowAnswers:
     """
-    What the command line asks of every row.
+    Answers to rows, by the options of a command line.
 
     Args:
         rows: The dataset.
-        speaker, prompter: Who answers, and how a row becomes a prompt.
-        seed (`int`): Of the dataset; each row has one of its own.
+        speaker, prompter: The model, and the tokenizer of prompts.
+        seed (`int`): Seed of the dataset, from which every row's is derived.
     """
 
     def __init__(self, args: argparse.Namespace, rows: Any, speaker: Speaker, prompter: Prompter, seed: int):
@@ -33,7 +33,7 @@ class RowAnswers:
         self._columns = kept_columns(args)
 
     def answer(self, engine: Engine, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """These rows, with their answers."""
+        """Yield these rows with their answers."""
         under_way: deque[tuple[int, str | Exception]] = deque()
         for index in [*indices, None]:
             while under_way and (index is None or len(under_way) >= AHEAD * self._args.max_batch_size):
@@ -42,7 +42,7 @@ class RowAnswers:
                 under_way.append((index, self._begin(engine, index)))
 
     def _begin(self, engine: Engine, index: int) -> str | Exception:
-        """The name of its request, or what is wrong with its prompt."""
+        """Send a row to the engine; return the name of its request, or the error of its prompt."""
         try:
             ids = self._prompter.token_ids(self._rows[index][self._args.column])
             room = self._speaker.room(len(ids), self._args.max_new_tokens)
@@ -56,7 +56,7 @@ class RowAnswers:
             return error
 
     def _finished(self, engine: Engine, index: int, name: str | Exception) -> dict[str, Any]:
-        """The row as it is written."""
+        """Return the row for the output, after waiting for its answer."""
         output: EngineOutput | None = None
         if isinstance(name, str):
             output = engine.get_result(name)

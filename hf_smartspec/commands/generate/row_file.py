@@ -1,4 +1,4 @@
-"""A file of results that grows row by row, and goes on where it was left."""
+"""A file of results that is written row by row and can be continued."""
 
 import contextlib
 import json
@@ -15,19 +15,19 @@ from ..common.outputs import json_safe, replace_json
 
 class RowFile:
     """
-    JSON lines, one behind another in the order of the rows. Each is written whole before the next begins, so that
-    whatever ends the process leaves at most one torn line behind, the last one: it is cut off by who goes on.
+    JSON lines in the order of the rows. A line is complete before the next begins, so that a process that is killed
+    leaves at most one torn line, the last one, which is cut off when the file is continued.
 
-    What rows were made with lies beside it, in `FILE.run.json`. A file of anything else is not touched.
+    The settings of the rows are kept beside it, in `FILE.run.json`. A file with other settings is not changed.
 
     Args:
-        path (`Path`): Made where it is missing.
-        settings (`dict`): All that the rows depend on, as JSON knows it. A "seed" of None is that of the file, or a
+        path (`Path`): The file, created if missing.
+        settings (`dict`): Everything that the rows depend on, for JSON. A "seed" of None stands for the file's, or a
             new one.
-        is_new (`bool`): Whether what is there is thrown away.
+        is_new (`bool`): Whether to discard the file's rows.
 
     Raises:
-        UsageError: if another process writes it, it holds something else, or cannot be written.
+        UsageError: if another process writes the file, it has other settings, or cannot be written.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], is_new: bool = False):
@@ -58,7 +58,7 @@ class RowFile:
         self._file.close()
 
     def append(self, row: dict[str, Any]) -> None:
-        """The next row; it is the operating system's when this returns, so that nothing but that can lose it."""
+        """Write the next row and flush it, so that it is kept if this process is killed."""
         line = dumped(row) + "\n"
         self._file.write(line.encode("utf-8", "backslashreplace"))  # half a surrogate, as JSON writes it
         self._file.flush()
@@ -75,7 +75,7 @@ class RowFile:
                 pass  # file systems without locks
 
     def _go_on(self) -> None:
-        """Compares what the file was made with."""
+        """Raise `UsageError` if the file was begun with other settings; take over its seed."""
         if not os.path.getsize(self.path) and not self._beside.exists():
             return
         try:
@@ -90,7 +90,7 @@ class RowFile:
                 raise UsageError(f"{str(self.path)!r} was begun with {name} {was}, not {now}: --overwrite begins anew")
 
     def _read(self) -> list[dict[str, Any]]:
-        """The rows that are there; the torn end of the file is cut off."""
+        """Return the file's rows; a torn line at its end is cut off."""
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
@@ -104,7 +104,7 @@ class RowFile:
 
 
 def as_json(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as it is read again."""
+    """Return the row as it will be read from the file."""
     found: dict[str, Any] = json.loads(dumped(row))
     return found
 

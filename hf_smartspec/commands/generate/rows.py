@@ -1,4 +1,4 @@
-"""Rows of a dataset: a file, a folder that `save_to_disk` has written, or one of the hub."""
+"""Rows of a dataset: a file, a folder written by `save_to_disk`, or a dataset of the hub."""
 
 import argparse
 import difflib
@@ -9,44 +9,41 @@ from ..common.arguments import UsageError
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
-
-
-# What is written beside columns and answer.
-OWN = ("row", "finish_reason", "generated_tokens", "error")
+_OWN = ("row", "finish_reason", "generated_tokens", "error")  # written in addition to columns and answer
 
 
 def checked_rows(args: argparse.Namespace) -> Any:
     """
-    The rows that `--dataset` and its like name, with all columns that are asked for.
+    Return the rows of `--dataset` and its options.
 
     Raises:
-        UsageError: for what is not there.
+        UsageError: if the dataset or a column does not exist.
     """
     rows = load_rows(args.dataset, args.config, args.split)
     check_columns(rows, "--column", [args.column])
     check_columns(rows, "--keep", args.keep or [])
-    for name in (*OWN, args.response):
+    for name in (*_OWN, args.response):
         if name in (args.keep or [args.column]):
-            raise UsageError(f"--keep: {name!r} is what this command writes itself; --response names its answers")
+            raise UsageError(f"--keep: this command writes {name!r} itself; --response names its answers")
     return rows.select(range(min(args.limit, len(rows)))) if args.limit else rows
 
 
 def kept_columns(args: argparse.Namespace) -> list[str]:
-    """That are written beside the answers."""
+    """Return the columns that are written with the answers."""
     return list(dict.fromkeys(args.keep or [args.column]))
 
 
 def load_rows(source: str, name: str | None, split: str) -> Any:
     """
-    A `datasets.Dataset`.
+    Return a `datasets.Dataset`.
 
     Args:
         source (`str`): A file, a folder, or a hub id.
-        name (`str`, *optional*): Of a configuration, for datasets of the hub that have several.
-        split (`str`): As `datasets` takes it, such as "train" or "test[:100]"; files have "train" only.
+        name (`str`, *optional*): Name of a configuration, for datasets of the hub that have several.
+        split (`str`): A split of `datasets`, such as "train" or "test[:100]"; files have "train" only.
 
     Raises:
-        UsageError: where it cannot be loaded, or has no rows.
+        UsageError: if it cannot be loaded, or has no rows.
     """
     try:
         import datasets  # type: ignore[import-untyped]
@@ -74,7 +71,7 @@ def load_rows(source: str, name: str | None, split: str) -> Any:
 
 
 def check_columns(rows: Any, option: str, names: list[str]) -> None:
-    """Raises `UsageError` for columns that are not there."""
+    """Raise `UsageError` for columns that do not exist."""
     for name in names:
         if name not in rows.column_names:
             near = difflib.get_close_matches(name, rows.column_names, n=1)
@@ -90,7 +87,7 @@ def _loader(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line that says something; `datasets` wraps what has happened."""
+    """Return the first line of an error's cause, which `datasets` wraps."""
     cause = error.__cause__ or error
     lines = str(cause).strip().splitlines() or str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

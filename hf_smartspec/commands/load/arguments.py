@@ -7,10 +7,7 @@ from ..common.arguments import add_model_arguments, add_text_arguments, positive
 from ..common.names import SOURCES, source_name
 
 NONE, AUCTION, ORACLE = "none", "auction", "oracle"
-
 NAMES = (NONE, "k=NUMBER", "table", "step", "request", AUCTION, ORACLE)
-
-
 _POLICIES = (NONE, "k=3", AUCTION)
 
 
@@ -25,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sources", type=source_name, nargs="+", default=["auto"], metavar="SOURCE",
         help=f"{', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix+FOLDER, not in virtual time. "
-        "auto: what `assistant='auto'` is; hybrid: suffix trees and the draft model as a list; wrong: drafts that "
-        "never come true, sure of themselves (default: auto)",
+        "auto: as `assistant='auto'`; hybrid: suffix trees and the draft model as a list; wrong: drafts that are never "
+        "accepted, with high probabilities (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--policies", type=policy_name, nargs="+", default=list(_POLICIES), metavar="P",
-        help=f"{', '.join(NAMES)}; oracle, with --virtual, knows what comes true: an upper bound for all sources but "
+        help=f"{', '.join(NAMES)}; oracle, with --virtual, foresees acceptance: an upper bound for all sources but "
         f"hybrid (default: {' '.join(_POLICIES)}); {NONE} is always measured",
     )  # fmt: skip
     parser.add_argument(
@@ -43,23 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulated",
         action="store_true",
-        help="show the same loads in virtual time beside them, on a machine as fast as in short rehearsals with other "
+        help="also simulate the same loads in virtual time, on a machine as fast as in short rehearsals with other "
         "arrivals right before and after each",
     )
     parser.add_argument(
         "--virtual", action="store_true",
-        help="everything in virtual time, on the simulated engine, with recorded responses; only what steps cost is "
+        help="everything in virtual time, on the simulated engine, with recorded responses; only the cost of steps is "
         "measured before",
     )  # fmt: skip
     parser.add_argument(
         "--profile", type=Path, metavar="FILE",
-        help="with --virtual: what steps cost, in a file; what is in it is not measured, and what is not is added",
+        help="with --virtual: a file of the costs of steps; sources that it lacks are measured and added",
     )  # fmt: skip
-    parser.add_argument("--explain", action="store_true", help="also say where each policy's time went, and why")
+    parser.add_argument("--explain", action="store_true", help="also show where each policy's time went, and why")
 
 
 def policy_name(text: str) -> str:
-    """A name that `Policies` knows, for argparse."""
+    """Return the name of a policy of `Policies` from the command line."""
     if (text in NAMES and text != "k=NUMBER") or (text.startswith("k=") and text[2:].isdecimal()):
         return text
     raise argparse.ArgumentTypeError(f"must be one of {', '.join(NAMES)}, got {text!r}")

@@ -1,4 +1,4 @@
-"""`smartspec bench load`: latency and goodput of the engine over the request rate, for every way to speculate."""
+"""`smartspec bench load`: latency and goodput of the engine over the request rate, by source and policy."""
 
 import argparse
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ from .runs import (
     warm_up,
 )
 
-_SHARES = (0.3, 0.8)  # of what the engine can serve without speculation: the default rates
-_REHEARSAL = 0.5  # of a load's seconds: of the short ones before and after, by which its simulation is timed
+_SHARES = (0.3, 0.8)  # default rates, as shares of the engine's capacity without speculation
+_REHEARSAL = 0.5  # length of a rehearsal, as a share of its load's
 _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 
 
@@ -89,7 +89,7 @@ def _print_setting(setups: Sequence[Setup], args: argparse.Namespace, system: di
 
 
 class LoadBench:
-    """Fills `cells`: every data set, source, rate, repetition and policy, the policies side by side."""
+    """Measurement of all cells: every data set, source, rate, repetition and policy, the policies side by side."""
 
     def __init__(self, setups: Sequence[Setup], args: argparse.Namespace, cells: Cells):
         self.setups, self.args, self.cells = setups, args, cells
@@ -126,7 +126,7 @@ class LoadBench:
 
     def _policies(self, setup: Setup, source: str, calibration: Calibration) -> Policies:
         policies = Policies(calibration.cost)
-        if "table" in self.names and self.args.virtual:  # is made once for each source, as its costs are measured once
+        if "table" in self.names and self.args.virtual:  # one for all data sets, as the costs are
             if source not in self._tables:
                 self._tables[source] = lookup_table(self._whole, source, calibration)
             policies.table = self._tables[source]
@@ -177,7 +177,7 @@ class LoadBench:
         rehearsed: Any,
         cell: Cell,
     ) -> None:
-        """The load on the real engine between two rehearsals; then in virtual time, timed by these."""
+        """Run the load on the real engine between two rehearsals, then in virtual time, scaled by the rehearsals."""
         rehearsals = [LoadResult(), LoadResult()]
         serve(setup, source, new_policy(), rehearsed, rehearsals[0])
         self._run(setup, source, calibration, new_policy, requests, cell)

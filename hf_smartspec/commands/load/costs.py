@@ -1,4 +1,4 @@
-"""What the sources' steps cost on the real engine: measured once, kept in a file, and used in virtual time."""
+"""Costs of the sources' steps on the real engine: measured once, kept in a file, and used in virtual time."""
 
 import json
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from ..common.arguments import UsageError
 @dataclass
 class Calibration:
     """
-    What a source's steps on the real engine have shown.
+    Measured costs of a source's steps on the real engine.
 
     Args:
         cost (`CostModel`): The target's profile, corrected by measured steps.
-        draft (`DraftCost`): What drafting takes.
-        step_seconds (`float`): What a step takes besides.
-        request_seconds (`float`): What it takes to prepare a request.
+        draft (`DraftCost`): Cost of drafting.
+        step_seconds (`float`): Further seconds of a step.
+        request_seconds (`float`): Seconds to prepare a request.
         max_nodes (`int`): Draft nodes per row, at most.
-        drafter (`DraftCost`, *optional*): What a draft model takes that only speaks where `draft` has little to say.
+        drafter (`DraftCost`, *optional*): Cost of a draft model that drafts after the source of `draft`.
     """
 
     cost: CostModel
@@ -34,7 +34,7 @@ class Calibration:
     drafter: DraftCost | None = None
 
     def scaled(self, factor: float) -> "Calibration":
-        """On a machine that is slower by this factor."""
+        """Return the costs on a machine that is slower by this factor."""
         cost = self.cost
         names = ("alpha", "beta", "gamma", "delta", "host")
         slower: dict[str, Any] = {name: getattr(cost, name) * factor for name in names}
@@ -50,7 +50,7 @@ class Calibration:
 
     @classmethod
     def of_hybrid(cls, trees: "Calibration", draft: "Calibration") -> "Calibration":
-        """Of suffix trees and a draft model together, from those of each."""
+        """Return the costs of suffix trees with a draft model, from those of each."""
         return replace(
             trees,
             request_seconds=max(trees.request_seconds, draft.request_seconds),
@@ -59,7 +59,7 @@ class Calibration:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON knows it, with what was learnt about the cost."""
+        """Return the costs for JSON, with the learnt corrections of the cost model."""
         numbers = asdict(self)
         arrays = {name: value.tolist() for name, value in numbers["cost"].items() if isinstance(value, np.ndarray)}
         return numbers | {"cost": numbers["cost"] | arrays}
@@ -67,8 +67,10 @@ class Calibration:
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> "Calibration":
         """
+        Return the costs in a result of `as_dict`.
+
         Raises:
-            TypeError, KeyError, ValueError: for anything that `as_dict` did not make.
+            TypeError, KeyError, ValueError: for anything else.
         """
         learnt = {name: np.array(value) for name, value in numbers["cost"].items() if name.startswith("_")}
         drafter = numbers["drafter"]
@@ -88,15 +90,15 @@ def _scaled(draft: DraftCost, factor: float) -> DraftCost:
 
 class Calibrations:
     """
-    By source; each is measured when it is first asked for.
+    Calibrations by source; each is measured when it is first used.
 
     Args:
         measure (`Callable`): Measures a source, by name.
-        path (`Path`, *optional*): A file that has some, and gets those that are measured.
-        machine (`dict`): Where it is measured, for the file; its "parameters" must be those of the file's target.
+        path (`Path`, *optional*): A file with calibrations, to which measured ones are added.
+        machine (`dict`): Description of the machine, for the file; its "parameters" must be those of the file's target.
 
     Raises:
-        UsageError: for a file that cannot be read, or tells of something else.
+        UsageError: for a file that cannot be read, or is of another target.
     """
 
     def __init__(

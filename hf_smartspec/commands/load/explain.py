@@ -1,4 +1,4 @@
-"""Why a load was fast or slow: what the engine's report says about each policy, side by side."""
+"""Explanations of a load's speed: the engine's reports on each policy, side by side."""
 
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ _DEPTHS = 4
 
 class Explanation(NamedTuple):
     """
-    What an engine says about one load.
+    Report on one load.
 
     Args:
         report (`SpeculationReport`): Sums over all steps.
@@ -29,9 +29,9 @@ class Explanation(NamedTuple):
 
 
 def print_explanations(title: str, explanations: dict[str, Explanation], console: Console) -> None:
-    """One line per policy."""
-    columns = ("draft", "select", "prefill", "verify", "wait", "nodes", "in vain", "pays", "best")
-    lines = table(escape(title), "policy", *columns, "comes true")
+    """Print a table with one line per policy."""
+    columns = ("draft", "select", "prefill", "verify", "wait", "nodes", "in vain", "pays", "best", "accepted")
+    lines = table(escape(title), "policy", *columns)
     for name, (report, wait) in explanations.items():
         seconds = report.seconds
         parts = (seconds["draft"], seconds["other"], seconds["prefill"], seconds["verify"])
@@ -50,8 +50,8 @@ def print_explanations(title: str, explanations: dict[str, Explanation], console
 LEGEND = (
     "draft, select (with commit and observation), prefill, verify: seconds of all steps. wait: in the queue, mean "
     "seconds. nodes: verified per row and step; in vain: of them. pays: probability from which a node has paid. best: "
-    "fixed number of nodes in hindsight, and its goodput by what was reached, by the cost model. comes true: % of "
-    "levels, from the first on."
+    "fixed number of nodes in hindsight, and its goodput by the one reached, by the cost model. accepted: % of levels, "
+    "from the first on."
 )
 
 
@@ -67,7 +67,7 @@ def _best(report: SpeculationReport) -> str:
 
 
 def _acceptance(report: SpeculationReport) -> str:
-    """Percent by depth; a line per source, with its name where there are several."""
+    """Return percents by depth, a line per source, with its name where there are several."""
     lines = []
     for source, levels in report.acceptance.items():
         name = source.removesuffix("Candidates") + " " if len(report.acceptance) > 1 else ""

@@ -1,4 +1,4 @@
-"""The length policies of the benches of load, by name."""
+"""Length policies of the benches of load, by name."""
 
 import copy
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from .arguments import AUCTION, NONE, ORACLE
 @dataclass
 class Policies:
     """
-    Makes length policies by name: "none", "k=3", "table", "step", "request", "auction", and "oracle" in simulations.
+    Maker of length policies: "none", "k=3", "table", "step", "request", "auction", and "oracle" in simulations.
 
     Args:
-        cost (`CostModel`): What is known of the target's; every policy gets a copy to correct.
-        table (`BatchLookupTable`, *optional*): For "table".
-        max_length (`int`): Of the drafts of "step" and "request".
+        cost (`CostModel`): Cost of the target's forwards; every policy gets a copy to correct.
+        table (`BatchLookupTable`, *optional*): Table of the policy "table".
+        max_length (`int`): Longest draft of "step" and "request".
     """
 
     cost: CostModel
@@ -35,7 +35,7 @@ class Policies:
             return BatchLookupTable(self.table.lengths)
         cost = copy.deepcopy(self.cost)
         if name == ORACLE:
-            assert engine is not None, "only simulated engines know what will come"
+            assert engine is not None, "only a simulated engine has the texts to come"
             is_table = isinstance(engine.first_stage.source, TableCandidates)
             return DraftOracle(cost, engine, engine.first_stage.cost) if is_table else Oracle(cost, engine.continuation)
         if name == AUCTION:
@@ -45,5 +45,5 @@ class Policies:
 
 
 def is_fixed(name: str) -> bool:
-    """Whether the policy never changes its mind."""
+    """Return whether the policy always drafts the same number of tokens."""
     return name == NONE or name.startswith("k=")

@@ -1,4 +1,4 @@
-"""What `smartspec bench load` found: tables, verdicts, and a figure."""
+"""Results of `smartspec bench load`: tables, verdicts, and a figure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ from .arguments import AUCTION, NONE
 from .explain import LEGEND, Explanation, print_explanations
 from .policies import is_fixed
 
-LEAST_GOODPUT, MOST_LATENCY = 0.98, 1.02  # of no speculation's: what the auction must keep to
+LEAST_GOODPUT, MOST_LATENCY = 0.98, 1.02  # limits of the auction, as multiples of no speculation's
 FIDELITY = 0.10  # relative error of the simulated mean latency that counts as faithful
-_SATURATED = 0.1  # share of their latency that requests wait in the queue of an engine that is asked too much
+_SATURATED = 0.1  # share of their latency that requests of a saturated engine wait in the queue
 
 
 class Point(NamedTuple):
@@ -37,9 +37,9 @@ class Point(NamedTuple):
 @dataclass
 class Cell:
     """
-    What one policy made of one load: one result per repetition, of the real engine or, with --virtual, of the simulated
-    one. `simulated`: the same loads beside the real ones, and `factors` by which steps were slower than in the
-    calibration, just before and after each, so that the simulation's are, too.
+    Results of one policy with one load, one per repetition: of the real engine or, with --virtual, of the simulated
+    one. With --simulated, `simulated` holds the same loads in virtual time, and `factors` by how much steps were slower
+    than in the calibration, just before and after each; the simulation's steps are slowed down by as much.
     """
 
     results: list[LoadResult] = field(default_factory=list)
@@ -52,14 +52,14 @@ Cells = dict[Point, dict[str, Cell]]  # by load and policy; "none" comes first
 
 
 def short(data_set: str) -> str:
-    """Of a path, the name without endings."""
+    """Return the name of a file without its suffixes."""
     return Path(data_set).name.partition(".")[0]
 
 
 def summaries(cells: Cells) -> list[dict[str, Any]]:
     """
-    One row per load and policy. Figures are of the requests of all repetitions; ratios are medians over the
-    repetitions, each against its neighbour with the same arrivals, and None where none was finished.
+    Return one row per load and policy. Figures are over the requests of all repetitions; ratios are medians over the
+    repetitions, each against the run without speculation of the same arrivals, and None where no pair is complete.
     """
     rows = []
     for point, policies in cells.items():
@@ -88,7 +88,7 @@ def summaries(cells: Cells) -> list[dict[str, Any]]:
 
 
 def _fidelity(cell: Cell) -> dict[str, Any]:
-    """Simulated beside real, run by run: errors are those of the mean latency."""
+    """Return the errors of simulated mean latencies, run by run."""
     errors = [ratio - 1 for ratio in latency_ratios(cell.simulated, cell.results)]
     real = pooled(_finished(cell.results))
     return {
@@ -105,7 +105,7 @@ def _is_served(results: list[LoadResult]) -> bool:
 
 
 def _finished(results: Sequence[LoadResult]) -> list[LoadResult]:
-    """Without a last one that was interrupted, where there are others."""
+    """Return the results without an interrupted last one, unless it is the only one."""
     most = max(len(result.served) for result in results)
     return [result for result in results if len(result.served) == most]
 
@@ -120,12 +120,12 @@ def _ratios(plain: Sequence[LoadResult], results: Sequence[LoadResult]) -> dict[
 
 
 def latency_ratios(results: Sequence[LoadResult], others: Sequence[LoadResult]) -> list[float]:
-    """The former's mean latency by the latter's, of every repetition that both have finished."""
+    """Return the ratio of mean latencies, first by second, for every repetition that both have finished."""
     return [result.mean_latency / other.mean_latency for result, other in _pairs(results, others)]
 
 
 def _pairs(results: Sequence[LoadResult], others: Sequence[LoadResult]) -> list[tuple[LoadResult, LoadResult]]:
-    """Where one was interrupted, the other has answered more."""
+    """Return pairs of the same repetition; a pair of which one run was interrupted is left out."""
     pairs = zip(results, others)
     return [(one, other) for one, other in pairs if one.served and len(one.served) == len(other.served)]
 
@@ -141,7 +141,7 @@ def _is_slow(row: dict[str, Any]) -> bool:
 
 
 def best_fixed(measured: dict[str, dict[str, Any]]) -> str:
-    """The fixed choice that would have had the least latency, known in hindsight."""
+    """Return the fixed policy with the least latency, in hindsight."""
     return min((name for name in measured if is_fixed(name)), key=lambda name: measured[name]["mean_latency"])
 
 
@@ -160,7 +160,7 @@ _SIMULATED = (("sim.", "simulated_latency", ".3f"), ("error", "simulation_error"
 
 
 def print_points(rows: list[dict[str, Any]], cells: Cells, console: Console) -> None:
-    """A table per data set, and what they say together; then why, where that was asked for."""
+    """Print a table per data set, an overview and verdicts, then the explanations."""
     for data_set in dict.fromkeys(row["data_set"] for row in rows):
         _print_data_set(data_set, [row for row in rows if row["data_set"] == data_set], console)
     _print_overview([row for row in rows if row["policy"] == AUCTION and row["speedup"] is not None], console)
@@ -200,7 +200,7 @@ def _print_data_set(data_set: str, rows: list[dict[str, Any]], console: Console)
 
 
 def _print_overview(auction: list[dict[str, Any]], console: Console) -> None:
-    """The auction's worst ratio over the rates, where there are several data sets or sources."""
+    """Print the auction's worst ratio over the rates, where there are several data sets or sources."""
     sources, data_sets = (list(dict.fromkeys(row[key] for row in auction)) for key in ("source", "data_set"))
     if len(sources) * len(data_sets) < 2:
         return
@@ -217,7 +217,7 @@ def _print_overview(auction: list[dict[str, Any]], console: Console) -> None:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterable[str]:
-    """What the tables say about the auction, and about the simulation."""
+    """Yield a key to the tables, and verdicts on the auction and the simulation."""
     yield (
         "*: best fixed choice in hindsight. first: token. lat. x, good. x: how many times better than no speculation, "
         "median over the repetitions. /step: tokens."
@@ -254,13 +254,13 @@ def _fidelity_verdict(rows: list[dict[str, Any]]) -> Iterable[str]:
     yield (
         f"Simulation: mean latency within {FIDELITY:.0%} of the engine's in {sum(e <= FIDELITY for e in errors)} of "
         f"{len(below)} rows below saturation (at most {_SATURATED:.0%} of the latency is waiting in the queue)"
-        f"{spread}. Errors are medians over the repetitions. In the rehearsals, which the "
-        f"simulation is timed by, steps took {min(factors):.2f} to {max(factors):.2f} times what the calibration says."
+        f"{spread}. Errors are medians over the repetitions. In the rehearsals, by which the simulation is scaled, "
+        f"steps took {min(factors):.2f} to {max(factors):.2f} times as long as in the calibration."
     )
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up of the mean latency over the request rate, a panel per data set and source; simulated ones dashed."""
+    """Draw speed-ups of the mean latency over the rate, a panel per data set and source; simulated ones dashed."""
     rows = [row for row in rows if row["speedup"] is not None]
     panels = list(dict.fromkeys((row["data_set"], row["source"]) for row in rows))
     if not panels:

@@ -1,4 +1,4 @@
-"""Loads on the real engine and on the simulated one, and the measurements that the latter needs."""
+"""Loads on the real engine and on the simulated one, and the calibration of the latter."""
 
 import copy
 import time
@@ -29,7 +29,7 @@ from .costs import Calibration
 from .explain import Explanation
 from .policies import Policies
 
-LENGTHS = (0, 1, 2, 3, 5, 8)  # that the calibration goes through
+LENGTHS = (0, 1, 2, 3, 5, 8)  # draft lengths of the calibration
 _TABLE_BATCHES = 32  # the largest batch of the look-up table
 _TABLE_LENGTH = 8
 _SCALINGS = 2  # rounds in which the simulated machine is made as fast as the real one
@@ -37,7 +37,7 @@ _NUM_ALONE = 4  # prompts of the calibration that run alone
 
 
 class Exploration(StepGoodput):
-    """Tries all lengths in turn, and learns what a step costs, what drafting costs and what is accepted."""
+    """Policy of the calibration: it tries all lengths in turn, and learns costs and acceptance."""
 
     def __init__(self, cost: CostModel):
         super().__init__(cost, max(LENGTHS))
@@ -55,8 +55,8 @@ def serve(
     setup: Setup, source: str, policy: LengthPolicy, requests: Sequence[LoadRequest], result: LoadResult
 ) -> Explanation:
     """
-    Sends requests at their arrival times, answered or not, and fills in the result when all are answered; interrupted,
-    with those that are. Returns what the engine says about it.
+    Send requests at their arrival times and fill in the result when all are answered, or after an interrupt, with those
+    that are. Return the engine's report.
     """
     engine = setup.new_engine(setup.new_source(source), policy)
     outputs: dict[str, EngineOutput] = {}
@@ -87,15 +87,15 @@ def serve(
 
 
 def warm_up(setup: Setup, source: str, policy: LengthPolicy) -> None:
-    """A few tokens through a whole engine."""
+    """Generate a few tokens with a whole engine."""
     engine = setup.new_engine(setup.new_source(source), policy)
     engine.generate(setup.prompts[:2], max_new_tokens=min(8, setup.max_new_tokens))
 
 
 def calibrate(setup: Setup, source: str) -> Calibration:
     """
-    Some prompts one by one, then all at once, on the real engine. What it answers, which no policy changes, are then
-    the responses of the setup.
+    Measure a source's costs on the real engine: some prompts one by one, then all at once. The answers, which do not
+    depend on the policy, become the responses of the setup.
     """
     policy = Exploration(CostModel.from_dict(load_or_profile(setup.model).as_dict()))
     warm_up(setup, source, policy)
@@ -117,7 +117,7 @@ def calibrate(setup: Setup, source: str) -> Calibration:
 
 
 def _seconds_to_queue(engine: Engine, prompt: np.ndarray, setup: Setup) -> float:
-    """Serves one request."""
+    """Serve one request; return the seconds until it was in the queue."""
     start = time.perf_counter()
     output = engine.get_result(engine.add_request(prompt, max_new_tokens=setup.max_new_tokens))
     assert output is not None, "it was asked for"
@@ -128,7 +128,7 @@ def _seconds_to_queue(engine: Engine, prompt: np.ndarray, setup: Setup) -> float
 
 
 def new_requests(setup: Setup, times: np.ndarray, rng: np.random.Generator) -> list[LoadRequest]:
-    """A request per arrival: all prompts in random order, again and again."""
+    """Return a request per arrival: all prompts in random order, as often as needed."""
     order = np.concatenate([rng.permutation(len(setup.prompts)) for _ in range(len(times) // len(setup.prompts) + 1)])
     responses = setup.responses or [np.zeros(0, np.int64)] * len(setup.prompts)
     return [
@@ -140,8 +140,8 @@ def new_requests(setup: Setup, times: np.ndarray, rng: np.random.Generator) -> l
 @torch.no_grad()
 def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel, known: Drafts) -> list[LoadRequest]:
     """
-    The same requests with what a draft model would propose: chains come true as long as its arg max over the true text
-    agrees with it, so one forward over each text tells all of them. `known` has those of earlier calls.
+    Return the requests with a draft model's proposals. A chain is accepted as far as the draft model's arg max equals
+    the true text, so one forward over each text gives all its chains. `known` keeps those of earlier calls.
     """
     result = []
     for item in requests:
@@ -162,8 +162,8 @@ def new_engine(
     setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
 ) -> SimulatedEngine:
     """
-    A simulated engine with a source that has learnt nothing yet but what is remembered; without any for learned
-    drafters, for which only plain decoding is simulated.
+    Return a simulated engine with a new source, whose suffix trees hold the past. Learned drafters get none: only
+    decoding without speculation is simulated for them.
     """
     drafter: TableCandidates | None = None
     if source in WITH_DRAFT_MODEL:
@@ -192,7 +192,7 @@ def simulate(
     requests: Sequence[LoadRequest],
     max_batch_size: int | None = None,
 ) -> LoadResult:
-    """The same load in virtual time; the requests must have their responses."""
+    """Serve a load in virtual time; the requests must have their responses."""
     if source in WITH_DRAFT_MODEL:
         assert setup.draft is not None, "asked for where there is a draft only"
         requests = with_draft_model(requests, setup.draft, setup.drafts)
@@ -203,7 +203,7 @@ def simulate(
 def simulate_logged(
     setup: Setup, source: str, calibration: Calibration, new_policy: PolicyMaker, requests: Sequence[LoadRequest]
 ) -> tuple[LoadResult, Explanation]:
-    """The same, with what an engine would say about it."""
+    """Serve a load in virtual time; return the result and a report like the engine's."""
     logs: list[LoggedPolicy] = []
 
     def logged(engine: SimulatedEngine) -> LoggedPolicy:
@@ -224,12 +224,12 @@ def slowness(
     rehearsals: Sequence[LoadResult],
 ) -> float:
     """
-    By which factor a mean step takes longer than the calibration says, judged by rehearsals: short loads on the real
-    engine, right before and after the one that is to be simulated. Machines drift by more than simulations err.
+    Return the factor by which a mean step is slower than in the calibration, judged by rehearsals: short loads on the
+    real engine, right before and after the one that is simulated. Machines drift by more than simulations err.
 
     Args:
-        requests (sequence of `LoadRequest`): What was served in each rehearsal.
-        rehearsals (sequence of `LoadResult`): What came of it.
+        requests (sequence of `LoadRequest`): The requests of each rehearsal.
+        rehearsals (sequence of `LoadResult`): Its results.
     """
     real, factor = _step_seconds(pooled(rehearsals)), 1.0
     for _ in range(_SCALINGS):
@@ -245,7 +245,7 @@ def _step_seconds(result: LoadResult) -> float:
 
 
 def capacity(setup: Setup, source: str, calibration: Calibration) -> float:
-    """Requests per second that the simulated engine answers without speculation when all have arrived already."""
+    """Return the requests per second that the simulated engine answers without speculation when none has to wait."""
     requests = new_requests(setup, np.zeros(4 * setup.max_batch_size), np.random.default_rng(setup.seed))
     policy = partial(Policies(calibration.cost).new, NONE)
     return len(requests) / simulate(setup, source, calibration, policy, requests).seconds
@@ -253,8 +253,8 @@ def capacity(setup: Setup, source: str, calibration: Calibration) -> float:
 
 def lookup_table(setup: Setup, source: str, calibration: Calibration) -> BatchLookupTable:
     """
-    Su et al.'s table: the seconds per token of full batches of every size with every length. The grid search runs in
-    virtual time, which takes seconds where the engine would take minutes.
+    Return Su et al.'s table: the seconds per token of full batches of every size with every length. The grid search
+    runs in virtual time, which takes seconds where the engine would take minutes.
     """
 
     def seconds_per_token(batch_size: int, length: int) -> float:

@@ -13,6 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters", type=number, metavar="N", help="enlarge the model to N parameters, such as 200e6, beforehand"
     )
-    parser.add_argument("--refresh", action="store_true", help="measure anew, whatever is known")
+    parser.add_argument("--refresh", action="store_true", help="measure anew, in place of an earlier profile")
     parser.add_argument("--show", type=Path, metavar="FILE", help="draw predicted against measured, into a .png file")
     add_json_argument(parser)

@@ -1,4 +1,4 @@
-"""`smartspec profile`: what a model's forward costs, predicted and measured, and how many tokens ride free."""
+"""`smartspec profile`: costs of a model's forward, predicted and measured, and the number of tokens that are free."""
 
 import argparse
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def _load(args: argparse.Namespace) -> PreTrainedModel:
 def _report(
     args: argparse.Namespace, model: PreTrainedModel, cost: CostModel, points: dict[str, list[CostPoint]]
 ) -> dict[str, Any]:
-    """Everything as plain numbers."""
+    """Return all results as plain numbers."""
     per_parameter = model.dtype.itemsize
     roofline = Roofline.of_profile(cost, model.num_parameters(), per_parameter)
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
@@ -162,7 +162,7 @@ def _print_budget(report: dict[str, Any], console: Console) -> None:
 
 
 def _draw(report: dict[str, Any], path: Path) -> None:
-    """Predicted against measured, and both over the tokens in the forward."""
+    """Draw predicted against measured times, and both over the tokens in the forward."""
     with saved_figure(path, 1, 2, (12, 5)) as (_, ((left, right),)):
         _draw_predictions(left, report)
         _draw_sizes(right, report)

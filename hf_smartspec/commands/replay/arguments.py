@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
-    parser.add_argument("--carry-over", action="store_true", help="sources keep from file to file what they learnt")
+    parser.add_argument("--carry-over", action="store_true", help="sources keep what they learnt from file to file")
     parser.add_argument(
         "--against", metavar="NAME", help="also compare at equal numbers of drafted tokens with this one of the sources"
     )
     parser.add_argument(
         "--entropy", type=positive, nargs="?", const=100, metavar="N",
-        help="print the empirical entropy of N responses (default: 100): how much suffix decoding will find; without "
-        "--sources, nothing else",
+        help="print the empirical entropy of N responses (default: 100), by which suffix decoding can be judged; "
+        "without --sources, print it alone",
     )  # fmt: skip
     add_output_arguments(parser)

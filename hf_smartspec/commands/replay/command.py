@@ -1,4 +1,4 @@
-"""`smartspec replay`: what sources would have drafted for recorded responses, and what drafting costs."""
+"""`smartspec replay`: drafts of sources for recorded responses, and the cost of drafting."""
 
 import argparse
 import math
@@ -64,8 +64,8 @@ def _load(args: argparse.Namespace) -> list[DataSet]:
 
 def compare(results: Results, against: str) -> list[dict[str, Any]]:
     """
-    Every source against the settings of one, data set by data set, at the baseline's number of drafted tokens per step:
-    rows of the data set, the baseline's setting and point, and the ratio of accepted tokens by source name.
+    Compare every source with the settings of one, data set by data set, at the baseline's number of drafted tokens per
+    step. Return rows of the data set, the baseline's setting and point, and the ratio of accepted tokens by source.
     """
     rows = []
     for name, tallies in results.items():
@@ -146,7 +146,7 @@ def _print_tallies(name: str, tallies: Mapping[SourceSpec, Tally], console: Cons
 
 
 def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> dict[str, float]:
-    """The table, and the geometric mean of every source's ratios over its rows."""
+    """Print the comparison; return the geometric mean of every source's ratios."""
     names = list(rows[0]["ratios"])
     lines = table(
         "Accepted tokens per step at equal drafted tokens", "data set", "baseline", "drafted", "accepted",
@@ -182,7 +182,7 @@ def _shown(value: float | int | None, form: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, for JSON."""
+    """Return the value with paths as text, for JSON."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

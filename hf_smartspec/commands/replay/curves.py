@@ -1,4 +1,4 @@
-"""Sources compared at equal numbers of drafted tokens, over several settings of each."""
+"""Comparison of sources at equal numbers of drafted tokens, over several settings of each."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Point(NamedTuple):
-    """A source under one setting."""
+    """Result of a source under one setting."""
 
     drafted: float  # tokens per step
     accepted: float  # tokens per step
@@ -15,9 +15,8 @@ class Point(NamedTuple):
 
 def accepted_at(curve: Sequence[Point], drafted: float) -> float:
     """
-    Accepted tokens per step of a source when it drafts `drafted` tokens per step, between its settings on a straight
-    line. The line begins at (0, 0), where nothing is drafted, and beyond the last setting stays where it was: drafting
-    more accepts no less.
+    Return the accepted tokens per step of a source that drafts `drafted` tokens per step, interpolated between its
+    settings. The line begins at (0, 0) and is constant after the last setting: with more drafts, no less is accepted.
     """
     points = sorted({Point(0.0, 0.0), *(Point(*point) for point in curve)})
     accepted = np.maximum.accumulate([point.accepted for point in points])
@@ -26,24 +25,24 @@ def accepted_at(curve: Sequence[Point], drafted: float) -> float:
 
 def ratios_at_equal_drafts(curve: Sequence[Point], baseline: Sequence[Point]) -> list[float]:
     """
-    For each of the baseline's settings, what `curve` accepts per step at the same number of drafted tokens, as a
-    multiple of what the baseline does; nan where the baseline accepts nothing.
+    Return for each of the baseline's settings the accepted tokens per step of `curve` at the same number of drafted
+    tokens, as a multiple of the baseline's; nan where the baseline has none.
     """
     return [accepted_at(curve, drafted) / accepted if accepted else np.nan for drafted, accepted in baseline]
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of the positive finite ratios; nan if there are none."""
+    """Return the geometric mean of the positive finite ratios; nan if there are none."""
     values = np.array([ratio for ratio in ratios if np.isfinite(ratio) and ratio > 0])
     return float(np.exp(np.log(values).mean())) if len(values) else np.nan
 
 
 def moving_average(requests: np.ndarray, window: int | None = None) -> np.ndarray:
     """
-    Tokens per step over the last `window` requests, a twentieth of them by default.
+    Return the tokens per step over the last `window` requests, by default a twentieth of all.
 
     Args:
-        requests (`np.ndarray` of shape `[n, 4]`): As in `Tally`: tokens and steps come first. Those without steps are
+        requests (`np.ndarray` of shape `[n, 4]`): As in `Tally`, tokens and steps first. Requests without steps are
             left out.
 
     Returns:

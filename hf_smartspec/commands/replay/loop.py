@@ -1,6 +1,6 @@
 """
-A simulated verifier: sources draft, and their drafts are compared with the response that was really given
-(SuffixDecoding's simulated experiments, section 4.4 and appendix A.2).
+A simulated verifier, which compares the drafts of sources with recorded responses (SuffixDecoding's simulated
+experiments, section 4.4 and appendix A.2).
 """
 
 import time
@@ -23,10 +23,10 @@ _START, _PROPOSE, _OBSERVE, _STOP = range(4)  # columns of `Tally.seconds`
 
 
 class Nodes(NamedTuple):
-    """Nodes of one proposal whose parent was on the real path; arrays of shape `[m]`."""
+    """Nodes of one proposal whose parent was on the recorded path; arrays of shape `[m]`."""
 
     request: int  # position of the request in the data set
-    scores: np.ndarray  # float32, as the source gave them
+    scores: np.ndarray  # float32, the source's probabilities
     depths: np.ndarray  # int64
     match_lengths: np.ndarray  # int64
     hits: np.ndarray  # bool, whether the response has this token
@@ -34,7 +34,7 @@ class Nodes(NamedTuple):
 
 @dataclass
 class Tally:
-    """What one source did on one data set."""
+    """Counts and times of one source on one data set."""
 
     # Per request, in the data set's order: tokens, steps, drafted and accepted tokens.
     requests: np.ndarray
@@ -53,7 +53,7 @@ class Tally:
         return cls(np.zeros((num_requests, 4), np.int64), np.zeros((num_requests, 4)), np.zeros(num_requests, np.int64))
 
     def summary(self) -> dict[str, float | int | None]:
-        """Plain numbers; None where nothing was measured."""
+        """Return the results as plain numbers; None where nothing was measured."""
         tokens, steps, drafted, accepted = (int(value) for value in self.requests.sum(axis=0))
         return {
             "requests": int((self.requests[:, 1] > 0).sum()),
@@ -72,9 +72,9 @@ class Tally:
 
     def times(self) -> dict[str, float | None]:
         """
-        Microseconds: medians, which a stall of the machine does not move, and of calls to propose also the mean per
-        step, for sources of which some calls cost far more than others. `us_per_token` is all that a request took, from
-        its start to its stop, by its tokens.
+        Return microseconds as medians, which a stall of the machine does not move, and for `propose` also the mean per
+        step, since some calls of a source may cost far more than others. `us_per_token` is the time of all calls for a
+        request by its tokens.
         """
         done = self.requests[:, 1] > 0
         _, steps, drafted, _ = self.requests.sum(axis=0)
@@ -94,8 +94,8 @@ class Tally:
 
     def calibration(self) -> dict[str, float | None]:
         """
-        Expected calibration error of the second half of the requests: of the raw scores (`ece_raw`), calibrated on
-        the first half only (`ece_calibrated`), and calibrated on all requests before (`ece_online`).
+        Return the expected calibration error on the second half of the requests: of the raw scores (`ece_raw`),
+        calibrated on the first half only (`ece_calibrated`), and calibrated on all earlier requests (`ece_online`).
         """
         half = len(self.requests) // 2
         held_out = _joined([nodes for nodes in self.nodes if nodes.request >= half])
@@ -140,16 +140,16 @@ class _Row:
 
 class Replayer:
     """
-    One source with its settings. It keeps what it has learnt from one data set to the next.
+    Replay with one source, which keeps what it has learnt from one data set to the next.
 
     Args:
-        source (`TreeCandidateGenerator`): Anything that follows the contract.
-        num_nodes (`int`, *optional*): Nodes per row and step, as many as the source can name. Where not given, the
-            source's own default, or fewer, where it finds nothing likely.
+        source (`TreeCandidateGenerator`): Any source that needs no target.
+        num_nodes (`int`, *optional*): Nodes per row and step, likely or not. Where not given, the source's default at
+            most, without unlikely ones.
         batch_size (`int`): Requests that run at once and are drafted for in one call.
 
     Raises:
-        ValueError: for a source that needs hidden states or scores: there is no target to have them from.
+        ValueError: for a source that needs hidden states or scores, which only a target has.
     """
 
     def __init__(self, source: TreeCandidateGenerator, num_nodes: int | None = None, batch_size: int = 1):
@@ -161,7 +161,7 @@ class Replayer:
         self._ids = count()
 
     def run(self, recordings: Sequence[Recording], tally: Tally) -> Generator[None, None, None]:
-        """Replays the requests in order, as many at once as fit, and counts in `tally`; yields after every request."""
+        """Replay the requests in order, `batch_size` at once, and count in `tally`; yield after every request."""
         rows: dict[int, _Row] = {}
         waiting = iter(enumerate(recordings))
         try:
@@ -176,7 +176,7 @@ class Replayer:
             _measure_memory(self.source, tally)
 
     def _fill(self, rows: dict[int, _Row], waiting: Iterator[tuple[int, Recording]], tally: Tally) -> bool:
-        """Starts requests in the free rows; whether there is anything to do."""
+        """Start requests in the free rows; return whether any request runs."""
         while len(rows) < self.batch_size and (item := next(waiting, None)) is not None:
             index, (prompt, response) = item
             request_id = next(self._ids)
@@ -187,7 +187,7 @@ class Replayer:
         return bool(rows)
 
     def _step(self, rows: dict[int, _Row], tally: Tally) -> list[int]:
-        """Drafts for all rows at once, commits what came true and one token more; the requests that are done."""
+        """Draft for all rows at once, commit the accepted tokens and one more; return the requests that are done."""
         ids = list(rows)
         trees, drafting = _timed(self.source.propose, ids, [self.num_nodes] * len(ids), **self._price)
         tally.propose_seconds.append(drafting)
@@ -221,13 +221,13 @@ def _timed(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any,
 
 
 def _measure_memory(source: Any, tally: Tally) -> None:
-    """Sources that cache tokens may say how many, and how many bytes they take."""
+    """Take over the numbers of cached tokens and of bytes from sources that report them."""
     if hasattr(source, "num_bytes") and hasattr(source, "num_cached_tokens"):
         tally.num_bytes, tally.num_cached_tokens = int(source.num_bytes()), int(source.num_cached_tokens())
 
 
 def warm_up(source: TreeCandidateGenerator, build: Callable[[], TreeCandidateGenerator], recording: Recording) -> None:
-    """Whatever a source compiles or loads at its first use happens here: by itself, or in another one of its kind."""
+    """Let a source compile and load what it needs, by its own `warm_up` or through another source of its kind."""
     if hasattr(source, "warm_up"):
         source.warm_up()
         return

@@ -11,7 +11,7 @@ from .sources import SourceSpec
 
 
 def plot(results: Mapping[str, Mapping[SourceSpec, Tally]], path: Path) -> None:
-    """One row per data set: tokens per step against drafted per step, and tokens per step over the requests."""
+    """Draw a row per data set: tokens per step against drafted per step, and tokens per step over the requests."""
     with saved_figure(path, len(results), 2, (12, 4 * len(results))) as (_, axes):
         for (left, right), (name, tallies) in zip(axes, results.items()):
             _plot_settings(left, tallies)
@@ -21,7 +21,7 @@ def plot(results: Mapping[str, Mapping[SourceSpec, Tally]], path: Path) -> None:
 
 
 def _plot_settings(axes: Any, tallies: Mapping[SourceSpec, Tally]) -> None:
-    """A point per setting; the settings of one source are joined."""
+    """Draw a point per setting; the settings of one source are joined."""
     for name in dict.fromkeys(spec.name for spec in tallies):
         summaries = [tally.summary() for spec, tally in tallies.items() if spec.name == name]
         points = sorted((item["drafted_per_step"] or 0, item["tokens_per_step"] or 0) for item in summaries)

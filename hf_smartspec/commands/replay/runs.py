@@ -13,7 +13,7 @@ Results = dict[str, dict[SourceSpec, Tally]]  # by data set and source
 
 
 class DataSet(NamedTuple):
-    """One file."""
+    """The requests of one file."""
 
     name: str
     recordings: list[Recording]
@@ -29,13 +29,13 @@ def replay(
     carries_over: bool = False,
 ) -> None:
     """
-    Replays every data set with every source, filling `results` on the way. Sources take turns, request by request, so
-    that a change in the machine's load meets all of them.
+    Replay every data set with every source and fill in `results`. Sources take turns, request by request, so that
+    changes of the machine's load meet all alike.
 
     Args:
-        limit (`int`, *optional*): Requests per data set.
+        limit (`int`, *optional*): Requests per data set, at most.
         batch_size (`int`): Requests that run at once.
-        num_nodes (`int`, *optional*): Draft nodes per request and step, for sources whose specification names none.
+        num_nodes (`int`, *optional*): Draft nodes per request and step, for sources whose specification has no number.
         carries_over (`bool`): Whether sources keep what they learnt from one data set to the next.
     """
     replayers: dict[SourceSpec, Replayer] = {}

@@ -1,4 +1,4 @@
-"""Candidate sources for `smartspec replay`, by specification: a name or a class with options."""
+"""Candidate sources of `smartspec replay`, by specification: a name or a class with options."""
 
 import ast
 import importlib
@@ -26,10 +26,10 @@ from ..common.arguments import UsageError
 
 
 class SourceSpec(NamedTuple):
-    """One source under one setting."""
+    """A source under one setting."""
 
-    text: str  # as it is shown
-    name: str  # without options: settings of one name make one curve
+    text: str  # the specification, for tables
+    name: str  # without options: the settings of one name make one curve
     build: Callable[[], TreeCandidateGenerator]
     num_nodes: int | None  # nodes per row and step; None: the source's own default
 
@@ -39,12 +39,12 @@ class ArcticCandidates(TreeCandidateGenerator):
     ArcticInference's suffix cache (SuffixDecoding's own implementation, C++) as a source to compare with.
 
     Args:
-        factor, offset (`float`): At most `factor * match length + offset` nodes.
-        max (`int`): Nodes per step where the caller names no number.
-        tree (`bool`): Trees in place of chains.
+        factor, offset (`float`): Bound on the nodes: `factor * match length + offset`.
+        max (`int`): Nodes per step by default.
+        tree (`bool`): Whether to draft trees in place of chains.
         prob (`float`): Least path probability of a node.
         depth (`int`): Longest sequence in its trees, which bounds the match length.
-        requests (`int`): Responses that are kept; -1: all.
+        requests (`int`): Number of responses that are kept; -1: all.
 
     Raises:
         UsageError: if `arctic_inference.suffix_decoding` cannot be imported.
@@ -116,7 +116,7 @@ class ArcticCandidates(TreeCandidateGenerator):
 
 
 def hf_prompt_lookup(num_tokens: int = 10, max_ngram: int = 2) -> WrappedCandidates:
-    """transformers' own prompt lookup, with its own defaults."""
+    """Return transformers' own prompt lookup, by default with its own options."""
     generator = PromptLookupCandidateGenerator(
         num_output_tokens=num_tokens, max_matching_ngram_size=max_ngram, max_length=2**31
     )
@@ -124,7 +124,7 @@ def hf_prompt_lookup(num_tokens: int = 10, max_ngram: int = 2) -> WrappedCandida
 
 
 def fused(*names: str) -> FusedCandidates:
-    """The named sources as one, calibrated: "fused:suffix,prompt_lookup"."""
+    """Return the named sources, fused and calibrated: "fused:suffix,prompt_lookup"."""
     for name in names:
         if name not in SOURCES:
             raise UsageError(f"unknown source {name!r} in a fused one; known are {', '.join(SOURCES)}")
@@ -132,13 +132,13 @@ def fused(*names: str) -> FusedCandidates:
 
 
 def tuned(path: str) -> TreeCandidateGenerator:
-    """What `smartspec tune` has found: "tuned:PATH"."""
+    """Return the sources in a file of `smartspec tune`: "tuned:PATH"."""
     return build_tuned(TunedSources.load(path))
 
 
 def build_tuned(tuned: TunedSources, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
     """
-    Tuned sources with nothing learnt yet, and a draft model beside them if there is one.
+    Return new tuned sources, followed by a draft model if there is one.
 
     Raises:
         ValueError, TypeError: for options that do not fit, each other or the datastore.
@@ -177,8 +177,8 @@ SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
 
 def parse_specs(text: str) -> list[SourceSpec]:
     """
-    The sources that "NAME[:VALUE,OPTION=VALUE,...][@NODES,...]" or "MODULE:CLASS[(OPTION=VALUE, ...)][@NODES,...]"
-    stands for: one for every number of nodes.
+    Return the sources of a specification, "NAME[:VALUE,OPTION=VALUE,...][@NODES,...]" or
+    "MODULE:CLASS[(OPTION=VALUE, ...)][@NODES,...]", one for every number of nodes.
 
     Raises:
         UsageError: for an unknown name, options that cannot be read, or a class that cannot be imported.
@@ -204,12 +204,12 @@ def _node_counts(numbers: str, text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise UsageError(f"the numbers of nodes behind '@' must be positive, in {text!r}")
+        raise UsageError(f"the numbers of nodes after '@' must be positive, in {text!r}")
     return counts
 
 
 def plain_options(options: str) -> tuple[list[Any], dict[str, Any]]:
-    """What "4,factor=2,path=a/b" says as arguments; what is no number, truth value or quoted text is text."""
+    """Return options such as "4,factor=2,path=a/b" as arguments; values that are no Python literals are text."""
     values: list[Any] = []
     named: dict[str, Any] = {}
     for part in filter(None, options.split(",")):
@@ -229,7 +229,7 @@ def _literal(text: str) -> Any:
 
 
 def _call_options(call: str, text: str) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of "1, option=2)", the rest of a Python call behind its bracket."""
+    """Return the arguments of a Python call from the text after its opening bracket, such as "1, option=2)"."""
     try:
         tree = ast.parse(f"f({call or ')'}", mode="eval").body
         if not isinstance(tree, ast.Call):

@@ -23,7 +23,7 @@ ROUTERS = ("affinity", "least_loaded", "power_of_two", "round_robin")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models", nargs="*", metavar="MODEL",
-        help="folder or hub id, by which clients ask for it, or NAME=MODEL (default: demo=, the demo's target)",
+        help="folder or hub id, which is its name for clients, or NAME=MODEL (default: demo=, the demo's target)",
     )  # fmt: skip
     _add_speculation(parser)
     add_dtype_argument(parser)
@@ -41,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default: 8000)")
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help="clients must bring it; may be repeated, each is a tenant whose texts stay apart. Others on this machine "
-        "see it in the list of processes: better in a file",
+        help="clients must send it; may be repeated, each is a tenant whose texts stay apart. Other users of this "
+        "machine see it in the list of processes: better in a file",
     )  # fmt: skip
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, one key per line")
     parser.add_argument(
         "--admin-key-file", type=Path, metavar="FILE",
-        help="keys, one per line, with which /metrics can be read, too; without any keys, everybody can",
+        help="keys, one per line, with which /metrics can be read, too; without any keys, all clients can read it",
     )  # fmt: skip
     parser.add_argument(
         "--drain-seconds", type=not_negative, default=60, metavar="N",
-        help="for what still runs on SIGTERM or Ctrl-C (default: 60)",
+        help="for running requests, after SIGTERM or Ctrl-C (default: 60)",
     )  # fmt: skip
     parser.add_argument("--log-level", choices=["error", "warning", "info", "debug"], default="warning")
     _add_replicas(parser)
@@ -90,7 +90,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-new-tokens", type=positive, default=1024, metavar="N",
-        help="of an answer in a chat whose request does not say (default: 1024)",
+        help="of an answer in a chat whose request has no limit (default: 1024)",
     )  # fmt: skip
     parser.add_argument(
         "--max-queue", type=not_negative, default=1024, metavar="N",
@@ -104,7 +104,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--max-body-mib", type=positive, default=8, metavar="N", help="of a request (default: 8)")
     parser.add_argument(
-        "--timeout", type=positive_number, metavar="SECONDS", help="after which a request is given up (default: never)"
+        "--timeout", type=positive_number, metavar="SECONDS", help="after which a request is ended (default: never)"
     )
 
 
@@ -120,16 +120,16 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _add_replicas(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several replicas, on Ray Serve")
-    add_cluster_arguments(group, "so many engines of each model, as one service")
+    add_cluster_arguments(group, "N engines of each model, as one service")
     group.add_argument(
-        "--max-replicas", type=positive, metavar="N", help="up to so many, as the load grows (default: --replicas)"
+        "--max-replicas", type=positive, metavar="N", help="up to N replicas, as the load grows (default: --replicas)"
     )
     group.add_argument(
         "--target-requests", type=positive_number, metavar="N",
-        help="of a replica, running and waiting, beyond which there are to be more (default: --max-batch-size)",
+        help="running and waiting requests of a replica, above which replicas are added (default: --max-batch-size)",
     )  # fmt: skip
     group.add_argument(
         "--min-goodput", type=not_negative_number, default=0.0, metavar="R",
-        help="tokens per second and request below which there are to be more (default: 0, the queue alone decides)",
+        help="tokens per second and request, below which replicas are added (default: 0, the queue alone decides)",
     )  # fmt: skip
-    group.add_argument("--router", choices=ROUTERS, default="affinity", help="who serves what (default: affinity)")
+    group.add_argument("--router", choices=ROUTERS, default="affinity", help="of requests (default: affinity)")

@@ -1,4 +1,4 @@
-"""Arguments of `smartspec serve`, checked before anything is loaded."""
+"""Checks of the arguments of `smartspec serve`, before anything is loaded."""
 
 import argparse
 from importlib.util import find_spec
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from ...serving.server.guard.keys import ApiKeys
 
 EXTRAS = ("fastapi", "uvicorn", "openai", "prometheus_client", "llguidance")
-OLDEST = "5.23"  # transformers, whose application is the server's: as the extra says
+OLDEST = "5.23"  # oldest transformers, whose handlers the server uses: as in the extra "serve"
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        UsageError: for what is known to fail before anything is loaded.
-    """
+    """Raise `UsageError` for missing packages, an unusable device and arguments that exclude one another."""
     check_extras()
     use_machine(args)
     args.assistant = [item for name in args.assistant for item in parts_of(name)]
@@ -49,7 +46,7 @@ def check_extras() -> None:
 
 
 def name_models(models: list[str]) -> dict[str, str]:
-    """Folders and hub ids by the names that clients use."""
+    """Return folders and hub ids by the names that clients use."""
     names: dict[str, str] = {}
     for text in models:
         name, sign, path = text.partition("=")
@@ -58,7 +55,7 @@ def name_models(models: list[str]) -> dict[str, str]:
         if not name or not path:
             raise UsageError(f"{text!r} must be a folder, a hub id or NAME=MODEL")
         if name in names:
-            raise UsageError(f"two models are named {name!r}: say NAME=MODEL")
+            raise UsageError(f"two models are named {name!r}: use NAME=MODEL")
         names[name] = path
     return names or {"demo": str(demo_folder("MODEL") / "models/target")}
 

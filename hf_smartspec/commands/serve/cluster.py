@@ -1,4 +1,4 @@
-"""`smartspec serve --replicas`, and the same service for a configuration file of Ray Serve's."""
+"""`smartspec serve --replicas`, and the same service for a configuration file of Ray Serve."""
 
 import argparse
 import logging
@@ -48,7 +48,7 @@ def _options(args: argparse.Namespace) -> "ServiceOptions":
 def _server(
     args: argparse.Namespace, names: Mapping[str, str], keys: "ApiKeys", hosts: Collection[str] | None
 ) -> Iterator["Server"]:
-    """In a replica's process."""
+    """Load the server in a replica's process."""
     from .serving import loaded_server
 
     if args.threads:
@@ -64,7 +64,7 @@ def serve_replicas(
     listener: socket.socket,
     on_start: Callable[[], None],
 ) -> None:
-    """Serves until the process is told to end; what runs then is finished within `--drain-seconds`."""
+    """Serve until SIGTERM or Ctrl-C; running requests are then finished within `--drain-seconds`."""
     keep_private(args.ray_address)
     from ray import serve
     from ray.exceptions import RayError
@@ -80,12 +80,12 @@ def serve_replicas(
         try:
             hosts = hosts_of(args.host, keys)
             load = partial(_server, args, dict(names), keys, hosts)
-            serve.start(proxy_location="Disabled")  # clients talk to this process
+            serve.start(proxy_location="Disabled")  # clients connect to this process
             options = _options(args)
             replicas = serve.run(make_replicas(load, options), name=_NAME, route_prefix=None)
             front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts, turns_of(options, keys))
             DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
-            if is_own:  # Ray ends with this process: it is enough that the replicas have ended in order
+            if is_own:  # Ray ends with this process: it is enough to close the replicas
                 with suppress(RayError, TimeoutError):  # of replicas that have died
                     replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS, return_exceptions=True)
             else:
@@ -96,15 +96,15 @@ def serve_replicas(
 
 def application(options: Mapping[str, Any]) -> "Application":
     """
-    For `import_path` in a configuration file of Ray Serve's, whose `args` are the options of `smartspec serve` with
-    underscores, and `models`.
+    Return the service, for `import_path` in a configuration file of Ray Serve. Its `args` are the options of `smartspec
+    serve` with underscores, and `models`.
 
     Example:
 
         >>> application({"models": ["name=folder"], "replicas": 2, "max_batch_size": 8})
 
     Raises:
-        ValueError: for what the command does not know either.
+        ValueError: for options that the command would refuse.
     """
     from ...replicas.ray_serve.service import make_service
 
@@ -126,7 +126,7 @@ class _RaisingParser(argparse.ArgumentParser):
 
 
 def _command_line(options: dict[str, Any]) -> list[str]:
-    """The same options as one would write them in a shell."""
+    """Return the options as words of a command line."""
     models = options.pop("models", [])
     words = [models] if isinstance(models, str) else list(models)
     for name, value in options.items():

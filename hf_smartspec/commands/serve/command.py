@@ -1,4 +1,4 @@
-"""`smartspec serve`: models behind OpenAI's interface."""
+"""`smartspec serve`: models with OpenAI's interface."""
 
 import argparse
 import atexit
@@ -12,7 +12,7 @@ from .cluster import serve_replicas
 
 
 def run(args: argparse.Namespace) -> int:
-    atexit.register(gc.freeze)  # else, at the end, Python looks through a million objects for circles: over a second
+    atexit.register(gc.freeze)  # else Python's last garbage collection goes through a million objects: over a second
     names = name_models(args.models)
     check_arguments(args)
     keys = api_keys(args)

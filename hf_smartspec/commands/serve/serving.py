@@ -1,4 +1,4 @@
-"""Models, engines and the application of `smartspec serve`."""
+"""Models, engines and application of `smartspec serve`."""
 
 import argparse
 import gc
@@ -35,7 +35,7 @@ def serve(
     listener: socket.socket,
     on_start: Callable[[], None],
 ) -> None:
-    """Loads models by name, and serves them until the process is told to end."""
+    """Load models by name, and serve them until SIGTERM or Ctrl-C."""
     with loaded_server(args, names, keys, hosts_of(args.host, keys)) as server:
         DrainingServer(server.app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
 
@@ -44,7 +44,7 @@ def serve(
 def loaded_server(
     args: argparse.Namespace, names: Mapping[str, str], keys: ApiKeys, hosts: Collection[str] | None = None
 ) -> Iterator[Server]:
-    """Models by name, their engines, which run, and the application in front of them."""
+    """Load models by name, start their engines, and yield the server."""
     limits = Limits(
         max_body_bytes=args.max_body_mib * _MIB,
         max_model_len=args.max_model_len,
@@ -65,7 +65,7 @@ def loaded_server(
         print(f"smartspec serve: {memory_of(models)}", file=sys.stderr, flush=True)
         template_kwargs = args.chat_template_kwargs
         app = make_app(models, metrics, keys, limits.max_body_bytes, template_kwargs, __version__, hosts)
-        # What is loaded stays: to look through it for garbage would stop all requests for tenths of a second at a time.
+        # All that is loaded stays: garbage collections of it would stop all requests for tenths of a second at a time.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
@@ -74,7 +74,7 @@ def loaded_server(
 
 @contextmanager
 def _sharing(url: str, served: ServedModel, interval: float) -> Iterator[None]:
-    """Suffix trees of the model's drafts learn from other servers' outputs, too."""
+    """Let the model's suffix trees learn from other servers' outputs, too."""
     trees = served.engine.suffix_trees
     if not trees:
         raise UsageError(f"--shared: no suffix trees draft for {served.name}")
@@ -88,14 +88,14 @@ def _sharing(url: str, served: ServedModel, interval: float) -> Iterator[None]:
 
 def hosts_of(host: str, keys: ApiKeys) -> tuple[str, ...] | None:
     """
-    The names of this machine, where only it can reach a server without keys: pages in its browsers may come under a
-    name of their own, and are not to read the answers.
+    Return the host names that requests may have: this machine's, where only it can reach a server without keys. A web
+    page in its browsers could otherwise read answers under a name of its own (DNS rebinding).
     """
     return None if len(keys) else local_hosts(host)
 
 
 def memory_of(models: Mapping[str, ServedModel]) -> str:
-    """One line: what models take at most, beside their weights."""
+    """Return one line about the memory that models take at most, beside their weights."""
     engines = {name: served.engine for name, served in models.items()}
     texts = ", ".join(f"{engine.max_kv_bytes // _MIB:,} MiB for {name}" for name, engine in engines.items())
     trees = {id(tree): tree.max_bytes for engine in engines.values() for tree in engine.suffix_trees}
@@ -105,8 +105,8 @@ def memory_of(models: Mapping[str, ServedModel]) -> str:
 
 def num_sharing(args: argparse.Namespace, num_models: int) -> int:
     """
-    How many engines share the memory of this machine, or of the GPU: every replica has one of each model. On a cluster,
-    it is not known which replicas come to which machine: none are taken to share it.
+    Return the number of engines that share the memory of this machine, or of the GPU: every replica has one of each
+    model. On a cluster, where the machine of a replica is not known, no replicas are taken to share one.
     """
     has_own = args.ray_address or torch.device(args.device).type == "cuda"
     return num_models if has_own else num_models * (args.max_replicas or args.replicas or 1)
@@ -115,7 +115,7 @@ def num_sharing(args: argparse.Namespace, num_models: int) -> int:
 def load_served(
     args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics, num_models: int = 1
 ) -> ServedModel:
-    """A model with its engine, which runs."""
+    """Return a model with its started engine."""
     model = load_model(path, args.dtype, args.device)
     use_quantized(model, args.quantize)
     tokenizer = load_tokenizer(path)

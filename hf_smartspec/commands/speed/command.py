@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> dict[str, list[Texts]]:
-    """The requests of every file; of the demo's prompts, some of every category."""
+    """Return the requests of every file, by default prompts of every category of the demo's."""
     if args.files:
         return {str(path): read_requests(path, Fields(), None, args.replay) for path in args.files}
     requests = read_requests(demo_folder(*missing_arguments(args)) / "prompts.jsonl", Fields(), None)
@@ -75,7 +75,7 @@ def _load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
-    """This library's, then transformers' own."""
+    """Return this library's methods, then transformers' own."""
     names = args.assistant or ["auto", "prompt_lookup"]
     if not args.assistant and not args.model:
         names = [*names, str(demo_folder("--model") / "models" / "draft")]
@@ -100,7 +100,7 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
 
 
 def _shown(name: str, names: Sequence[str]) -> str:
-    """Models by the last part of their name, where that tells them apart."""
+    """Return a name for tables: models by the last part of their path, where that is unique."""
     return shown(name) if [shown(other) for other in names].count(shown(name)) == 1 else name
 
 

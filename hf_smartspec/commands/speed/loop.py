@@ -1,4 +1,4 @@
-"""Measuring ways to call `generate` side by side: the same prompts, taking turns call by call."""
+"""Measurement of ways to call `generate` side by side: the same prompts, in turns, call by call."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,11 @@ class Method:
     A way to call `generate`: this library's, if it has an `assistant`, or transformers' with the given arguments.
 
     Args:
-        name (`str`): Shown in tables.
+        name (`str`): Name in tables.
         assistant: A preset name, a draft model, or a list of these.
-        arguments (`dict`): Arguments of transformers' `generate`; its assistants serve batches of one.
-        draft (`PreTrainedModel`, *optional*): The draft model that is involved, if there is one.
-        options (`dict`): Of the `SmartSpecConfig` of an assistant.
+        arguments (`dict`): Arguments of transformers' `generate`, whose assistants serve batches of one.
+        draft (`PreTrainedModel`, *optional*): The draft model, if there is one.
+        options (`dict`): Options of the assistant's `SmartSpecConfig`.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Method:
 
 
 class Settings(NamedTuple):
-    """What is the same for all methods."""
+    """Settings that all methods share."""
 
     max_new_tokens: int
     replays: bool  # whether the target picks the recorded responses
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
     @property
     def decode_seconds_per_token(self) -> float:
-        """Of the tokens behind the first one of every row, which the prefill yields; NaN if there are none."""
+        """Seconds per token, without prefill and the first token of every row, which it yields; NaN if no others."""
         num_tokens = self.num_tokens - self.num_rows
         return (self.seconds - self.prefill_seconds) / num_tokens if num_tokens else np.nan
 
@@ -85,8 +85,8 @@ class Call(NamedTuple):
 @dataclass
 class Tally:
     """
-    What one method did on one data set at one batch size. `statistics` are of a first round, which is not timed.
-    `differences` is about all rounds, by row.
+    Results of one method on one data set at one batch size. `statistics` are those of a first round, which is not
+    timed; `differences` are those of all rounds, by row.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -95,21 +95,21 @@ class Tally:
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over the calls, so that one that the machine was busy during does not count."""
+        """Median over the calls, so that calls on a busy machine do not count."""
         return median(1 / call.seconds_per_token for call in self.calls)
 
     @property
     def seconds_per_request(self) -> float:
-        """Median over the calls; rows of a batch share its time."""
+        """Median over the calls; the rows of a batch share its time."""
         return median(call.seconds / call.num_rows for call in self.calls)
 
     def speedup(self, plain: "Tally") -> float:
-        """Plain decoding's time per token by this one's: the median over the calls, each against its neighbour."""
+        """Return the median of plain decoding's time per token by this method's, over calls with the same prompts."""
         pairs = list(zip(plain.calls, self.calls))
         return median(before.seconds_per_token / after.seconds_per_token for before, after in pairs)
 
     def decode_speedup(self, plain: "Tally") -> float:
-        """The same without the prefill; NaN if no call generated more than one token a row."""
+        """Return the speedup without prefill; NaN if no call generated more than one token per row."""
         pairs = zip(plain.calls, self.calls)
         ratios = [before.decode_seconds_per_token / after.decode_seconds_per_token for before, after in pairs]
         return float(np.nanmedian(ratios)) if not np.isnan(ratios).all() else np.nan
@@ -127,11 +127,11 @@ def measure(
     results: Results,
 ) -> None:
     """
-    Fills `results`: every data set at every batch size, decoded greedily with plain `generate` and every method. The
-    methods take turns, call by call, so that a change in the machine's load meets all of them.
+    Decode every data set greedily at every batch size, with plain `generate` and every method, and fill in `results`.
+    The methods take turns, call by call, so that changes of the machine's load meet all alike.
 
     Suffix trees keep outputs from call to call: requests arrive in the order of the data set, and drafts improve.
-    Every method, data set, batch size and round has trees of its own, which know the data set's past only.
+    Every method, data set, batch size and round has trees of its own, which begin with the data set's past.
     """
     rounding = _rounding(model, data, max(batch_sizes))
     sizes = [dict.fromkeys(min(size, len(item.prompts)) for size in batch_sizes) for item in data]
@@ -177,7 +177,7 @@ class _Group:
         return len(self.methods) * len(self.starts) * (1 + self.settings.repetitions)
 
     def run(self) -> Iterator[None]:
-        """One call at a time."""
+        """Run all calls; yield after each."""
         for turn in range(1 + self.settings.repetitions):
             for start in self.starts:
                 plain: list[list[int]] = []
@@ -188,7 +188,7 @@ class _Group:
                     yield
 
     def _call(self, method: Method, start: int, turn: int) -> list[list[int]]:
-        """The generated tokens of every row; its tally gets the statistics (turn 0), or the times (later turns)."""
+        """Return the generated tokens of every row; add statistics (turn 0) or times (later turns) to the tally."""
         prompts = self.data.prompts[start : start + self.batch_size]
         inputs = left_padded(prompts, self.model.generation_config.pad_token_id, self.model.device)
         arguments = dict(method.arguments)
@@ -224,7 +224,7 @@ class _Group:
         return (AssistedMonitor if method.arguments else PlainMonitor)(self.model, num_prompt_tokens)
 
     def _rows(self, sequences: torch.Tensor, prompt_len: int) -> list[list[int]]:
-        """New tokens of every row, up to and with its end-of-sequence token."""
+        """Return the new tokens of every row, up to and with its end-of-sequence token."""
         ends = set(eos_ids(self.model))
         rows = sequences[:, prompt_len:].tolist()
         lengths = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
@@ -237,7 +237,7 @@ class _Group:
 
     @torch.no_grad()
     def _judged(self, item: Difference, index: int, plain: list[int]) -> Difference:
-        """The difference, with how clearly one forward over the common text prefers plain decoding's token."""
+        """Return the difference with its gaps, measured by one forward over the common text."""
         if self.settings.replays or item.plain_token < 0 or item.own_token < 0:
             return item
         text = torch.tensor([self.data.prompts[index] + plain[: item.position]], device=self.model.device)
@@ -249,7 +249,7 @@ class _Group:
 
 @contextmanager
 def _unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
-    """transformers leaves the draft length that it has learnt, and more, on the draft's generation config."""
+    """Restore the draft's generation config, in which transformers leaves its learnt draft length and more."""
     if draft is None:
         yield
         return

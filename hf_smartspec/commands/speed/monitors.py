@@ -1,4 +1,4 @@
-"""When the prompts of a `generate` call were done, how long it took, and what it did."""
+"""Monitors of `generate` calls: times of prefill and of the whole call, and statistics."""
 
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from ..common.timing import synchronize
 
 
 class Monitor(ABC):
-    """Times one `generate` call, and tells when its prompts were done and what it did."""
+    """Monitor of one `generate` call: `seconds`, `prefill_seconds`, and statistics."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -20,7 +20,7 @@ class Monitor(ABC):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the call."""
+        """Time the call within the context."""
         synchronize(self.model.device)
         self._start = time.perf_counter()
         yield
@@ -32,13 +32,13 @@ class Monitor(ABC):
 
     @abstractmethod
     def statistics(self, num_tokens: int) -> GenerationStatistics:
-        """Of a call that generated so many tokens."""
+        """Return the statistics of the call, which generated `num_tokens` tokens."""
 
 
 class OwnMonitor(Monitor):
     """
-    Of this library's calls, which count for themselves: a hook on the target would keep it from being run as it is
-    without one.
+    Monitor of this library's calls, by their own statistics: with a hook, the target would not be run as it is without
+    one.
     """
 
     @contextmanager
@@ -55,10 +55,10 @@ class OwnMonitor(Monitor):
 
 class PlainMonitor(Monitor):
     """
-    Of transformers' plain decoding, whose forwards of the target it watches.
+    Monitor of transformers' plain decoding, by a hook on the target.
 
     Args:
-        num_prompt_tokens (`int`): Of all rows, padding left aside.
+        num_prompt_tokens (`int`): Prompt tokens of all rows, without padding.
     """
 
     def __init__(self, model: PreTrainedModel, num_prompt_tokens: int):
@@ -89,8 +89,8 @@ class PlainMonitor(Monitor):
 
 class AssistedMonitor(PlainMonitor):
     """
-    Of transformers' assisted decoding of one row: its forwards feed the last token and the draft, and each yields one
-    token that was not drafted.
+    Monitor of transformers' assisted decoding of one row: each forward feeds the last token and the draft, and yields
+    one token that was not drafted.
     """
 
     def statistics(self, num_tokens: int) -> GenerationStatistics:

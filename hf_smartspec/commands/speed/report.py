@@ -1,4 +1,4 @@
-"""What `smartspec bench generate` found: tables, JSON and a figure."""
+"""Results of `smartspec bench generate`: tables, JSON and a figure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _PARTS = ("forward", "draft", "select", "verify", "observe")
 
 
 def summaries(results: Results) -> list[dict[str, Any]]:
-    """One row per data set, batch size and method: everything that was measured; NaN is None."""
+    """Return all results, a row per data set, batch size and method."""
     rows = []
     for (name, batch_size), tallies in _timed(results).items():
         for method, tally in tallies.items():
@@ -41,7 +41,7 @@ def summaries(results: Results) -> list[dict[str, Any]]:
 
 
 def worst(results: Results) -> dict[str, float]:
-    """Every method's lowest speed-up over data sets and batch sizes."""
+    """Return every method's lowest speed-up over data sets and batch sizes."""
     ratios: dict[str, list[float]] = {}
     for tallies in _timed(results).values():
         for method, tally in tallies.items():
@@ -50,7 +50,7 @@ def worst(results: Results) -> dict[str, float]:
 
 
 def has_differences(results: Results, methods: Sequence[str]) -> bool:
-    """Whether one of the methods returned other tokens than plain decoding, and no tie explains it."""
+    """Return whether one of the methods returned other tokens than plain decoding, and no tie explains it."""
     return any(num_different(tallies[name]) for tallies in results.values() for name in methods if name in tallies)
 
 
@@ -89,7 +89,7 @@ def _print_tallies(title: str, tallies: dict[str, Tally], console: Console) -> N
 
 
 def _print_parts(results: Results, console: Console) -> None:
-    """Where this library's decoding time goes, by method and batch size, over all data sets."""
+    """Print the parts of this library's decoding time, by method and batch size, over all data sets."""
     sums: dict[tuple[str, int], GenerationStatistics] = {}
     for (_, batch_size), tallies in results.items():
         for method, tally in tallies.items():
@@ -109,7 +109,7 @@ def _print_parts(results: Results, console: Console) -> None:
 
 
 def _print_overview(results: Results, console: Console, replays: bool) -> None:
-    """x plain of every method, and its worst."""
+    """Print the speed-ups of every method, and the lowest."""
     lowest = {method: ratio for method, ratio in worst(results).items() if method != PLAIN}
     lines = table(f"x plain{', replayed' * replays}", "data set", "batch", *map(escape, lowest))
     for (name, batch_size), tallies in results.items():
@@ -126,13 +126,13 @@ def _short(path: str) -> str:
 
 
 def _timed(results: Results) -> Results:
-    """Without what had not been timed yet when the measurement was interrupted."""
+    """Return the results without those that had no timed call yet when the measurement was interrupted."""
     timed = {key: {name: tally for name, tally in tallies.items() if tally.calls} for key, tallies in results.items()}
     return {key: tallies for key, tallies in timed.items() if tallies}
 
 
 def num_different(tally: Tally) -> int:
-    """Rows that differ from plain decoding, where no tie explains it."""
+    """Return the number of rows that differ from plain decoding, where no tie explains it."""
     return sum(not item.is_tie for item in tally.differences.values())
 
 
@@ -150,7 +150,7 @@ def _ratio(value: float) -> str:
 
 
 def plot(results: Results, path: Path, replays: bool) -> None:
-    """Bars of every method's speed-up by data set, a panel per batch size. matplotlib is optional."""
+    """Draw every method's speed-up by data set as bars, a panel per batch size."""
     results = _timed(results)
     sizes = list(dict.fromkeys(size for _, size in results))
     methods = [name for name in worst(results) if name != PLAIN]

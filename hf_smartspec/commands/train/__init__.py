@@ -1,1 +1,1 @@
-"""`smartspec train`: drafters for a target of yours."""
+"""`smartspec train`."""

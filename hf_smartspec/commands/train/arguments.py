@@ -17,20 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of drafter and checkpoints")
     parser.add_argument(
         "--own-outputs", type=positive, metavar="N",
-        help="learn from what the target answers to the prompts, greedily, up to N tokens, in place of the responses",
+        help="learn from the target's own greedy answers of up to N tokens, in place of the responses",
     )  # fmt: skip
     parser.add_argument(
         "--answers", type=Path, metavar="FILE",
-        help="where the target's answers are kept: read if they are there (default: among the checkpoints)",
+        help="file of the target's answers, read if it exists, else written (default: among the checkpoints)",
     )  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="N", help="requests per file (default: all)")
     parser.add_argument(
         "--num-heads", type=positive, default=4, metavar="K",
-        help="Medusa's; of EAGLE-3, the tokens that it learns to draft one behind another (default: %(default)s)",
+        help="of Medusa; for EAGLE-3, the tokens that it learns to draft one after another (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--num-layers", type=positive, default=1, metavar="N",
-        help="of each Medusa head; of a draft model, which begins as the target's first N (default: 1)",
+        help="of each Medusa head; for a draft model, the target's layers that it begins as (default: 1)",
     )  # fmt: skip
     parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that EAGLE-3 or a draft model begins as")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`smartspec train`: drafters for a target of yours, from texts or from what the target says."""
+"""`smartspec train`: drafters for a target of yours, trained on texts or on the target's own answers."""
 
 import argparse
 import hashlib
@@ -25,7 +25,8 @@ from ..common.outputs import check_output, replace_json, write_json
 from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
 from .kinds import CHECKPOINTS, KINDS, check_draft
 
-_HELD_OUT, _ANSWERED = 0.05, 32  # of texts; prompts that are answered together, at least
+_HELD_OUT = 0.05  # share of texts
+_ANSWERED = 32  # least batch size when the target answers prompts
 _SETTINGS = "settings.json"
 
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(module: Any, texts: Sequence[Text], args: argparse.Namespace, schedule: Schedule, console: Console) -> None:
-    """Train, from where an earlier call was interrupted if told to."""
+    """Train, with --resume from the newest checkpoint on."""
     folder = args.output / CHECKPOINTS
     newest = newest_checkpoint(folder) if args.resume else None
     if newest is not None:
@@ -79,17 +80,17 @@ def _train(module: Any, texts: Sequence[Text], args: argparse.Namespace, schedul
         train(module, texts, folder, schedule, newest)
     except KeyboardInterrupt:
         if (newest := newest_checkpoint(folder)) is not None:
-            said = f"Kept at step {newest.step:,} of {newest.num_steps:,}: --resume goes on there."
-            console.print(said, highlight=False)
+            kept = f"Kept at step {newest.step:,} of {newest.num_steps:,}: --resume goes on there."
+            console.print(kept, highlight=False)
         raise
 
 
 def _check_folder(args: argparse.Namespace) -> None:
-    """Nothing of somebody else's is overwritten, and no training goes on from another's checkpoints."""
+    """Raise `UsageError` if the output folder holds another model, or checkpoints of a training with other settings."""
     folder, known = args.output, args.output / CHECKPOINTS / _SETTINGS
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output: {str(folder)!r} is no folder")
-    if (folder / CONFIG).exists() and not KINDS[args.kind].says(str(folder)):
+    if (folder / CONFIG).exists() and not KINDS[args.kind].is_in(str(folder)):
         raise UsageError(f"--output: {str(folder)!r} holds another model")
     if not known.exists():
         return
@@ -97,12 +98,12 @@ def _check_folder(args: argparse.Namespace) -> None:
         raise UsageError(f"--output: {str(folder)!r} holds checkpoints: go on with --resume, or name another folder")
     others, own = json.loads(known.read_text()), _settings(args)
     if differing := [name for name in own if own[name] != others.get(name)]:
-        said = ", ".join(f"{name} was {others.get(name)!r}" for name in differing)
-        raise UsageError(f"--resume: the checkpoints in {str(folder)!r} are of another training: {said}")
+        before = ", ".join(f"{name} was {others.get(name)!r}" for name in differing)
+        raise UsageError(f"--resume: the checkpoints in {str(folder)!r} are of another training: {before}")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What makes one training another."""
+    """Return the arguments that must not change when a training is resumed."""
     return {
         name: str(value)
         for name, value in vars(args).items()
@@ -122,7 +123,7 @@ def _texts(
     model: PreTrainedModel,
     known: dict[str, Any],
 ) -> list[Text]:
-    """Prompts as users' turns where the tokenizer knows chats."""
+    """Return the texts to learn from as token ids; prompts are users' turns where there is a chat template."""
     recordings = []
     for item in requests:
         prompts = encode(["\n".join(item.context)], tokenizer, args.max_length)
@@ -142,7 +143,7 @@ def _answers(
     model: PreTrainedModel,
     known: dict[str, Any],
 ) -> list[Recording]:
-    """The target's own responses, which are kept for the next training with the same prompts."""
+    """Return the target's own responses, and keep them for further trainings with the same prompts."""
     asked = {
         "prompts": [item.prompt.tolist() for item in recordings],
         "most": args.own_outputs,
@@ -164,7 +165,7 @@ def _answers_path(args: argparse.Namespace) -> Path:
 
 
 def _known_answers(path: Path) -> dict[str, Any]:
-    """What an earlier training has kept; a file of another kind is left alone."""
+    """Return the answers that an earlier training has kept; raises `UsageError` for any other file."""
     if not path.exists():
         return {}
     try:
@@ -176,7 +177,7 @@ def _known_answers(path: Path) -> dict[str, Any]:
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """Tells targets apart that may lie in one folder, one after the other: their first output weights."""
+    """Return a hash of the first output weights, which differ between targets that take turns in one folder."""
     output: Any = model.get_output_embeddings()
     return hashlib.sha256(output.weight[:64].detach().float().cpu().numpy().tobytes()).hexdigest()
 

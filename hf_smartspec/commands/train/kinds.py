@@ -1,4 +1,4 @@
-"""What `smartspec train` can train."""
+"""Kinds of drafters of `smartspec train`."""
 
 import argparse
 import copy
@@ -25,18 +25,20 @@ CHECKPOINTS = "checkpoints"
 
 class Kind(NamedTuple):
     """
+    A kind of drafters.
+
     Args:
-        make (`Callable`): From arguments, target and texts to the loss of a drafter, as a module whose parameters are
-            all that is learnt, and which measures `accuracy`.
-        save (`Callable`): Writes what such a module has learnt.
-        says (`Callable`): Whether a folder holds such a drafter.
-        places (`str`): What the tokens of a draft are called, in tables, behind their number.
+        make (`Callable`): From arguments, target and texts to a module that returns a drafter's loss and measures its
+            `accuracy`; all its parameters are trained.
+        save (`Callable`): Writes the drafter of such a module.
+        is_in (`Callable`): Returns whether a folder holds such a drafter.
+        places (`str`): Description of a draft's tokens, in tables, after their number.
     """
 
     make: Callable[[argparse.Namespace, PreTrainedModel, Sequence[Text]], nn.Module]
     save: Callable[[Any, argparse.Namespace], None]
-    says: Callable[[str], bool]
-    places: str = "behind the next token"
+    is_in: Callable[[str], bool]
+    places: str = "after the next token"
 
 
 def _medusa(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> MedusaTraining:
@@ -61,7 +63,7 @@ def _draft(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Tex
 
 
 def check_draft(args: argparse.Namespace, model: PreTrainedModel) -> None:
-    """Raises `UsageError` for a draft model that cannot learn the target's distributions, before there are texts."""
+    """Raise `UsageError` for a draft model with another vocabulary, before the target answers prompts."""
     if args.draft is None or args.kind != "draft":
         return
     try:
@@ -74,7 +76,7 @@ def check_draft(args: argparse.Namespace, model: PreTrainedModel) -> None:
 
 
 def shortened(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """A draft model, in float32, that begins as the target's first layers, with its embeddings and its head."""
+    """Return a draft model, in float32, of the target's first layers, embeddings and head."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = min(num_layers, text.num_hidden_layers)

@@ -9,10 +9,10 @@ from ..common.arguments import TURNS, add_json_argument, number, positive
 
 
 class Costs(NamedTuple):
-    """In units of a step without drafts."""
+    """Costs in units of a step without drafts."""
 
-    node: float = 0.02  # to verify a draft node
-    drafter: float = 0.05  # to draft one with the draft model, beside that
+    node: float = 0.02  # of verifying a draft node
+    drafter: float = 0.05  # further cost of drafting it with the draft model
 
 
 TUNABLE = ("suffix", "datastore", "prompt_lookup")
@@ -33,16 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--node-cost", type=_cost, default=Costs().node, metavar="C",
-        help=f"what a draft node adds to a step, as part of a step without drafts (default: {Costs().node})",
+        help=f"cost of a draft node, as part of a step without drafts (default: {Costs().node})",
     )  # fmt: skip
     parser.add_argument("--nodes", type=positive, metavar="N", help="draft nodes per step, in place of tuning them")
     parser.add_argument(
         "--drafter", metavar="MODEL",
-        help="a draft model, to tune the threshold up to which it speaks in place of the sources",
+        help="a draft model, to tune the threshold up to which it drafts in place of the sources",
     )  # fmt: skip
     parser.add_argument(
         "--drafter-cost", type=_cost, default=Costs().drafter, metavar="C",
-        help=f"what each of its draft tokens costs, as part of a step (default: {Costs().drafter})",
+        help=f"cost of each of its draft tokens, as part of a step (default: {Costs().drafter})",
     )  # fmt: skip
     parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
     parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")

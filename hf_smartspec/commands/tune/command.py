@@ -80,7 +80,7 @@ def _search(
     parameters: Sequence[Parameter],
     keep: Callable[[Search], None],
 ) -> None:
-    """Tunes the parameters; `keep` sees the search after every one of them."""
+    """Tune the parameters; `keep` gets the search after every one of them."""
     total = num_requests(data, parameters)
     with track(total=total, desc="tuning", unit=" requests") as progress:
         search = Search(choice, data, costs, draft, progress.update)
@@ -90,7 +90,7 @@ def _search(
 
 
 def _origin(args: argparse.Namespace, data: Sequence[Requests]) -> dict[str, Any]:
-    """For readers of the file."""
+    """Return a description of the search, for the file."""
     return {
         "files": {item.name: {"requests": len(item.recordings), "training": item.num_training} for item in data},
         "node_cost": args.node_cost,
@@ -106,7 +106,7 @@ def _compare(
     draft: PreTrainedModel | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Default and tuned options on the training requests and, behind these, on those that were held out."""
+    """Compare default and tuned options, on the training requests and then on those that were held out."""
     trials = [Trial(item, data, draft) for item in (default, choice)]
     total = 2 * sum(len(item.recordings) for item in data)
     with track(total=total, desc="comparing", unit=" requests") as progress:

@@ -1,4 +1,4 @@
-"""The search of `smartspec tune`: coordinate descent whose steps are races, by replay of recorded responses."""
+"""The search of `smartspec tune`: coordinate descent whose steps are races over replayed responses."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _LEAST_GAIN = 1.001  # less is noise
 
 
 class Requests(NamedTuple):
-    """One data set; its first requests are trained on."""
+    """One data set, whose first requests are trained on."""
 
     name: str
     recordings: list[Recording]
@@ -33,7 +33,7 @@ class Requests(NamedTuple):
 
 def speed(counts: np.ndarray, costs: Costs) -> float:
     """
-    Tokens per cost, where decoding without drafts has 1: (1 + accepted) / (1 + node cost * drafted), over all steps.
+    Return tokens per cost, 1 without drafts: (1 + accepted) / (1 + node cost * drafted), over all steps.
 
     Args:
         counts (`np.ndarray` of shape `[n, 5]`): As `Trial.counts`.
@@ -43,7 +43,7 @@ def speed(counts: np.ndarray, costs: Costs) -> float:
 
 
 class _CountedDrafter(DraftModelCandidates):
-    """A draft model whose own tokens are counted: each costs a run of it."""
+    """A draft model that counts the tokens it drafts, each of which costs a forward."""
 
     num_drafted = 0
 
@@ -74,7 +74,7 @@ class Trial:
         self, recordings: list[Recording], counts: np.ndarray, draft: PreTrainedModel | None
     ) -> Generator[None, None, None]:
         drafter = None if draft is None else _CountedDrafter(draft)
-        # Built here and not at the first request, so that what cannot be built is known before the race.
+        # Built here and not at the first request, so that errors are raised before the race.
         replayer, tally = Replayer(build(self.choice, drafter)), Tally.of(len(recordings))
         run = replayer.run(recordings, tally)
 
@@ -89,7 +89,7 @@ class Trial:
         return counted()
 
     def advance(self, numbers: Sequence[int], progress: Callable[[int], object]) -> None:
-        """Goes on until so many requests of each data set are done."""
+        """Replay until `numbers` requests of each data set are done."""
         for index, (run, number) in enumerate(zip(self._runs, numbers)):
             while self.num_done[index] < number:
                 next(run)
@@ -97,7 +97,7 @@ class Trial:
                 progress(1)
 
     def value(self, numbers: Sequence[int], costs: Costs) -> float:
-        """The speed on the first so many requests of each data set, as geometric mean."""
+        """Return the geometric mean of the speeds on the first `numbers` requests of each data set."""
         return geometric_mean([speed(counts[:number], costs) for counts, number in zip(self.counts, numbers)])
 
 
@@ -107,10 +107,10 @@ class Search:
     parameter changes.
 
     Args:
-        choice (`Choice`): Where to begin.
-        data (sequence of `Requests`): Only the training requests are looked at.
-        draft (`PreTrainedModel`, *optional*): A draft model that speaks where the sources promise little.
-        progress (callable): Told how many requests were replayed, or need not be any more.
+        choice (`Choice`): The choice to begin with.
+        data (sequence of `Requests`): The data sets, of which only the training requests are used.
+        draft (`PreTrainedModel`, *optional*): A draft model that drafts where the sources promise little.
+        progress (callable): Gets the numbers of requests that were replayed or skipped.
 
     Attributes:
         best (`Trial`): The best choice so far.
@@ -132,11 +132,11 @@ class Search:
 
     @property
     def value(self) -> float:
-        """Of the best choice, on the training requests."""
+        """The speed of the best choice on the training requests."""
         return self.best.value(self.training, self.costs)
 
     def run(self, parameters: Sequence[Parameter]) -> Iterator[Parameter]:
-        """Yields behind every race, with its parameter."""
+        """Run the races; yield the parameter of each after its end."""
         since_change = 0
         for parameter in list(parameters) * _MAX_ROUNDS:
             if since_change == len(parameters):
@@ -160,7 +160,7 @@ class Search:
         self.progress(_num_others(parameter) * sum(self.training) - sum(sum(trial.num_done) for trial in started))
 
     def _trials(self, parameter: Parameter) -> list[Trial]:
-        """Of all values that were not tried yet with the others as they are, and that fit them."""
+        """Return trials of the values that fit the best choice and were not tried with it yet."""
         trials = []
         for value in parameter.values:
             choice = changed(self.best.choice, parameter, value)
@@ -173,7 +173,7 @@ class Search:
 
 
 def num_requests(data: Sequence[Requests], parameters: Sequence[Parameter]) -> int:
-    """Requests that a search replays at most."""
+    """Return the number of requests that a search replays at most."""
     return (1 + _MAX_ROUNDS * sum(map(_num_others, parameters))) * sum(item.num_training for item in data)
 
 

@@ -1,4 +1,4 @@
-"""What `smartspec tune` may change, and the sources that a choice stands for."""
+"""The space that `smartspec tune` searches, and the sources of a choice."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ _DISCOUNTS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
 _SHORT_MATCHES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.2)
 _THRESHOLDS = (None, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # None: learnt while decoding
 
-# Options of a source, what matters most first. The number of nodes goes by two names.
+# Options of a source, the most important first. The number of nodes goes by two names.
 _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "suffix": {
         "min_probability": _PROBABILITIES,
@@ -42,11 +42,11 @@ _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 _DEFAULTS = {"num_nodes": TYPICAL_NODES, "min_probability": LEAST_PROBABILITY}  # where the default is None
 _NODE_OPTIONS = ("num_nodes", "num_tokens")
 _OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
-_MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes know their match lengths
+_MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes have match lengths
 
 
 class Parameter(NamedTuple):
-    """One thing that may be changed."""
+    """An option with the values to try."""
 
     label: str
     path: tuple[str | int, ...]  # to its place in a choice
@@ -54,7 +54,7 @@ class Parameter(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What is tuned."""
+    """The choice to begin with, and the parameters to tune."""
 
     default: Choice
     parameters: list[Parameter]
@@ -62,7 +62,7 @@ class Space(NamedTuple):
 
 def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
     """
-    Sources with the defaults of everything that can be tuned, and what that is: all but the options that are given.
+    Return sources with the defaults of all options that can be tuned, and these options, except those that are given.
 
     Args:
         texts (sequence of `str`): "NAME[:VALUE,OPTION=VALUE,...]" of each source.
@@ -103,7 +103,7 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and given options of a source; files are read from other folders too, so their paths become absolute."""
+    """Return name and given options of a source, with absolute paths, since the output may be used in other folders."""
     name, _, rest = text.partition(":")
     if name not in TUNABLE:
         raise UsageError(f"--sources: {name!r} cannot be tuned; known are {', '.join(TUNABLE)}")
@@ -115,7 +115,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _matters(option: str, given: dict[str, Any], is_alone: bool) -> bool:
-    """Several sources have one number of nodes in common."""
+    """Return whether an option has an effect: several sources share one number of nodes."""
     if option in _NODE_OPTIONS:
         return is_alone
     return option not in _OF_COUNTS or given.get("scoring") == "counts"
@@ -138,7 +138,7 @@ THRESHOLD = Parameter("threshold", ("fused", "threshold"), _THRESHOLDS)
 
 
 def value_of(choice: Choice, parameter: Parameter) -> Any:
-    """The parameter's value; None where the choice says nothing of it."""
+    """Return the parameter's value in a choice, or None."""
     place: Any = choice
     for key in parameter.path[:-1]:
         place = place[key]
@@ -146,7 +146,7 @@ def value_of(choice: Choice, parameter: Parameter) -> Any:
 
 
 def changed(choice: Choice, parameter: Parameter, value: Any) -> Choice:
-    """A copy of the choice with another value of one parameter."""
+    """Return a copy of the choice with another value of one parameter."""
     choice = copy.deepcopy(choice)
     place: Any = choice
     for key in parameter.path[:-1]:
@@ -156,5 +156,5 @@ def changed(choice: Choice, parameter: Parameter, value: Any) -> Choice:
 
 
 def build(choice: Choice, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
-    """The source that a choice stands for; `ValueError` or `TypeError` for values that do not fit."""
+    """Return the source of a choice; raises `ValueError` or `TypeError` for values that do not fit."""
     return build_tuned(TunedSources.of(choice), drafter)

@@ -1,4 +1,4 @@
-"""`smartspec verify`: is speculation lossless on your model, with your drafter, on your machine."""
+"""`smartspec verify`: a check that speculation is lossless with your model and drafter on your machine."""
 
 import argparse
 import copy
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         with _collecting_warnings(report.warnings):
             verifier.run(report, args.samples)
     except KeyboardInterrupt:
-        report.warnings.append("interrupted: nothing but what is shown was compared")
+        report.warnings.append("interrupted: only the comparisons that are shown were made")
         raise
     finally:
         if report.tokens:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_sampling(model: PreTrainedModel) -> GenerationConfig:
-    """The model's generation config without its own sampling: how tokens are picked is this command's to say."""
+    """Return the model's generation config without its sampling options, which this command sets."""
     config = copy.deepcopy(model.generation_config)
     for name in "temperature top_k top_p top_h min_p typical_p epsilon_cutoff eta_cutoff num_beams max_length".split():
         setattr(config, name, None)
@@ -85,7 +85,7 @@ def _without_sampling(model: PreTrainedModel) -> GenerationConfig:
 
 
 def _load_assistant(args: argparse.Namespace, model: PreTrainedModel) -> Any:
-    """Return what `assistant=` is: names of presets as they are, models and learned drafters loaded."""
+    """Return the value of `assistant=`: names of presets as they are, models and learned drafters loaded."""
     try:
         for item in filter(is_model, parts_of(args.assistant)):
             check_folder(item)
@@ -117,13 +117,13 @@ def _encoded_prompts(
 
 class Verifier:
     """
-    Goes through all comparisons of one model.
+    All comparisons of one model.
 
     Args:
         model (`PreTrainedModel`): The target; its generation config must not sample.
-        assistant: What `assistant=` takes.
-        prompts (list of token ids): Without padding.
-        batch_sizes (sequence of `int`): All prompts are decoded at each of them.
+        assistant: A value of `assistant=`.
+        prompts (list of token ids): Prompts without padding.
+        batch_sizes (sequence of `int`): Batch sizes; all prompts are decoded at each of them.
         max_new_tokens, seed (`int`): Of decoding, and of sampling.
     """
 
@@ -144,7 +144,7 @@ class Verifier:
         self.ways = ways_of_drafting(assistant, model.config.get_text_config(decoder=True).vocab_size)
 
     def run(self, report: Report, num_samples: int) -> None:
-        """Fills in the report: tokens at every batch size, then scores, then frequencies."""
+        """Fill in the report: tokens at every batch size, then scores, then frequencies."""
         num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
         with track(total=num_checks, desc="verifying") as progress:
             for size in self.batch_sizes:
@@ -164,7 +164,7 @@ class Verifier:
         return measure_rounding(self.model, prompts, run.tokens, run.logits)
 
     def check_tokens(self, report: Report, batch_size: int, progress: Any) -> None:
-        """Compares all prompts, in batches of one size, for every way of drafting."""
+        """Compare the tokens of all prompts, in batches of one size, for every way of drafting."""
         starts = range(0, len(self.prompts), batch_size)
         rows = [self.prompts[start : start + batch_size] for start in starts]
         batches = [left_padded(prompts, self.pad_id, self.model.device) for prompts in rows]
@@ -181,7 +181,7 @@ class Verifier:
                 progress.update()
 
     def check_scores(self, report: Report, progress: Any) -> None:
-        """Compares returned logits and scores of one batch of the largest size."""
+        """Compare returned logits and scores of one batch of the largest size."""
         inputs = left_padded(self.prompts[: max(self.batch_sizes)], self.pad_id, self.model.device)
         num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
         for decoding in self.decodings:
@@ -192,21 +192,21 @@ class Verifier:
                 progress.update()
 
     def check_frequencies(self, report: Report, num_samples: int) -> None:
-        """Draws from one short prompt with many seeds."""
+        """Sample continuations of one short prompt with many seeds, and compare their frequencies."""
         table = exact_table(self.model, self.prompts[0][:_SAMPLED_PROMPT])
         for drafting in ways_of_sampling(self.assistant, table):
             report.frequencies.append(check_frequencies(self.model, table, drafting, num_samples, self.seed))
 
 
 def _idle_drafts(report: Report) -> list[str]:
-    """Ways of drafting that verified nothing, because nothing was drafted or nothing accepted."""
+    """Return warnings for ways of drafting without drafted or without accepted tokens."""
     warnings = []
     for name in dict.fromkeys(check.drafts for check in report.tokens if check.drafts != "none"):
         checks = [check.statistics for check in report.tokens if check.drafts == name]
         if not sum(item.drafted_tokens for item in checks):
-            warnings.append(f"{name}: nothing was drafted, so that nothing was verified; use other or more prompts")
+            warnings.append(f"{name}: no drafts, so that nothing was verified; use other or more prompts")
         elif not sum(item.accepted_tokens for item in checks):
-            warnings.append(f"{name}: nothing was accepted; only rejections were verified")
+            warnings.append(f"{name}: no draft was accepted; only rejections were verified")
     return warnings
 
 
@@ -223,7 +223,7 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def _collecting_warnings(messages: list[str]) -> Iterator[None]:
-    """Takes down what this library warns about, such as a call that was decoded without speculation."""
+    """Collect this library's warnings, such as that a call was decoded without speculation."""
     logger = logging.getLogger("hf_smartspec")
     handler = _Collector(messages)
     logger.addHandler(handler)

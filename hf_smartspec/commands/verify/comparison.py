@@ -1,4 +1,4 @@
-"""Speculation compared with plain decoding, for one way of drafting: tokens, scores and logits."""
+"""Comparison of speculation with plain decoding, for one way of drafting: tokens, scores and logits."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .drafts import Drafting
 
 @dataclass
 class TokenCheck:
-    """One way of drafting at one batch size: what was compared, and where it differs."""
+    """Comparison of tokens, for one way of drafting at one batch size."""
 
     decoding: str
     drafts: str
@@ -31,8 +31,8 @@ class TokenCheck:
 @dataclass(frozen=True)
 class ScoreCheck:
     """
-    Returned `logits` and `scores` against plain decoding's: the largest absolute differences of finite values.
-    `largest` is the largest finite value; `num_edge` counts values that only one side has filtered away.
+    Comparison of returned `logits` and `scores`: the largest absolute differences of finite values. `largest` is the
+    largest finite value; `num_edge` counts values that only one side has filtered away.
     """
 
     decoding: str
@@ -46,18 +46,18 @@ class ScoreCheck:
 
     @property
     def is_close(self) -> bool:
-        """Whether rounding explains the differences of the values."""
+        """Return whether rounding explains the differences of the values."""
         return max(self.logits, self.scores) <= self.tolerance
 
     @property
     def is_filtered_alike(self) -> bool:
-        """Whether at most a token here and there, at the very edge of top-k or top-p, fell to the other side."""
+        """Return whether only a few tokens, at the very edge of top-k or top-p, were kept by one side alone."""
         return self.num_edge <= max(self.num_positions // 20, 1)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way of drafting against plain decoding, for batches of padded prompts (`inputs` of `generate`)."""
+    """Comparison of one way of drafting with plain decoding, for batches of padded prompts (`inputs` of `generate`)."""
 
     model: PreTrainedModel
     decoding: Decoding
@@ -69,8 +69,8 @@ class Comparison:
         self, inputs: dict[str, torch.Tensor], plain: torch.Tensor, check: TokenCheck, checks_default_output: bool
     ) -> None:
         """
-        Adds to `check` how speculation's tokens compare with plain decoding's (`[rows, new]`); if asked, also those of
-        a call that returns tokens only, in which rows are freed when they end.
+        Compare speculation's tokens with plain decoding's (`[rows, new]`), and add the result to `check`. With
+        `checks_default_output`, also compare a call that returns tokens only, in which rows are freed when they end.
         """
         call = (self.model, inputs, self.decoding, self.max_new_tokens)
         continuations = plain.tolist()
@@ -91,14 +91,14 @@ class Comparison:
         return find_differences(without_padding(plain, ends), without_padding(own, ends))
 
     def _lengths(self, tokens: torch.Tensor) -> list[int]:
-        """Tokens of every row up to and with its end-of-sequence token."""
+        """Return the number of tokens of every row, up to and with its end-of-sequence token."""
         ends = torch.isin(tokens, torch.tensor(eos_ids(self.model), dtype=tokens.dtype))
         return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in ends]
 
     def _with_gaps(
         self, differences: Sequence[Difference], inputs: dict[str, torch.Tensor], continuations: list[list[int]]
     ) -> list[Difference]:
-        """Decodes the batch again both ways, with scores, and adds how clearly each side preferred its token."""
+        """Decode the batch again both ways, with scores, and add the gaps of each side."""
         call = (self.model, inputs, self.decoding, self.max_new_tokens)
         plain = decode_plainly(*call, records=True)
         own = decode_speculatively(*call, self.drafting.assistant(continuations), records=True)
@@ -116,7 +116,7 @@ class Comparison:
         tolerance, scale = self.rounding.tolerance(_largest(plain_logits)), 1.0
         if own.tokens[row, : at + 1].tolist() == [*text.tolist(), item.own_token]:
             own_scores, own_logits = own.scores[row, at], own.logits[row, at]
-        else:  # decoded again, with other drafts, it was rounded otherwise, and picked other tokens
+        else:  # the second call had other drafts, rounded differently, and picked other tokens
             alone = {name: value[row : row + 1] for name, value in inputs.items()}
             own_scores, own_logits = self._scores_after(alone, text)
             if own_scores[item.own_token] == -torch.inf and self._may_keep(own_logits, item.own_token, tolerance):
@@ -135,7 +135,7 @@ class Comparison:
         )
 
     def _scores_after(self, inputs: dict[str, torch.Tensor], text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and logits `[vocab_size]` by this library's forward after one row's prompt and a text `[n]`."""
+        """Return scores and logits `[vocab_size]` of this library's forward after one row's prompt and a text `[n]`."""
         text = text.to(self.model.device)[None]
         if self.model.config.is_encoder_decoder:
             start = self.model.generation_config.decoder_start_token_id
@@ -148,7 +148,7 @@ class Comparison:
         return run.scores[0, 0], run.logits[0, 0]
 
     def _may_keep(self, logits: torch.Tensor, token: int, tolerance: float) -> bool:
-        """Whether filters keep a token if no logit of `[vocab_size]` is further off than the tolerance."""
+        """Return whether filters may keep a token if each logit of `[vocab_size]` is wrong by up to the tolerance."""
         favoured = torch.where(logits > logits[token], logits - tolerance, logits)[None]
         favoured[0, token] += tolerance
         for item in self.decoding.filters():
@@ -156,7 +156,7 @@ class Comparison:
         return bool(favoured[0, token] > -torch.inf)
 
     def check_scores(self, inputs: dict[str, torch.Tensor]) -> ScoreCheck | None:
-        """Compares returned `logits` and `scores`, up to each row's first different token; None if there are none."""
+        """Compare returned `logits` and `scores`, up to each row's first different token; None if there are none."""
         call = (self.model, inputs, self.decoding, self.max_new_tokens)
         plain = decode_plainly(*call, records=True)
         own = decode_speculatively(*call, self.drafting.assistant(plain.tokens.tolist()), records=True)
@@ -191,7 +191,7 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def _largest_error(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Largest absolute difference where both are finite; inf if one side has a NaN."""
+    """Return the largest absolute difference where both are finite; inf if one side has a NaN."""
     if first.isnan().any() or second.isnan().any():
         return math.inf
     return _largest((first - second)[torch.isfinite(first) & torch.isfinite(second)])

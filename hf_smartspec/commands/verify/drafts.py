@@ -1,4 +1,4 @@
-"""Drafts whose acceptance is known beforehand, and the ways of drafting that `smartspec verify` goes through."""
+"""Sources whose acceptance is known beforehand, and the ways of drafting that `smartspec verify` checks."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from ..common.names import JOINT
 
 class ReplayCandidates(TreeCandidateGenerator):
     """
-    Drafts what each row is known to continue with, with errors at a known rate: exercises accepted, partly accepted
-    and rejected drafts on any model, without a draft model. One object serves one `generate` call.
+    Source that drafts the known continuation of each row, with errors at a known rate: accepted, partly accepted and
+    rejected drafts on any model, without a draft model. One object serves one `generate` call.
 
     Args:
-        continuations (sequence of token sequences): What plain decoding generates, row by row of the batch.
-        vocab_size (`int`): Wrong tokens are drawn below it.
+        continuations (sequence of token sequences): Tokens that plain decoding generates, row by row of the batch.
+        vocab_size (`int`): Size of the vocabulary, from which wrong tokens are drawn.
         width (`int`): Siblings at every level; 1 drafts chains.
-        depth (`int`): Levels.
-        error_rate (`float`): Chance that a level does not hold the right token.
-        seed (`int`): Of the errors.
+        depth (`int`): Number of levels.
+        error_rate (`float`): Probability that a level lacks the right token.
+        seed (`int`): Seed of the errors.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class ReplayCandidates(TreeCandidateGenerator):
         self._num_seen[request_id] += len(tokens)
 
     def stop(self, request_id: Hashable) -> None:
-        pass  # the rows of one call are numbered through
+        pass  # keep the number of the row
 
 
 class SameTreeCandidates(TreeCandidateGenerator):
-    """Drafts one given tree for every row, at its first step only."""
+    """Source that drafts one given tree for every row, at its first step only."""
 
     def __init__(self, tree: DraftTree):
         self.tree = tree
@@ -97,19 +97,19 @@ class SameTreeCandidates(TreeCandidateGenerator):
 
 @dataclass(frozen=True)
 class Drafting:
-    """A way of drafting; `assistant` makes what is passed as `assistant=` from the rows' known continuations."""
+    """A way of drafting; `assistant` makes the value of `assistant=` from the rows' known continuations."""
 
     name: str
     assistant: Callable[[Sequence[Sequence[int]]], Any]
 
     @classmethod
     def with_config(cls, name: str, config: SmartSpecConfig) -> "Drafting":
-        """The same config for every call."""
+        """Return a way of drafting with one config for all calls."""
         return cls(name, lambda _: config)
 
 
 def ways_of_drafting(assistant: Any, vocab_size: int) -> list[Drafting]:
-    """Chains and trees of a draft model, or any other assistant; and replayed text, which drafts on every model."""
+    """Return chains and trees of a draft model, or any other assistant, and drafts of replayed text for every model."""
     if isinstance(assistant, PreTrainedModel):
         ways = [
             Drafting.with_config("draft chain", SmartSpecConfig(assistant, num_nodes=5)),
@@ -125,7 +125,7 @@ def ways_of_drafting(assistant: Any, vocab_size: int) -> list[Drafting]:
 
 
 def name_of(assistant: Any) -> str:
-    """Return what an assistant is called in the report."""
+    """Return the name of an assistant in the report."""
     if isinstance(assistant, list):
         return JOINT.join(map(name_of, assistant))
     return assistant if isinstance(assistant, str) else type(assistant).__name__

@@ -1,4 +1,4 @@
-"""Do speculative samples have the target's distribution: counted frequencies against exact probabilities."""
+"""Test that speculative samples have the target's distribution: counted frequencies against exact probabilities."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from ..common.runs import Recorder, eos_ids
 from .drafts import Drafting, SameTreeCandidates
 
 NUM_CHOICES = 6  # tokens that the vocabulary is reduced to
-TEMPERATURE = 1.5  # so that a model that is sure of itself still has several outcomes
+TEMPERATURE = 1.5  # so that even a confident model has several outcomes
 FALSE_ALARM = 1e-4  # a correct sampler has a smaller p-value in one check of ten thousand
 _MIN_EXPECTED = 5.0  # rarer outcomes are counted together, as the chi-square approximation wants
 _BATCH = 64
@@ -53,7 +53,7 @@ class ExactTable:
     pairs: torch.Tensor  # [choices, choices] float64
 
     def best_tree(self) -> DraftTree:
-        """A draft that must sometimes be accepted and sometimes not: half of the choices, each with two children."""
+        """Return a draft that must sometimes be accepted, and sometimes not: half of the choices, with two children."""
         order = self.pairs.sum(dim=1).argsort(descending=True).tolist()[: max(len(self.choices) // 2, 1)]
         tokens: list[int] = []
         parents: list[int] = []
@@ -69,7 +69,7 @@ class ExactTable:
 
 
 class _ForceFirst(LogitsProcessor):
-    """Makes the first token of row i be `tokens[i]`, whatever the model says."""
+    """Processor that forces the first token of row i to be `tokens[i]`."""
 
     def __init__(self, tokens: list[int]):
         self.tokens: list[int] | None = tokens
@@ -84,7 +84,7 @@ class _ForceFirst(LogitsProcessor):
 
 
 def exact_table(model: PreTrainedModel, prompt: list[int]) -> ExactTable:
-    """Probabilities of the first two sampled tokens, from the scores of plain `generate`."""
+    """Return the probabilities of the first two sampled tokens, from the scores of plain `generate`."""
     first = _plain_scores(model, prompt, [])
     first[eos_ids(model)] = -torch.inf  # every sample shall have two tokens
     choices = sorted(first.topk(min(NUM_CHOICES, int((first > -torch.inf).sum()))).indices.tolist())
@@ -98,7 +98,7 @@ def exact_table(model: PreTrainedModel, prompt: list[int]) -> ExactTable:
 def _plain_scores(
     model: PreTrainedModel, prompt: list[int], starts: list[int], suppressed: list[int] | None = None
 ) -> torch.Tensor:
-    """Processed float64 scores: `[vocab_size]` of the first token, or `[starts, 2, vocab_size]` behind each start."""
+    """Return processed float64 scores: `[vocab_size]` of the first token, or `[starts, 2, vocab_size]` with starts."""
     recorder = Recorder()
     processors: list[LogitsProcessor] = [recorder]
     if starts:
@@ -116,7 +116,7 @@ def _plain_scores(
 
 
 def ways_of_sampling(assistant: str | PreTrainedModel, table: ExactTable) -> list[Drafting]:
-    """A fixed tree on every model; of a draft model also its chains, verified both ways, and its trees."""
+    """Return a fixed tree for every model; for a draft model also chains, verified in both ways, and trees."""
     ways = [Drafting("fixed tree", lambda _: SameTreeCandidates(table.best_tree()))]
     if isinstance(assistant, PreTrainedModel):
         options: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def ways_of_sampling(assistant: str | PreTrainedModel, table: ExactTable) -> lis
 def check_frequencies(
     model: PreTrainedModel, table: ExactTable, drafting: Drafting, num_samples: int, seed: int
 ) -> FrequencyCheck:
-    """Draws pairs with as many different seeds and compares their frequencies with the table."""
+    """Sample pairs of tokens with `num_samples` seeds, and compare their frequencies with the table."""
     counts: Counter[tuple[int, ...]] = Counter()
     drafted = accepted = 0
     for start in range(0, num_samples, _BATCH):
@@ -193,7 +193,7 @@ def _compare(table: ExactTable, counts: Counter, name: str, drafted: int, accept
 
 
 def _chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
-    """Pearson's statistic and its number of cells; rare outcomes share one, with the rarest other if need be."""
+    """Return Pearson's statistic and its number of cells; rare outcomes share one, with the rarest other if need be."""
     order = expected.argsort()
     observed, expected = observed[order], expected[order]
     num_rare = int((expected < _MIN_EXPECTED).sum())
@@ -207,7 +207,7 @@ def _chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, 
 
 
 def chi_square_p_value(statistic: float, degrees: int) -> float:
-    """The chance that a chi-square variate of so many degrees of freedom exceeds the statistic."""
+    """Return the probability that a chi-square variate with these degrees of freedom exceeds the statistic."""
     if degrees < 1:
         return 1.0
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)

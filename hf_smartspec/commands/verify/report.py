@@ -1,4 +1,4 @@
-"""What `smartspec verify` found, and the tables that it prints."""
+"""Results of `smartspec verify`, and their tables."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _SHOWN_DIFFERENCES = 10
 
 @dataclass
 class Report:
-    """Everything that was compared."""
+    """Results of all comparisons."""
 
     model: str
     assistant: str
@@ -33,14 +33,12 @@ class Report:
     tokens: list[TokenCheck] = field(default_factory=list)
     scores: list[ScoreCheck] = field(default_factory=list)
     frequencies: list[FrequencyCheck] = field(default_factory=list)
-    plain_tokens: dict[int, list[list[int]]] = field(
-        default_factory=dict
-    )  # greedy rows of plain decoding, by batch size
+    plain_tokens: dict[int, list[list[int]]] = field(default_factory=dict)  # greedy, by batch size
     warnings: list[str] = field(default_factory=list)
 
     @property
     def plain_rows_differing(self) -> dict[int, int]:
-        """Rows in which plain decoding at other batch sizes differs from itself at the first one."""
+        """The number of rows in which plain decoding differs from itself at the first batch size, by batch size."""
         first, *others = self.plain_tokens
         pairs = {size: zip(self.plain_tokens[first], self.plain_tokens[size]) for size in others}
         # Rows of a batch are padded to the longest.
@@ -48,14 +46,14 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What cannot be explained by rounding; nothing of it should ever appear."""
+        """Differences that rounding cannot explain: each is a bug."""
         found = []
         for check in self.tokens:
             num_real = sum(not item.is_tie for item in check.differences)
             if num_real:
                 found.append(f"{check.decoding}, {check.drafts}, batch {check.batch_size}: {num_real} rows differ")
         if self.environment["dtype"] == "float32":
-            # In half precision, a flipped expert or filter edge moves scores visibly: reported, not judged.
+            # In half precision, a flipped expert or filter edge changes scores visibly: printed, but no failure.
             scores = [check for check in self.scores if not (check.is_close and check.is_filtered_alike)]
             found += [f"{check.decoding}, {check.drafts}: scores differ" for check in scores]
         found += [f"{check.drafts}: frequencies deviate" for check in self.frequencies if not check.is_consistent]
@@ -131,7 +129,7 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
     found = [(check, item) for check in report.tokens for item in check.differences]
     if not found:
         return
-    # The clearest differences first: they tell most.
+    # The clearest differences first.
     found.sort(key=lambda pair: (pair[1].is_tie, -_comparable(pair[1])))
     columns = ("decoding", "drafts", "batch", "row", "at", "plain", "ours", "plain gap", "our gap", "limit", "tie")
     lines = table("First difference of a row", *columns, num_text=2)
@@ -224,7 +222,7 @@ def _print_verdict(report: Report, console: Console) -> None:
     num_ties = sum(len(check.differences) for check in report.tokens)
     dtype = report.environment["dtype"]
     if not any(check.statistics.accepted_tokens for check in report.tokens):
-        verdict = "[bold yellow]Nothing was speculated:[/bold yellow] the same tokens, but no draft was ever accepted."
+        verdict = "[bold yellow]No speculation:[/bold yellow] the same tokens, but no draft was ever accepted."
     elif num_ties:
         verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
     else:

@@ -1,1 +1,1 @@
-"""Several servers as one, on Ray Serve: replicas behind a front that knows whose text each of them has seen."""
+"""Several servers as one, on Ray Serve: replicas with a front, and routing by the texts that each has served."""

@@ -1,4 +1,4 @@
-"""What clients talk to: it sends each request to a replica, and once more to another if that one dies."""
+"""The front of a service, which sends each request to a replica, and once more to another if that one dies."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
@@ -28,6 +28,7 @@ from .turns import KeyTurns
 
 logger = get_logger(__name__)
 
+# Headers of one connection, which are not passed on.
 _OF_ONE_HOP = frozenset([b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server"])
 _LARGE = 2**16  # bytes of a body
 _METRICS_SECONDS = 30.0  # for all replicas to answer
@@ -35,12 +36,12 @@ _METRICS_SECONDS = 30.0  # for all replicas to answer
 
 class Front:
     """
-    The way into a service, for any path, as an ASGI application. Where nothing has a seed of its own, each request that
-    generates text gets one, so that a second replica can give the answer that the first began.
+    ASGI application that forwards requests to any path to replicas. A request that generates text without a seed gets
+    one, so that a second replica can finish the answer of the first.
 
     Args:
-        replicas (`DeploymentHandle`): See `Replica`.
-        turns (`KeyTurns`, *optional*): Where there are several keys.
+        replicas (`DeploymentHandle`): Handle of a deployment of `Replica`.
+        turns (`KeyTurns`, *optional*): Turns of keys, where there are several.
     """
 
     def __init__(self, replicas: DeploymentHandle, turns: KeyTurns | None = None):
@@ -49,7 +50,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        caller = CALLER.get(None)  # none of paths that need no key
+        caller = CALLER.get(None)  # None for paths that need no key
         async with AsyncExitStack() as stack:
             try:
                 if self._turns is not None and caller is not None:
@@ -65,7 +66,7 @@ class Front:
         body, query = await request.body(), request.url.query.encode()
         forwarded = ForwardedRequest(request.method, request.scope["path"], query, request.headers.raw, body)
         try:
-            # A large body is no matter for the thread that all answers go through.
+            # A large body would hold up the thread that all answers go through.
             forwarded = await asyncio.to_thread(with_seed, forwarded) if len(body) > _LARGE else with_seed(forwarded)
             parts = answered(self._replicas, forwarded)
             head = await anext(parts)
@@ -76,7 +77,7 @@ class Front:
             return ApiError(503, "The replicas that were asked have died", retry_after=1).response()
         assert isinstance(head, Head)
         if head.is_stream:
-            answer: Response = StreamingResponse(_told(parts), head.status)
+            answer: Response = StreamingResponse(_with_error_event(parts), head.status)
         else:
             answer = Response(b"".join([part async for part in parts if isinstance(part, bytes)]), head.status)
         own = [item for item in answer.raw_headers if item[0] == b"content-length"]
@@ -84,7 +85,7 @@ class Front:
         return answer
 
     async def _metrics(self, request: Request) -> Response:
-        """Of all replicas, each under its name."""
+        """Return the metrics of all replicas, labelled by their names."""
         forwarded = ForwardedRequest("GET", "/metrics", b"", request.headers.raw, b"")
         calls = self._replicas.broadcast("whole_answer", forwarded)
         answers = await calls.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
@@ -106,12 +107,12 @@ def guarded(
     hosts: Collection[str] | None = None,
     turns: KeyTurns | None = None,
 ) -> Guard:
-    """Return a front of these replicas behind the guard of a single server, with its arguments."""
+    """Return a front of these replicas within the guard of a single server, whose arguments the others are."""
     return Guard(Front(replicas, turns), keys, max_body_bytes, hosts, keeps_bodies=True)
 
 
 class Ingress:
-    """The same as a deployment, for services that Ray Serve's own proxy is in front of. Arguments as of `guarded`."""
+    """The front as a deployment, for services that Ray Serve's own proxy serves. Arguments as of `guarded`."""
 
     def __init__(self, *args: Any):
         listen_where_ray_does()
@@ -122,7 +123,7 @@ class Ingress:
 
 
 class _Answer(Response):
-    """What an application answers."""
+    """Response of an ASGI application."""
 
     def __init__(self, app: ASGIApp):
         super().__init__()
@@ -134,11 +135,11 @@ class _Answer(Response):
 
 async def answered(replicas: DeploymentHandle, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
     """
-    The head of a replica's answer, then its body. If the replica dies before the end, another one is asked, and what it
-    says is passed on from where the first one stopped.
+    Yield the head of a replica's answer, then its body. If the replica dies before the end, another one gets the
+    request, and the rest of its answer is passed on, from where the first one stopped.
 
     Raises:
-        RayActorError: if that one dies, too.
+        RayActorError: if the second replica dies, too.
         CannotContinueError: if its answer is not the one that was begun.
     """
     passed, head = PassedEvents(), None
@@ -157,7 +158,7 @@ async def answered(replicas: DeploymentHandle, request: ForwardedRequest) -> Asy
             if head is None:
                 yield part
             elif part.status != head.status or not part.is_stream:
-                raise CannotContinueError(f"the second replica says {part.status}")
+                raise CannotContinueError(f"the second replica answers {part.status}")
         elif not passed:
             yield part
         elif rest := passed.rest(part):
@@ -165,7 +166,7 @@ async def answered(replicas: DeploymentHandle, request: ForwardedRequest) -> Asy
 
 
 async def _asked(replicas: DeploymentHandle, request: ForwardedRequest) -> AsyncGenerator[Head | bytes, None]:
-    """A replica's answer; it is told if nobody reads on."""
+    """Yield a replica's answer; cancel the call if the answer is not read to its end."""
     response = cast(DeploymentResponseGenerator, replicas.options(stream=True).answer.remote(request))
     is_over = False
     try:
@@ -181,7 +182,7 @@ async def _asked(replicas: DeploymentHandle, request: ForwardedRequest) -> Async
 
 
 async def _held_unless_stream(parts: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[Head | bytes, None]:
-    """Only streams are passed on while they grow: of everything else nothing is seen until it is whole."""
+    """Yield a stream part by part, but any other answer only when it is complete."""
     async with aclosing(parts):
         held: list[Head | bytes] = []
         holds = True
@@ -196,21 +197,21 @@ async def _held_unless_stream(parts: AsyncGenerator[Head | bytes, None]) -> Asyn
             yield part
 
 
-async def _told(parts: AsyncGenerator[Head | bytes, None]) -> AsyncIterator[bytes]:
-    """The rest of a stream; what fails in the middle is told in it, whose status has been sent long ago."""
+async def _with_error_event(parts: AsyncGenerator[Head | bytes, None]) -> AsyncIterator[bytes]:
+    """Yield the rest of a stream; an error becomes an event in it, since the status has been sent already."""
     async with aclosing(parts):
         try:
             async for part in parts:
                 assert isinstance(part, bytes)
                 yield part
-        except Exception as error:  # also of a replica that lives, or of a queue that is full by now
+        except Exception as error:  # of a replica that died or failed, or of a queue that is full by now
             logger.error(f"A stream could not be ended: {error}")
             lost = ApiError(503, "The replica died, and no other one could go on: ask again", retry_after=1)
             yield f"{lost.event}{STREAM_END}".encode()
 
 
 def joined_metrics(texts: Mapping[str, str]) -> str:
-    """Metrics of several replicas, in Prometheus's text format, with the label `replica`."""
+    """Return the metrics of several replicas, in Prometheus's text format, with the label `replica`."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for found in parser.text_string_to_metric_families(text):

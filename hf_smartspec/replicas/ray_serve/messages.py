@@ -1,4 +1,4 @@
-"""What goes between the front of a service and its replicas."""
+"""Messages between the front of a service and its replicas."""
 
 import hashlib
 import json
@@ -13,6 +13,8 @@ _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 class ForwardedRequest(NamedTuple):
     """
+    A client's request.
+
     Args:
         method, path (`str`), query (`bytes`), headers, body (`bytes`): As in HTTP.
     """
@@ -40,10 +42,10 @@ class Head(NamedTuple):
 
 class Route(NamedTuple):
     """
-    What decides where a request is served best.
+    The data by which a request is routed.
 
     Args:
-        text (`bytes`): Of the prompt.
+        text (`bytes`): Text of the prompt.
         namespace (`str`): One for each tenant, model and choice of drafts.
     """
 
@@ -52,7 +54,7 @@ class Route(NamedTuple):
 
 
 def fields_of(request: ForwardedRequest) -> dict[str, Any] | None:
-    """The body of a request that generates text; None for others, and for what a replica will refuse."""
+    """Return the body of a request that generates text; None for other requests and for invalid bodies."""
     if request.method != "POST" or request.path not in _GENERATES:
         return None
     try:
@@ -63,7 +65,7 @@ def fields_of(request: ForwardedRequest) -> dict[str, Any] | None:
 
 
 def with_seed(request: ForwardedRequest) -> ForwardedRequest:
-    """The same request; if it may sample without a seed of its own, with one, so that it can be repeated."""
+    """Return the request with a seed, if it generates text without one, so that it can be repeated."""
     fields = fields_of(request)
     if fields is None or fields.get("seed") is not None:
         return request
@@ -77,7 +79,7 @@ def with_seed(request: ForwardedRequest) -> ForwardedRequest:
 
 
 def route_of(request: ForwardedRequest) -> Route:
-    """Prompts of whatever form are compared as text, so that nobody but the replicas needs a tokenizer."""
+    """Return the route of a request. Prompts of all forms are compared as text, which needs no tokenizer."""
     fields = fields_of(request)
     if fields is None:
         return Route()
@@ -90,7 +92,7 @@ def route_of(request: ForwardedRequest) -> Route:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings and numbers, in order; what is nested deeper than a request may be is no text."""
+    """Yield all strings and numbers of a JSON value in order."""
     stack = [value]
     while stack:
         item = stack.pop()

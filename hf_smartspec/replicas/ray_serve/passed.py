@@ -1,4 +1,4 @@
-"""Streams that another replica begins anew: what has been passed on already is left out."""
+"""Streams that a second replica begins anew, without the part that has been passed on already."""
 
 import json
 from collections.abc import Iterator
@@ -8,20 +8,20 @@ _END = b"\n\n"
 _DATA = b"data: "
 _DONE = b"[DONE]"
 _GROWING = frozenset("content reasoning_content refusal text arguments".split())
-_SAME = ("id", "created")  # of a chunk: those of the first attempt
+_SAME = ("id", "created")  # fields of a chunk that are those of the first attempt
 _NOTHING = object()
 
 Path = tuple[Any, ...]
 
 
 class CannotContinueError(Exception):
-    """What was begun cannot be ended by another replica."""
+    """Raised when a second replica cannot continue a stream."""
 
 
 class PassedEvents:
     """
-    The events of a stream that a client has got. Texts in chunks grow by what each chunk adds; everything else is said
-    once. Chunks of the two attempts need not be the same: a replica yields as many tokens at a time as it accepts.
+    The events of a stream that a client has received. Chunks add to texts; all other values are sent once. The chunks
+    of two attempts need not be equal: a replica yields as many tokens at a time as it accepts.
 
     Example:
 
@@ -35,25 +35,25 @@ class PassedEvents:
 
     def __init__(self) -> None:
         self._raw = bytearray()
-        self._left: bytearray | None = None  # of the second attempt: what is not a whole event yet
+        self._left: bytearray | None = None  # of the second attempt: an event that is not complete yet
         self._head: dict[str, Any] = {}
         self._texts: dict[Path, str] = {}
-        self._said: set[Path] = set()
+        self._sent: set[Path] = set()  # places of values that are sent once
         self._begun: dict[Path, str] = {}  # texts of the second attempt so far
 
     def __bool__(self) -> bool:
         return bool(self._raw) or self._left is not None
 
     def note(self, piece: bytes) -> None:
-        """A piece that has been passed on."""
+        """Record a piece that has been passed on."""
         self._raw += piece
 
     def rest(self, piece: bytes) -> bytes:
         """
-        What is new in a piece of the second attempt; whole events.
+        Return the new part of a piece of the second attempt, as whole events.
 
         Raises:
-            CannotContinueError: if the second attempt says something else, or what cannot be told apart.
+            CannotContinueError: if the second attempt differs from the first, or has events that cannot be compared.
         """
         if self._left is None:
             self._left = bytearray()
@@ -62,35 +62,35 @@ class PassedEvents:
         return b"".join([self._new(data) for data in _events(self._left)])
 
     def _read(self) -> None:
-        """All that has been passed on, which is not looked at unless a replica dies."""
+        """Parse all that has been passed on. This is done only if a replica dies."""
         for data in _events(self._raw):
             if data == _DONE:
-                self._said.add((_DONE,))
+                self._sent.add((_DONE,))
                 continue
             chunk = _chunk(data)
             self._head = {name: chunk[name] for name in _SAME if name in chunk}
             if not chunk["choices"]:
-                self._said.add(())
+                self._sent.add(())
             for path, value in _leaves(chunk["choices"], ()):
                 if _grows(path, value):
                     self._texts[path] = self._texts.get(path, "") + value
                 else:
-                    self._said.add(path)
+                    self._sent.add(path)
         if self._raw:
             raise CannotContinueError("it was cut within an event")
 
     def _new(self, data: bytes) -> bytes:
         if data == _DONE:
-            return b"" if (_DONE,) in self._said else _DATA + _DONE + _END
+            return b"" if (_DONE,) in self._sent else _DATA + _DONE + _END
         chunk = _chunk(data)
         choices = self._cut(chunk["choices"], ())
-        if choices is _NOTHING and (chunk["choices"] or () in self._said):
+        if choices is _NOTHING and (chunk["choices"] or () in self._sent):
             return b""
         shown = chunk | self._head | {"choices": [] if choices is _NOTHING else choices}
         return _DATA + json.dumps(shown, ensure_ascii=False).encode() + _END
 
     def _cut(self, value: Any, path: Path) -> Any:
-        """A part of a chunk without what has been passed on; `_NOTHING` if it adds nothing."""
+        """Return a part of a chunk without the values that have been passed on; `_NOTHING` if none are left."""
         if isinstance(value, list):
             items = [self._cut(item, (*path, place)) for place, item in _numbered(value)]
             return [item for item in items if item is not _NOTHING] or _NOTHING
@@ -98,7 +98,7 @@ class PassedEvents:
             cut = {name: self._cut(item, (*path, name)) for name, item in value.items()}
             if all(item is _NOTHING for item in cut.values()):
                 return _NOTHING
-            # What clients look for is there, if only empty.
+            # Fields that clients read are kept, if only empty.
             frame = {name: item for name, item in value.items() if _is_frame(name, item)}
             frame |= {name: "" for name in value if _grows((name,), value[name])}
             if "delta" in value:
@@ -108,7 +108,7 @@ class PassedEvents:
             return _NOTHING
         if _grows(path, value):
             return self._cut_text(value, path)
-        return _NOTHING if path in self._said else value
+        return _NOTHING if path in self._sent else value
 
     def _cut_text(self, text: str, path: Path) -> Any:
         passed, begun = self._texts.get(path, ""), self._begun.get(path, "")
@@ -119,7 +119,7 @@ class PassedEvents:
 
 
 def _events(buffer: bytearray) -> Iterator[bytes]:
-    """Data of the whole events, which are taken out."""
+    """Remove the complete events from the buffer, and yield their data."""
     while (end := buffer.find(_END)) >= 0:
         data = bytes(buffer[:end])
         del buffer[: end + len(_END)]
@@ -138,7 +138,7 @@ def _chunk(data: bytes) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """What a chunk says, and where."""
+    """Yield the values of a chunk with their paths."""
     if isinstance(value, list | dict):
         for place, item in _numbered(value) if isinstance(value, list) else value.items():
             yield from _leaves(item, (*path, place))
@@ -152,7 +152,7 @@ def _numbered(items: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_frame(name: Any, value: Any) -> bool:
-    """What says nothing by itself."""
+    """Return whether a value is an index or None, which add nothing to a stream by themselves."""
     return name == "index" or value is None
 
 

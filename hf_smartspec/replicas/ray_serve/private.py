@@ -1,4 +1,4 @@
-"""What this library changes of Ray Serve's privates."""
+"""Changes to private parts of Ray Serve."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ _LOOPBACK = "127.0.0.1"
 
 def listen_where_ray_does() -> None:
     """
-    Have Ray Serve's own server in a deployment's process listen on loopback, if that is the address of Ray's node: it
-    takes calls of whoever reaches it, on all interfaces otherwise. It starts after the deployment has been made.
+    Let Ray Serve's own server in a deployment's process listen on loopback, if that is the address of Ray's node.
+    Otherwise it would accept calls on all interfaces. It starts after the deployment has been made.
     """
     if ray.util.get_node_ip_address() != _LOOPBACK:
         return

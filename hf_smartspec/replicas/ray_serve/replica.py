@@ -1,4 +1,4 @@
-"""One of several servers: an engine for each model, and the application, asked without a socket."""
+"""One of several servers: an engine for each model, and the application, which is called without a socket."""
 
 import asyncio
 import time
@@ -16,6 +16,8 @@ from .private import listen_where_ray_does
 
 class Replica:
     """
+    Deployment of one server.
+
     Args:
         load (`Callable`): Opens a `Server`, in the replica's own process.
     """
@@ -28,20 +30,22 @@ class Replica:
         self._seen = time.perf_counter(), self._num_generated()
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[Head | bytes]:
-        """The head of the answer, then its body, piece by piece."""
+        """Yield the head of the answer, then its body, piece by piece."""
         async for part in asked(self._server.app, request):
             yield part
 
     async def whole_answer(self, request: ForwardedRequest) -> tuple[str, Head, bytes]:
-        """This replica's name, and its whole answer."""
+        """Return this replica's name and its complete answer."""
         head, *body = [part async for part in asked(self._server.app, request)]
         assert isinstance(head, Head)
         return self.name, head, b"".join(part for part in body if isinstance(part, bytes))
 
     def check_health(self) -> None:
         """
+        Check that all engines run.
+
         Raises:
-            RuntimeError: if an engine has stopped: the replica is then replaced.
+            RuntimeError: if an engine has stopped; Ray Serve then replaces the replica.
         """
         for name, served in self._server.models.items():
             if not served.engine.is_running:
@@ -49,8 +53,8 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """
-        `goodput`: tokens per second that a running request has got since the last call, on average (SmartSpec, section
-        4); absent while nothing runs.
+        Return `goodput`: mean tokens per second of a running request since the last call (SmartSpec, section 4); empty
+        while no request runs.
         """
         now, generated = time.perf_counter(), self._num_generated()
         seconds, tokens = now - self._seen[0], generated - self._seen[1]
@@ -62,21 +66,21 @@ class Replica:
         return sum(served.engine.statistics.generated_tokens for served in self._server.models.values())
 
     def close(self) -> None:
-        """End the engines, once no request is to come any more."""
+        """Stop the engines, after the last request."""
         self._open.close()
 
-    def __del__(self) -> None:  # of Ray Serve: the replica is done with its requests
+    def __del__(self) -> None:  # called by Ray Serve, after the last request
         if hasattr(self, "_open"):
             self.close()
 
 
 async def asked(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Head | bytes]:
     """
-    The head of the application's answer, then its body, piece by piece as it comes. Whoever stops reading has left:
-    the application is told so.
+    Yield the head of the application's answer, then its body, piece by piece. If the answer is not read to its end, the
+    application gets a disconnect.
 
     Raises:
-        Exception: the application's own, if it fails before the end of its answer.
+        Exception: an error of the application before the end of its answer.
     """
     pieces: asyncio.Queue[Message | None] = asyncio.Queue()
     is_read, has_left = False, asyncio.Event()
@@ -110,7 +114,7 @@ async def asked(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Head |
             raise RuntimeError("The application did not answer to the end.")
     finally:
         has_left.set()
-        with suppress(Exception):  # known to whoever asked: by what is missing, or by a status
+        with suppress(Exception):  # the caller has seen it by an incomplete answer or a status
             await running
 
 

@@ -1,4 +1,4 @@
-"""Ray Serve's hook for routing: requests go where text like theirs has been served."""
+"""Ray Serve's hook for routing: requests go to replicas that have served similar texts."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,14 @@ from .messages import ForwardedRequest, route_of
 
 class SpeculativeRequestRouter(RequestRouter):
     """
-    Sends requests to replicas by one of `hf_smartspec.replicas.routing`'s rules. Prompts are compared as text; whoever
-    is full is passed over for the one with the fewest requests.
+    Router by one of the rules of `hf_smartspec.replicas.routing`. Prompts are compared as text; in place of a full
+    replica, the one with the fewest requests is chosen.
     """
 
     def initialize_state(self, router: str = "affinity") -> None:  # type: ignore[override]
         """
+        Set the rule.
+
         Args:
             router (`str`): A name from `ROUTERS`.
         """

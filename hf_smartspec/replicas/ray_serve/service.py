@@ -1,4 +1,4 @@
-"""A service as Ray Serve knows it: a front, and replicas behind it."""
+"""A service on Ray Serve: replicas and, where Ray Serve's proxy is used, a front."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -15,25 +15,27 @@ from .replica import Replica
 from .router import SpeculativeRequestRouter
 from .turns import KeyTurns
 
-_WAITING = 64  # requests at least that a replica takes beyond those that it runs; more wait for whoever is free first
+_WAITING = 64  # least number of waiting requests that a replica takes; more wait for the first free replica
 _HEALTH_SECONDS = 5.0
-_LOOK_SECONDS = 0.1  # between looks whether a replica that is to go is done
+_LOOK_SECONDS = 0.1  # between two checks whether a replica that is to end is done
 
 
 @dataclass(frozen=True)
 class ServiceOptions:
     """
+    Options of a service.
+
     Args:
-        replicas (`int`): At the least.
-        max_replicas (`int`, *optional*): More than `replicas` lets their number follow the load.
-        max_batch_size (`int`): Of each replica's engine.
-        max_queue (`int`): Requests that may wait for a replica, beyond those that all of them have taken.
-        target_requests (`float`, *optional*): Of a replica, running and waiting, from which on there are to be more; by
-            default, its `max_batch_size`.
-        min_goodput (`float`): Tokens per second and running request, below which there are to be more replicas.
+        replicas (`int`): Least number of replicas.
+        max_replicas (`int`, *optional*): Largest number; if more than `replicas`, their number follows the load.
+        max_batch_size (`int`): Batch size of each replica's engine.
+        max_queue (`int`): Requests that may wait for a replica, in addition to those that replicas have taken.
+        target_requests (`float`, *optional*): Running and waiting requests of a replica, from which on replicas are
+            added; by default, its `max_batch_size`.
+        min_goodput (`float`): Tokens per second and running request, below which replicas are added.
         router (`str`): A name from `ROUTERS`.
-        num_cpus, num_gpus (`float`): That each replica takes of its machine.
-        drain_seconds (`float`): For a replica's requests to end when it is to go.
+        num_cpus, num_gpus (`float`): Resources of each replica.
+        drain_seconds (`float`): Time for a replica's requests to finish before it ends.
     """
 
     replicas: int = 2
@@ -49,7 +51,7 @@ class ServiceOptions:
 
     @property
     def num_places(self) -> int:
-        """Requests that a replica takes at once: half of them, which are one key's at most, fill its batch."""
+        """Requests that a replica takes at once. Half of them, the most that one key may have, fill its batch."""
         return self.max_batch_size + max(self.max_batch_size, _WAITING)
 
 
@@ -59,7 +61,7 @@ def make_replicas(load: Callable[[], AbstractContextManager[Server]], options: S
 
     Args:
         load (`Callable`): Opens a server, in each replica's process.
-        options (`ServiceOptions`): Of the service.
+        options (`ServiceOptions`): Options of the service.
     """
     replicas = serve.deployment(
         **_how_many(options),
@@ -84,11 +86,11 @@ def make_service(
     max_body_bytes: int,
     hosts: Collection[str] | None = None,
 ) -> serve.Application:
-    """Return the replicas with a front of them that Ray Serve's proxy asks; further arguments as of `guarded`."""
+    """Return the replicas with a front for Ray Serve's proxy; further arguments as of `guarded`."""
     front = serve.deployment(
         name="Front",
         num_replicas=1,
-        max_ongoing_requests=100_000,  # it only hands on: what is too much is refused by the replicas' queue
+        max_ongoing_requests=100_000,  # it only forwards: the replicas' queue refuses requests
         graceful_shutdown_timeout_s=options.drain_seconds,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
@@ -96,7 +98,7 @@ def make_service(
 
 
 def turns_of(options: ServiceOptions, keys: ApiKeys) -> KeyTurns | None:
-    """What keeps one key from taking all replicas; None where there is one key at most."""
+    """Return the turns that keep one key from taking all replicas; None where there is one key at most."""
     num_places = (options.max_replicas or options.replicas) * options.num_places
     return KeyTurns(num_places, options.max_queue) if len(keys) > 1 else None
 
@@ -115,11 +117,11 @@ def _how_many(options: ServiceOptions) -> dict[str, Any]:
 
 class ScaleByGoodput:
     """
-    Enough replicas that each has no more than the target number of requests, running and waiting, and that each running
-    request gets `min_goodput` tokens per second. Delays and limits are Ray Serve's.
+    Policy that asks for enough replicas that each has no more than the target number of requests, running and waiting,
+    and that each running request gets `min_goodput` tokens per second. Delays and limits are Ray Serve's.
 
     Args:
-        min_goodput (`float`): Tokens per second and request; 0 looks at the queue alone.
+        min_goodput (`float`): Tokens per second and request; 0 considers the queue alone.
     """
 
     def __init__(self, min_goodput: float = 0.0):
@@ -133,5 +135,5 @@ class ScaleByGoodput:
         if measured and self.min_goodput:
             mean = sum(measured) / len(measured)
             by_goodput = context.current_num_replicas * self.min_goodput / max(mean, 1e-9)
-            by_goodput = min(by_goodput, context.total_num_requests)  # one alone cannot be helped by more replicas
+            by_goodput = min(by_goodput, context.total_num_requests)  # more replicas than requests would be idle
         return max(by_queue, by_goodput), {}

@@ -1,4 +1,4 @@
-"""How many requests of each key are with the replicas at once, so that a place is left for others."""
+"""Limits on the requests of each key that replicas hold at once, so that a place is left for other keys."""
 
 import asyncio
 from collections import Counter, deque
@@ -10,9 +10,9 @@ from ...serving.server.errors import ApiError
 
 class KeyTurns:
     """
-    Lets a key's requests through as long as they leave as many places as an equal part for one more key; further ones
-    wait here, in the order in which they came. Parts shrink as keys come, and requests that are with a replica stay: a
-    key that comes later gets its part also where others still hold more than theirs, and the replicas queue the rest.
+    Limiter that admits a key's requests as long as an equal part of the places stays free for one more key; further
+    ones wait here, in order of arrival. Parts shrink when keys arrive, and admitted requests stay admitted: a later key
+    gets its part even while others still hold more than theirs, and the replicas queue the rest.
 
     Args:
         num_places (`int`): Requests that all replicas take at once.
@@ -27,7 +27,7 @@ class KeyTurns:
     @asynccontextmanager
     async def turn(self, namespace: str) -> AsyncIterator[None]:
         """
-        A request of a key is with a replica within the context.
+        Admit a request of a key for the duration of the context.
 
         Raises:
             ApiError: 429, if too many of the key wait.
@@ -52,14 +52,14 @@ class KeyTurns:
         except asyncio.CancelledError:  # the client has left
             if place.cancelled():
                 self._forget(namespace, place)
-            else:  # just when it was let in
+            else:  # it had just been admitted
                 self._leave(namespace)
             raise
 
     def _leave(self, namespace: str) -> None:
         self._running[namespace] -= 1
         if not self._running[namespace]:
-            del self._running[namespace]  # parts are of the keys that have requests here
+            del self._running[namespace]  # only keys with requests here get a part
         self._let_in()
 
     def _has_place(self, namespace: str) -> bool:

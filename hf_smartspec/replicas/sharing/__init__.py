@@ -1,1 +1,1 @@
-"""What replicas of a service have served and learnt, shared through a folder that all of them reach."""
+"""Sharing of outputs and learnt drafters among replicas, through a folder that all of them reach."""

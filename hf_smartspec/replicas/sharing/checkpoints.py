@@ -1,4 +1,4 @@
-"""What drafters have learnt online, for replicas that begin."""
+"""Sharing of drafters' checkpoints, from which new replicas begin."""
 
 import os
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ logger = get_logger(__name__)
 
 _SUFFIX = ".checkpoint"
 _KIND = "checkpoint"
-_KEPT = 3  # of each drafter: someone may be reading an older one
+_KEPT = 3  # checkpoints of each drafter: a replica may still be reading an older one
 
 
 class SharedCheckpoints:
     """
     Checkpoints of `OnlineDistillation` that replicas publish to a folder, and begin from.
 
-    A replica that begins takes the newest checkpoint of every drafter that is whole, unless its own is newer; whether
-    it is of the same drafter, `OnlineDistillation` finds out itself. Replicas learn on by themselves from there.
+    A new replica takes every drafter's newest valid checkpoint, unless its own is newer, and learns on from there.
+    `OnlineDistillation` checks that it is of the same drafter.
 
     Args:
         url (`str`): A folder, on any file system of fsspec: a path, `s3://...`, `gs://...`.
         checkpoint (`str` or `Path`): The folder of `OnlineDistillation(checkpoint=...)`.
-        interval (`float`): Seconds between two looks at what was learnt.
+        interval (`float`): Seconds between two looks for changed checkpoints.
 
     Example:
 
@@ -48,11 +48,11 @@ class SharedCheckpoints:
         self._folder = SharedFolder(url)
         self.interval = interval
         self._local, self._replica = Path(checkpoint), uuid4().hex
-        self._published: dict[str, int] = {}  # when each file was changed that is known to all
+        self._published: dict[str, int] = {}  # by file in the shared folder: its time of modification here
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Takes what there is; publishes what changes every `interval` seconds, in a thread, and at the end."""
+        """Take the shared checkpoints; publish changed ones every `interval` seconds, in a thread, and at the end."""
         failed = f"What drafters learn cannot be shared through {self._folder.url} at the moment"
         has_begun = False
 
@@ -67,7 +67,7 @@ class SharedCheckpoints:
             yield
 
     def pull(self) -> list[str]:
-        """Takes of every file the newest that is whole, if it is newer than what is here. Returns their names."""
+        """Take the newest valid version of every file, if it is newer than the local one; return the files' names."""
         taken = []
         for name, versions in self._versions().items():
             path = self._local / name
@@ -81,14 +81,14 @@ class SharedCheckpoints:
                     with replacing(path, is_private=True) as file:
                         file.write(data)
                         file.flush()
-                        os.utime(file.name, ns=(when, when))  # before it is there: else it would look newer than it is
-                    self._published[name] = path.stat().st_mtime_ns  # not all file systems tell so exactly
+                        os.utime(file.name, ns=(when, when))  # before it is moved, else it would seem newer than it is
+                    self._published[name] = path.stat().st_mtime_ns  # file systems may round times
                     taken.append(name)
                     break
         return taken
 
     def publish(self) -> list[str]:
-        """Publishes the files that have changed since. Returns their names."""
+        """Publish the files that have changed; return their names."""
         found = []
         for path in sorted(self._local.iterdir()) if self._local.is_dir() else []:
             if path.name.startswith(".") or not path.is_file():
@@ -98,7 +98,7 @@ class SharedCheckpoints:
                 continue
             header = {"kind": _KIND, "name": path.name}
             content = packed(header, {"data": np.frombuffer(path.read_bytes(), np.uint8)})
-            # When it was learnt, not when it was copied: what is newer elsewhere stays so.
+            # The time of learning, not of copying, so that a newer one elsewhere stays newer.
             self._folder.write(f"{changed:020d}-{self._replica}-{path.name}{_SUFFIX}", content)
             self._published[path.name] = changed
             found.append(path.name)
@@ -107,7 +107,7 @@ class SharedCheckpoints:
         return found
 
     def _versions(self) -> dict[str, list[tuple[int, str]]]:
-        """Of each drafter's file: when it was changed, and its name in the folder."""
+        """Return for each drafter's file the times of its versions, and their names in the folder."""
         found: dict[str, list[tuple[int, str]]] = {}
         for remote in self._folder.names(_SUFFIX):
             when, _, name = remote.removesuffix(_SUFFIX).split("-", 2) if remote.count("-") >= 2 else ("", "", "")
@@ -120,6 +120,6 @@ class SharedCheckpoints:
             header, arrays = unpacked(self._folder.read(remote), remote)
             if header.get("kind") == _KIND:
                 return arrays["data"].tobytes()
-        except Exception as error:  # of any file system, and whatever a file holds
+        except Exception as error:  # of any file system, or of a damaged file
             logger.warning_once(f"{self._folder.url}: {remote} is left alone: {error}")
         return None

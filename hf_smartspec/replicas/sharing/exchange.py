@@ -1,4 +1,4 @@
-"""Exchanging with a shared folder at intervals, beside whoever serves."""
+"""Exchange with a shared folder at intervals, in a thread."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ logger = get_logger(__name__)
 @contextmanager
 def exchanging(steps: Sequence[Callable[[], object]], interval: float, failed: str) -> Iterator[None]:
     """
-    Calls each of `steps` now, every `interval` seconds in a thread, and once more at the end. Their errors disturb
-    nobody, and are reported behind `failed` when they begin.
+    Call each of `steps` now, every `interval` seconds in a thread, and once more at the end. Errors are not raised: the
+    first of a series is logged after the text `failed`.
     """
     failing = set[int]()
 

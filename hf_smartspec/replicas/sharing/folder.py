@@ -14,17 +14,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ...files import private_file
 
-_ABANDONED = 3600 * 10**9  # nanoseconds after which nobody writes on
+_ABANDONED = 3600 * 10**9  # nanoseconds after which the writer of a temporary file is taken for dead
 _SALT, _SALT_BYTES = "salt", 32
 
 
 class SharedFolder:
     """
-    Files appear in it as a whole and are never changed. On a local file system they are their owner's alone, as is the
-    folder where it is made here; in a folder that is a group's (`chmod g+s`), its group may read them.
+    A shared folder, in which files appear complete and are never changed. On a local file system only their owner can
+    read them, and the folder if it is created here; in a folder of a group (`chmod g+s`), the group can, too.
 
     Args:
-        url (`str`): A path, or an address that fsspec knows (`s3://bucket/folder`, `memory://folder`, ...), whose
+        url (`str`): A path, or an address of fsspec (`s3://bucket/folder`, `memory://folder`, ...), whose
             package is installed.
 
     Raises:
@@ -44,22 +44,24 @@ class SharedFolder:
             raise ValueError(f"`url`: {self.url!r} cannot be reached: {error}") from error
 
     def names(self, suffix: str) -> list[str]:
-        """Its files with names that end so, in their order; not those that are still being written."""
+        """Return the sorted names of files with a suffix, without those that are still being written."""
         return sorted(name for name in self._all() if name.endswith(suffix) and not name.startswith("."))
 
     def _all(self) -> list[str]:
         self._fs.invalidate_cache(self._root)
         try:
             paths = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:  # object stores know no empty folders
+        except FileNotFoundError:  # object stores have no empty folders
             return []
         return [posixpath.basename(str(path).replace("\\", "/")) for path in paths]
 
     def read(self, name: str) -> bytes:
         """
+        Return the contents of a file.
+
         Raises:
             FileNotFoundError: if it is gone.
-            ValueError: if it is no file.
+            ValueError: if it is no regular file.
         """
         path = self._path(name)
         if not self._is_local:
@@ -72,10 +74,10 @@ class SharedFolder:
 
     def salt(self) -> bytes:
         """
-        Return 32 random bytes that all who use the folder share. Who comes first makes them.
+        Return 32 random bytes that all users of the folder share. The first one creates them.
 
         Raises:
-            OSError: if they can be neither read nor made.
+            OSError: if they can be neither read nor created.
             ValueError: if the file that holds them is damaged.
         """
         path = self._path(_SALT)
@@ -87,7 +89,7 @@ class SharedFolder:
         return found
 
     def _create(self, path: str, data: bytes) -> None:
-        """Write a file that is there as a whole, unless somebody else has written it first."""
+        """Write a complete file, unless another process has written it first."""
         if not self._is_local:
             with suppress(FileExistsError):
                 self._fs.pipe_file(path, data, mode="create")
@@ -102,7 +104,7 @@ class SharedFolder:
             Path(temporary).unlink(missing_ok=True)
 
     def write(self, name: str, data: bytes) -> None:
-        """A file that takes the place of one of the same name, once it is complete."""
+        """Write a file; an earlier one of the same name is replaced when the new one is complete."""
         temporary = self._path(f".{time.time_ns():020d}-{uuid4().hex}.tmp")
         try:
             if self._is_local:
@@ -115,7 +117,7 @@ class SharedFolder:
             raise
 
     def sweep(self) -> None:
-        """Removes what writers have left that died while they wrote."""
+        """Remove temporary files of writers that died."""
         now = time.time_ns()
         for name in self._all():
             begun = name[1:].split("-")[0]
@@ -123,7 +125,7 @@ class SharedFolder:
                 self.remove(name)
 
     def remove(self, name: str) -> None:
-        """One that is gone already is no error."""
+        """Remove a file, if it exists."""
         try:
             self._fs.rm_file(self._path(name))
         except FileNotFoundError:
@@ -134,5 +136,5 @@ class SharedFolder:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting: a pipe would wait for somebody who writes to it."""
+    """Open a file without waiting: opening a pipe would wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

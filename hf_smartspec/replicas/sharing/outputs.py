@@ -1,4 +1,4 @@
-"""Suffix trees of several replicas that all draft from what any of them has served."""
+"""Sharing of outputs, so that the suffix trees of each replica draft from what any of them has served."""
 
 import threading
 import time
@@ -21,24 +21,24 @@ logger = get_logger(__name__)
 
 _OUTPUTS, _LEARNT = ".outputs", ".learnt"
 _ATTEMPTS = 5  # at reading files that others merge meanwhile
-_LEARNT_INTERVALS, _LEARNT_KEPT = 10, 3  # exchanges until all is worth being written anew, and files of it
+_LEARNT_INTERVALS, _LEARNT_KEPT = 10, 3  # exchanges from one file of learnt acceptance to the next, and files kept
 
 
 class SharedOutputs:
     """
     Outputs that replicas of a service publish to a folder, and take from there.
 
-    Each replica writes what it served itself, as files that never change. To read is to take the union, in which every
-    output counts once, however often it was written; many small files are merged into one by whoever has read them, and
-    deleted when that one is there. So no count is lost, whenever a replica dies. What a source has learnt of its
-    drafts' acceptance is published, too, for replicas that begin.
+    Each replica writes its own outputs, in files that never change. Reading takes the union, in which every output
+    counts once, however often it was written. A replica that has read many small files merges them into one, and then
+    deletes them, so that no count is lost if it dies meanwhile. The acceptance that a source has learnt is published,
+    too, for new replicas.
 
     Args:
         url (`str`): A folder, on any file system of fsspec: a path, `s3://...`, `gs://...`.
-        tokenizer (`PreTrainedTokenizerBase`): Outputs of other vocabularies are not seen.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer; outputs of other vocabularies are ignored.
         interval (`float`): Seconds between two exchanges, see `attached`.
-        max_tokens (`int`): Bound on the tokens in the folder; the oldest outputs go first, whenever files are merged.
-        max_files (`int`): More are merged into one.
+        max_tokens (`int`): Bound on the tokens in the folder; the oldest outputs are dropped when files are merged.
+        max_files (`int`): Number of files above which they are merged.
 
     Example:
 
@@ -65,18 +65,18 @@ class SharedOutputs:
         self._folder = SharedFolder(url)
         self.interval, self.max_tokens, self.max_files = interval, max_tokens, max_files
         self._fingerprint = tokenizer_fingerprint(tokenizer)
-        self._replica = uuid4().hex  # anew for each process: numbers begin anew, too
-        self._read: dict[str, frozenset[Key]] = {}  # files that were read, and which outputs stand in them
-        self._missing: set[str] = set()  # of these, such as were gone at the latest look
-        self._reported: set[str] = set()  # files that are left alone
-        self._published = 0  # the highest number that was
+        self._replica = uuid4().hex  # new in each process, as are the numbers of outputs
+        self._read: dict[str, frozenset[Key]] = {}  # outputs in each file that was read
+        self._missing: set[str] = set()  # those of these files that were gone at the latest look
+        self._reported: set[str] = set()  # files that are ignored
+        self._published = 0  # the highest published number
         self._lock = threading.Lock()
 
     @contextmanager
     def attached(self, source: SuffixTreeCandidates) -> Iterator[SuffixTreeCandidates]:
         """
-        Takes all there is, and exchanges what is new every `interval` seconds, in a thread, and once more at the end. A
-        folder that cannot be reached is reported once and tried again: nobody's request waits for it.
+        Take all outputs in the folder, and exchange new ones every `interval` seconds, in a thread, and once more at
+        the end. A folder that cannot be reached is reported once and tried again; requests never wait for it.
         """
         failed = f"Outputs cannot be shared through {self._folder.url} at the moment"
         steps = (lambda: self.pull(source), lambda: self.publish(source), self.merge, self._folder.sweep)
@@ -85,11 +85,11 @@ class SharedOutputs:
 
     def pull(self, source: SuffixTreeCandidates) -> int:
         """
-        Takes what others have published since, and where the source has drafted nothing yet, what was learnt. Files
-        that are damaged or foreign are left alone, with a warning.
+        Take the new outputs of other replicas and, for a source without drafts so far, the learnt acceptance. Damaged
+        or foreign files are ignored with a warning.
 
         Returns:
-            `int`: The outputs that are new here.
+            `int`: The number of new outputs.
         """
         with self._lock:
             self._take_learnt(source)
@@ -108,7 +108,7 @@ class SharedOutputs:
             return len(new)
 
     def publish(self, source: SuffixTreeCandidates) -> int:
-        """Writes what the source has kept of its own requests since. Returns how many outputs that is."""
+        """Write the outputs that the source has kept of its own requests since; return their number."""
         with self._lock:
             kept, now = source.outputs(self._published, only_served=True), time.time_ns()
             own = [
@@ -125,7 +125,7 @@ class SharedOutputs:
             return len(own)
 
     def merge(self) -> bool:
-        """Makes one file of many, if there are more than `max_files` that were read; whether it did."""
+        """Merge files into one, if more than `max_files` were read; return whether files were merged."""
         with self._lock:
             names = self._folder.names(self._suffix(_OUTPUTS))
             if sum(name in self._read for name in names) <= self.max_files:
@@ -135,20 +135,20 @@ class SharedOutputs:
                 return False
             found = {item.key: item for outputs in files.values() for item in outputs}
             self._write(_newest(sorted(found.values(), key=_age), self.max_tokens))
-            for old in files:  # a replica that dies before has lost nothing: what is there twice counts once
+            for old in files:  # if this replica dies before, outputs that are there twice still count once
                 self._folder.remove(old)
             return True
 
     def _write(self, outputs: list[SharedOutput]) -> None:
-        """A file of outputs that are known here."""
+        """Write a file of outputs that this replica has already."""
         name = self._new_name(_OUTPUTS)
         self._folder.write(name, pack(outputs, self._fingerprint))
         self._read[name] = frozenset(item.key for item in outputs)
 
     def _forget(self) -> None:
         """
-        Files that are gone at a second look. What they were merged into was there at the first, and has been read
-        since: so what is known never grows beyond what is in the folder.
+        Drop the files that are gone at a second look. The file that they were merged into existed at the first, and has
+        been read since; so `_read` does not grow beyond the folder.
         """
         missing = self._read.keys() - set(self._folder.names(self._suffix(_OUTPUTS)))
         for name in missing & self._missing:
@@ -157,8 +157,8 @@ class SharedOutputs:
 
     def _collect(self, is_wanted: Callable[[str], bool]) -> dict[str, list[SharedOutput]]:
         """
-        Read the files of such names that are whole. Others may merge them meanwhile: a file that is gone has its
-        outputs in a newer one, so that all are listed again.
+        Read the valid files among those that are wanted. Others may merge them meanwhile: the outputs of a file that is
+        gone are in a newer one, so that all files are listed again.
         """
         gone: set[str] = set()
         for _ in range(_ATTEMPTS):
@@ -181,35 +181,35 @@ class SharedOutputs:
             return unpack(self._folder.read(name), self._fingerprint, name)
         except FileNotFoundError:
             raise
-        except Exception as error:  # of any file system, and whatever a file holds: the others are taken
+        except Exception as error:  # of any file system, or of a damaged file: the others are taken
             self._report(name, error)
             return None
 
     def _report(self, name: str, error: Exception) -> None:
-        """Warn of a file that is left alone, once."""
+        """Warn once of a file that is ignored."""
         if name not in self._reported:
             self._reported.add(name)
             logger.warning(f"{self._folder.url}: {name} is left alone: {error}")
 
     def _suffix(self, kind: str) -> str:
-        """Of this vocabulary's files."""
+        """Return the suffix of this vocabulary's files."""
         return f"-{self._fingerprint[:8]}{kind}"
 
     def _new_name(self, kind: str) -> str:
-        """Behind those of before."""
+        """Return a file name that sorts after earlier ones."""
         return f"{time.time_ns():020d}-{uuid4().hex}{self._suffix(kind)}"
 
-    # What is learnt of drafts
+    # Learnt acceptance
 
     def _publish_learnt(self, source: SuffixTreeCandidates) -> None:
-        """Unless somebody has done so lately: it is large, 1 MB for each namespace."""
+        """Publish the learnt acceptance, unless there is a recent file: it is large, 1 MB for each namespace."""
         names = self._folder.names(self._suffix(_LEARNT))
         age = time.time_ns() - max(map(_written, names), default=0)
         if abs(age) < _LEARNT_INTERVALS * self.interval * 1e9:
             return
         try:
             lines, arrays = source.learnt()
-        except ValueError as error:  # some namespace is no string
+        except ValueError as error:  # a namespace that is no string
             logger.warning_once(f"What is learnt is not shared through {self._folder.url}: {error}")
             return
         header = {"kind": "learnt", "fingerprint": self._fingerprint, "lines": lines}
@@ -218,7 +218,7 @@ class SharedOutputs:
             self._folder.remove(old)
 
     def _take_learnt(self, source: SuffixTreeCandidates) -> None:
-        """The newest there is that is whole."""
+        """Take over the newest valid file of learnt acceptance, if the source has none of its own."""
         if source.has_learnt:
             return
         for name in reversed(self._folder.names(self._suffix(_LEARNT))):
@@ -227,12 +227,12 @@ class SharedOutputs:
                 with making_sense(name):
                     if header["fingerprint"] == self._fingerprint and source.take_over(header["lines"], arrays):
                         return
-            except Exception as error:  # of any file system, and whatever a file holds
+            except Exception as error:  # of any file system, or of a damaged file
                 self._report(name, error)
 
 
 def _written(name: str) -> int:
-    """When, in nanoseconds; 0 if its name does not say so."""
+    """Return the time in a file's name, in nanoseconds; 0 if there is none."""
     when = name.split("-")[0]
     return int(when) if when.isdigit() else 0
 
@@ -242,7 +242,7 @@ def _age(item: SharedOutput) -> tuple[int, str, int]:
 
 
 def _newest(outputs: list[SharedOutput], max_tokens: int) -> list[SharedOutput]:
-    """As many of the last ones as have no more tokens together."""
+    """Return as many of the last outputs as have `max_tokens` tokens together, at most."""
     total = first = 0
     for first in range(len(outputs), 0, -1):
         total += len(outputs[first - 1].tokens)

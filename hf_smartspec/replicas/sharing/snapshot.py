@@ -1,4 +1,4 @@
-"""Outputs as they lie in files: each with who served it, so that none is ever counted twice."""
+"""File format of shared outputs: each with its replica and number, so that none is ever counted twice."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,10 +16,10 @@ class SharedOutput(NamedTuple):
     A finished output.
 
     Args:
-        replica (`str`): Who served it.
-        number (`int`): Different for all outputs of a replica.
-        time (`int`): When it was published, in nanoseconds since 1970.
-        namespace (`str`): Whose requests may draft from it.
+        replica (`str`): The replica that served it.
+        number (`int`): Its number among the replica's outputs.
+        time (`int`): Time of publication, in nanoseconds since 1970.
+        namespace (`str`): Namespace of the requests that may draft from it.
         tokens (`np.ndarray` of shape `[length]`, int32).
     """
 
@@ -35,7 +35,7 @@ class SharedOutput(NamedTuple):
 
 
 def pack(outputs: Sequence[SharedOutput], fingerprint: str) -> bytes:
-    """The contents of a file; `fingerprint` is the tokenizer's."""
+    """Return the contents of a file; `fingerprint` is the tokenizer's."""
     names, replicas = _numbered([item.namespace for item in outputs]), _numbered([item.replica for item in outputs])
     header = {"kind": _KIND, "fingerprint": fingerprint, "names": list(names), "replicas": list(replicas)}
     arrays = {
@@ -51,10 +51,10 @@ def pack(outputs: Sequence[SharedOutput], fingerprint: str) -> bytes:
 
 def unpack(data: bytes, fingerprint: str, name: str) -> list[SharedOutput]:
     """
-    The outputs in a file's contents.
+    Return the outputs in a file's contents.
 
     Raises:
-        ValueError: if it is damaged, not complete, of another kind or of another tokenizer; it says which.
+        ValueError: if it is damaged, not complete, of another kind or of another tokenizer.
     """
     header, arrays = unpacked(data, name)
     if header.get("kind") != _KIND:

@@ -164,13 +164,13 @@ def test_launchers_say_which_part_and_which_gpu():
     [
         (["--dataset", "{data}"], "--dataset needs --output"),
         (["x", "--output", "{out}"], "--output is for --dataset"),
-        (["x", "--dataset", "{data}", "--output", "{out}"], "--dataset stands in place of prompts"),
+        (["x", "--dataset", "{data}", "--output", "{out}"], "--dataset takes the place of prompts"),
         (
             ["--dataset", "{data}", "--output", "{out}", "--column", "promt"],
             "no column 'promt', did you mean 'prompt'?",
         ),
         (["--dataset", "{data}", "--output", "{out}", "--keep", "x"], "no column 'x'; there are id, prompt"),
-        (["--dataset", "{data}", "--output", "{out}", "--response", "prompt"], "'prompt' is what this command writes"),
+        (["--dataset", "{data}", "--output", "{out}", "--response", "prompt"], "this command writes 'prompt' itself"),
         (["--dataset", "no.jsonl", "--output", "{out}"], "no such file: 'no.jsonl'"),
         (["--dataset", "no/dataset", "--output", "{out}"], "cannot load 'no/dataset'"),
         (["--dataset", "{empty}", "--output", "{out}"], "empty.jsonl"),

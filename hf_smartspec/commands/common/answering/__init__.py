@@ -1,1 +1,1 @@
-"""What commands have in common that answer prompts: models, sampling, engines and text that grows."""
+"""Common parts of commands that answer prompts: models, sampling, engines and streamed text."""

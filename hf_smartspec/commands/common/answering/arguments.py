@@ -18,7 +18,7 @@ from ..arguments import (
 
 class Sampling(NamedTuple):
     """
-    How tokens are picked; what is None is as the model's generation config says.
+    Sampling options; those that are None are taken from the model's generation config.
 
     Args:
         temperature (`float`, *optional*): 0 takes the most probable token.
@@ -31,13 +31,13 @@ class Sampling(NamedTuple):
     repetition_penalty: float | None = None
 
     def at(self, temperature: float | None) -> "Sampling":
-        """The same at another temperature; at 0, nothing else counts."""
+        """Return the options at another temperature; at 0, filters have no effect and are dropped."""
         if temperature == 0:
             return Sampling(0.0, repetition_penalty=self.repetition_penalty)
         return self._replace(temperature=temperature)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`."""
+        """Return keyword arguments of `generate`."""
         given = {name: value for name, value in self._asdict().items() if value is not None}
         if given.get("temperature") == 0:
             return {"do_sample": False, **{name: given[name] for name in given.keys() & {"repetition_penalty"}}}
@@ -47,7 +47,7 @@ class Sampling(NamedTuple):
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model answers, and what drafts for it."""
+    """Add the arguments that choose the model and what drafts for it."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="MODEL", help="folder or hub id (default: the embedded one)")
     group.add_argument(
@@ -55,7 +55,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="what drafts: auto, suffix, prompt_lookup, mtp, none, early_exit:N, datastore:FILE, tuned:FILE, the "
         "folder or hub id of a draft model or of heads, or some of these joined by plus signs (default: auto)",
     )  # fmt: skip
-    group.add_argument("--draft", metavar="MODEL", help="a draft model that is asked beside: NAME+MODEL")
+    group.add_argument("--draft", metavar="MODEL", help="a draft model to add to --assistant, as in NAME+MODEL")
     add_dtype_argument(group, ", float32 for the embedded one")
     group.add_argument("--quantize", choices=QUANTIZATIONS, help="run the model's linear maps in it, on the CPU")
     add_machine_arguments(group)
@@ -63,8 +63,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> argparse._ArgumentGroup:
-    """How long answers may be, and how their tokens are picked."""
-    group = parser.add_argument_group("sampling", "by default as the model's generation_config.json says")
+    """Add the arguments for the length of answers and for sampling; return their group."""
+    group = parser.add_argument_group("sampling", "default: the model's generation_config.json")
     group.add_argument(
         "--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
         help="of an answer (default: %(default)s)",
@@ -81,15 +81,17 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """How prompts become what the model reads."""
+    """Add the arguments for system prompt and chat template; return their group."""
     group = parser.add_argument_group("text")
-    group.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    group.add_argument("--system", metavar="TEXT", help="system prompt, before the conversation")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file, in place of the tokenizer's own")
     return group
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
     """
+    Return the sampling options of a command line.
+
     Raises:
         UsageError: for options that exclude one another.
     """

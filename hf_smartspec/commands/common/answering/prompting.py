@@ -1,4 +1,4 @@
-"""From what a user gives to the tokens that the model reads."""
+"""Prompts and chats as token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Prompter:
     """
+    Tokenizer of prompts, with or without the chat template.
+
     Args:
-        system (`str`, *optional*): What the model is told before the conversation.
-        is_raw (`bool`): Whether text is continued as it is, where the tokenizer knows chats, too.
+        system (`str`, *optional*): System prompt, before the conversation.
+        is_raw (`bool`): Whether text is continued as it is, even where the tokenizer has a chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -26,10 +28,10 @@ class Prompter:
 
     def token_ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """
-        The tokens of a text, as a user's turn where the tokenizer knows chats, or those of a chat.
+        Return the token ids of a chat, or of a text, which is a user's turn where there is a chat template.
 
         Raises:
-            ValueError: for empty prompts, chats without a template, and what is no chat.
+            ValueError: for an empty prompt, a chat without a template, or an object that is neither text nor chat.
         """
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -39,7 +41,7 @@ class Prompter:
             prompt = [{"role": "user", "content": prompt}]
         messages = [_message(item) for item in prompt]
         while messages and messages[-1]["role"] == "assistant":
-            messages.pop()  # it is what the model is to say
+            messages.pop()  # the answer that the model is to generate
         if not messages:
             raise ValueError("the chat is empty")
         if not self.tokenizer.chat_template:
@@ -57,7 +59,7 @@ class Prompter:
 
 
 def _message(item: Any) -> Message:
-    """One turn; tables write the keys that other rows have as None."""
+    """Return one turn without the keys that are None: tables fill in those of other rows."""
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise ValueError('a chat is a list of {"role": ..., "content": ...}')
     return {key: value for key, value in item.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The model that answers, with its tokenizer and what drafts for it."""
+"""A model that answers prompts, with its tokenizer and its assistant."""
 
 import argparse
 import random
@@ -22,9 +22,11 @@ _NEW_SEEDS = 2**32
 @dataclass(frozen=True)
 class Speaker:
     """
+    A loaded model that answers prompts.
+
     Args:
         name (`str`): The folder or hub id; "embedded" for the embedded model.
-        assistant: What `assistant=` is; models by their folders or hub ids.
+        assistant: Passed as `assistant=`; models by their folders or hub ids.
     """
 
     name: str
@@ -34,19 +36,19 @@ class Speaker:
 
     @property
     def num_positions(self) -> int | None:
-        """Tokens of the longest text that the model knows; None where it does not say."""
+        """Tokens of the longest text that the model takes; None where its config has no limit."""
         config = self.model.config.get_text_config(decoder=True)
         return model_limits(self.model).num_positions or getattr(config, "max_position_embeddings", None)
 
     def room(self, num_tokens: int, max_new_tokens: int) -> int:
-        """How many new tokens fit behind a prompt, of so many that are wanted; none, where it is 0 or below."""
+        """Return how many new tokens fit after a prompt, `max_new_tokens` at most; 0 or less if none do."""
         if self.num_positions is None or self.model.config.is_encoder_decoder:
             return max_new_tokens
         return min(max_new_tokens, self.num_positions - num_tokens)
 
     def new_engine(self, max_batch_size: int = 1) -> Engine:
         """
-        What serves its requests, started.
+        Return a started engine for the model.
 
         Raises:
             UsageError: if the assistant cannot draft for the model, or an engine cannot serve it.
@@ -60,10 +62,10 @@ class Speaker:
 
 def load_speaker(args: argparse.Namespace) -> Speaker:
     """
-    What `add_model_arguments` names.
+    Load the model that the arguments of `add_model_arguments` name.
 
     Raises:
-        UsageError: for what cannot be loaded.
+        UsageError: for a model, tokenizer or template that cannot be loaded.
     """
     use_machine(args)
     assistant = assistant_of(args.assistant, args.draft)
@@ -80,7 +82,7 @@ def load_speaker(args: argparse.Namespace) -> Speaker:
 
 
 def assistant_of(name: str, draft: str | None = None) -> Any:
-    """What `--assistant` and `--draft` mean as `assistant=`: a name, or a list of names."""
+    """Return `--assistant` and `--draft` in the form of `assistant=`: a name, or a list of names."""
     if draft:
         check_folder(draft)
     items = [*parts_of(name), *([draft] if draft else [])]
@@ -93,7 +95,7 @@ def shown(assistant: Any) -> str:
 
 
 def new_seed() -> int:
-    """A seed that nobody has chosen."""
+    """Return a random seed."""
     return random.SystemRandom().randrange(_NEW_SEEDS)
 
 

@@ -1,10 +1,10 @@
-"""What speculation did, in a line."""
+"""Statistics of speculation in one line."""
 
 from ....decoding.statistics import GenerationStatistics
 
 
 def summary(statistics: GenerationStatistics) -> str:
-    """Tokens, seconds, steps and drafts."""
+    """Return tokens, seconds, tokens per step and drafts as one line."""
     count, seconds = statistics.generated_tokens, statistics.seconds_total
     speed = f" in {seconds:.1f} s, {count / seconds:.0f} a second" if seconds > 0 else ""
     drafts = (

@@ -1,27 +1,25 @@
-"""Text that grows with its tokens."""
+"""Streamed text: a growing list of tokens, decoded piece by piece."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
-
-
+_INCOMPLETE = "\ufffd"  # decoded from a part of a character
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
-    """The same without what terminals obey: a model may say anything."""
+    """Return the text without control characters, which a model may generate and a terminal would obey."""
     return text.translate(_CONTROLS)
 
 
 class Piece(NamedTuple):
     """
-    Some text.
+    A piece of text.
 
     Args:
-        source (`str`, *optional*): What had drafted its last token; None where the model found it itself.
+        source (`str`, *optional*): Label of the source that drafted its last token; None for the target's own.
     """
 
     text: str
@@ -30,33 +28,33 @@ class Piece(NamedTuple):
 
 class GrowingText:
     """
-    The text of a growing list of tokens, piece by piece: nothing that was handed out changes, characters come whole,
-    and what belongs to a stop string does not come at all.
+    Decoder of a growing list of tokens. Pieces that were returned never change, characters are whole, and stop strings
+    and the text after them are left out.
 
     Args:
-        stop_strings (sequence of `str`): Where the text ends, without them.
+        stop_strings (sequence of `str`): Strings that end the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()):
         self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
         self._tokens: list[int] = []
-        self._from = self._to = 0  # decoded from, and up to: what comes between is context for what follows
+        self._from = self._to = 0  # tokens between them are decoded already, and context for those that follow
         self._held: list[Piece] = []
         self._given: list[str] = []
         self._has_ended = False
 
     @property
     def text(self) -> str:
-        """All that was handed out."""
+        """The text of all pieces that were returned."""
         return "".join(self._given)
 
     def feed(self, tokens: Sequence[int], sources: Sequence[str | None] | None = None) -> list[Piece]:
         """
-        What has come since the last call.
+        Return the pieces that are new since the last call.
 
         Args:
             tokens (sequence of `int`): All tokens so far.
-            sources (sequence of `str`, *optional*): What had drafted each.
+            sources (sequence of `str`, *optional*): Label of the source that drafted each token.
         """
         for index in range(len(self._tokens), len(tokens)):
             self._tokens.append(tokens[index])
@@ -66,7 +64,7 @@ class GrowingText:
         return self._release(self._num_held())
 
     def end(self) -> list[Piece]:
-        """What is left: parts of characters, and of stop strings that did not come."""
+        """Return the rest: parts of characters, and text that only began like a stop string."""
         if text := self._decoded():
             self._advance(text, None)
         return self._release(0)
@@ -91,25 +89,23 @@ class GrowingText:
             self._held = _first(self._held, min(ends))
 
     def _num_held(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Return the number of characters at the end that may be the beginning of a stop string."""
         if self._has_ended or not self._stop_strings:
             return 0
         held = "".join(piece.text for piece in self._held)
         longest = min(len(held), max(map(len, self._stop_strings)) - 1)
-        return next((num for num in range(longest, 0, -1) if self._may_go_on(held[-num:])), 0)
-
-    def _may_go_on(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop_strings)
+        ends = [held[-num:] for num in range(longest, 0, -1)]
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop_strings)), 0)
 
     def _release(self, num_held: int) -> list[Piece]:
         num = sum(len(piece.text) for piece in self._held) - num_held
-        pieces, self._held = _first(self._held, num), _behind(self._held, num)
+        pieces, self._held = _first(self._held, num), _after(self._held, num)
         self._given += [piece.text for piece in pieces]
         return pieces
 
 
 def _first(pieces: list[Piece], num: int) -> list[Piece]:
-    """Their first `num` characters."""
+    """Return the first `num` characters of the pieces."""
     found = []
     for piece in pieces:
         if num <= 0:
@@ -119,8 +115,8 @@ def _first(pieces: list[Piece], num: int) -> list[Piece]:
     return found
 
 
-def _behind(pieces: list[Piece], num: int) -> list[Piece]:
-    """What follows their first `num` characters."""
+def _after(pieces: list[Piece], num: int) -> list[Piece]:
+    """Return the pieces without their first `num` characters."""
     found = []
     for piece in pieces:
         if len(piece.text) > num:
